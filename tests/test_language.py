@@ -20,7 +20,6 @@ PENDING = (
     "devgraph/api/registry.py",
     "devgraph/api/torchlike/*.py",
     "devgraph/cpu/*.py",
-    "devgraph/integrations/transformers/*.py",
     "devgraph/runners/prove.py",
     "docs/benchmarks.md",
     "docs/cli.md",

@@ -33,6 +33,13 @@ the cache, with a mask for the positions of the step, one prompt at a time, not 
 accepts such a model after it has reproduced the logits of the plain model. Its cost grows with
 `max_len`.
 
+Layers with recurrent state (linear attention, Mamba, short convolutions) keep it in one row for
+each request slot. In a decode step they are part of the graph. In a packed step their own code runs
+on the tokens of one request at a time, outside of the graph's segments, because it may read the
+host or loop over tokens. If that code cannot carry its state through several tokens, all chunks of
+a prompt except the first run one token at a time. These models must reproduce the logits of the
+plain model too.
+
 Sixteen families ran on one H200 in bfloat16 and float32 (`tests/zoo/test_device.py`). Their graphs
 gave the same tokens as the same engine without graphs, or the class was refused as listed here.
 Falcon was refused by its first capture on the H200: its older attention indexes with a list, which
@@ -40,6 +47,20 @@ is copied from the host.
 
 `python -m tests.zoo` writes this page. `make test` compares twelve families with it, and
 `make test-all` all of them.
+"""
+_CLOSING = """\
+## Encoder-decoder models
+
+Whisper, T5, BART and other encoder-decoder models are refused as a whole; their decoders run where
+transformers has a causal class of them (`WhisperForCausalLM`, `BartForCausalLM`). They would need:
+
+- the encoder in an `EncoderRunner`, once for each request;
+- cross-attention keys and values as a second kind of state of fixed size: a row a request slot with
+  room for the longest encoder output and its length, written at admission, read under
+  a mask of that length, and reset with the slot;
+- a probe that tells writes of cross-attention from those of self-attention, since both go to one
+  `EncoderDecoderCache`, and a seat for both of its halves;
+- forced decoder tokens and, for T5, relative position biases by the positions of the step.
 """
 _SECTIONS = {
     RUNS: "These classes generate the same tokens as the plain model.",
@@ -68,7 +89,7 @@ def table(results: Mapping[str, Result]) -> str:
         else:
             lines = [f"| {why} | {len(names)} | {', '.join(names)} |" for why, names in rows]
             parts.append("\n".join(["| reason | | classes |", "|---|---|---|", *lines]) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _CLOSING])
 
 
 def read(document: str) -> tuple[str, dict[str, Result]]:

@@ -1,13 +1,14 @@
-"""Device graphs under ``model.generate``: the model stays, its forwards of a generation change.
+"""Device graphs under ``model.generate``.
 
 >>> from devgraph.integrations.transformers import accelerate
 >>> model = accelerate(model, max_requests=8)                           # doctest: +SKIP
 >>> model.generate(**inputs, max_new_tokens=64)                         # doctest: +SKIP
 
-The loop of ``generate`` stays transformers' own, with its logits processors, stopping criteria,
-streamers, scores and random numbers. Where it makes the cache of a request, the cache is seated in
-an engine's slots; a forward that is handed a seated cache runs in that engine's runners. Whatever
-those cannot do makes the cache leave, and the model's own forward goes on with it.
+The loop of ``generate`` remains that of transformers, with its logits processors, stopping
+criteria, streamers, scores and random numbers. When the loop makes the cache of a request, the
+cache is seated in the slots of an engine. A forward that receives a seated cache runs in the
+engine's runners. A forward that the runners do not support makes the cache leave, and the model's
+own forward continues.
 """
 
 from __future__ import annotations
@@ -34,95 +35,101 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.engine.installation import Changes
 from devgraph.integrations.transformers.engine import Engine, config_of
+from devgraph.integrations.transformers.fusion import model_lock
 from devgraph.integrations.transformers.names import NAMES
 from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of
 from devgraph.integrations.transformers.requests import SamplingParams
-from devgraph.integrations.transformers.seat import Seat, seat_of
+from devgraph.integrations.transformers.seat import Seat, length_of, seat_of
 from devgraph.runners.decode import DecodeRunner
 
 logger = logging.getLogger(__name__)
 
 _WIDTHS = (2, 4, 8, 12, 16)
-"""Tokens of the steps that check proposed tokens; others run in the next, or eagerly."""
+"""Numbers of tokens with graphs for steps that check proposed tokens; others are padded."""
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
 class Fallback(str, enum.Enum):
-    """Why a request ran transformers' own code, and what was asked for."""
+    """Reason why a request ran transformers' own code."""
 
     def __new__(cls, value: str, text: str) -> Fallback:
-        made = str.__new__(cls, value)
-        made._value_ = value
-        made.text = text
-        return made
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.text = text
+        return member
 
     text: str
+    """The part of the request that graphs do not serve."""
 
-    MODE = "generation_mode", "beams, contrastive search and other modes than greedy and sampling"
+    MODE = "generation_mode", "beams, contrastive search or another mode than greedy and sampling"
     OUTPUTS = "outputs", "attentions or hidden states as outputs, or a tuple"
-    CACHE = "cache", "no cache, or another than keys and values of this batch in a DynamicCache"
-    INPUTS = "inputs", "inputs besides token ids, their mask and their positions"
-    MASK = "mask", "a mask or positions that are not those of padding at the left"
-    PADDING = "padding", "padding, for a model that attends by itself and may count it as positions"
+    CACHE = "cache", "no cache, or another cache than a DynamicCache of this batch"
+    INPUTS = "inputs", "inputs other than token ids, their mask and their positions"
+    MASK = "mask", "a mask or positions other than those of padding at the left"
+    PADDING = "padding", "padding, in a model that attends by itself and may count it as positions"
     BATCH = "over_max_requests", "more rows than max_requests"
     LENGTH = "over_max_len", "more positions than max_len"
-    LOGITS = "all_logits", "the logits of more tokens than a step checks, or of padding"
-    NESTED = "nested", "a generation of the same model inside this one"
-    MODEL = "model", "a model in training mode, with hooks, under autocast, or that no engine runs"
-    CONFIG = "generation_config", "options of generate_batch that the engine has not"
+    LOGITS = "all_logits", "logits of more tokens than a step checks, or of padding"
+    NESTED = "nested", "a generation inside another one of the model"
+    MODEL = (
+        "model",
+        "a model in training mode, with hooks, under autocast, or unsupported by the engine",
+    )
+    CONFIG = "generation_config", "options of generate_batch that the engine does not have"
 
 
 @attrs.frozen(kw_only=True)
 class GenerateStats:
-    """What became of the requests since ``accelerate``."""
+    """Counters of an accelerated model since ``accelerate``."""
 
     requests: int
-    """Calls of ``generate`` that began in graphs, and requests of ``generate_batch``."""
+    """Number of ``generate`` calls that started in graphs, and of ``generate_batch`` requests."""
     fallbacks: dict[str, int]
-    """By reason, those that ran or went on in transformers' own code."""
+    """Number of requests that ran or continued in transformers' own code, by reason."""
     engine: Engine = attrs.field(repr=False)
-    """Whose runners the steps run in; ``engine.decode.stats()`` counts its graphs."""
+    """Engine of the runners; ``engine.decode.stats()`` counts its graphs."""
 
 
 class _Hook:
-    """A method of ``model`` that goes to ``acceleration`` first.
+    """A method of a module that calls an acceleration.
 
-    A copy of the model, or a pickle, has its own method in this place.
+    A copy or a pickle of the module has the module's own method instead.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, call: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
         self.acceleration: _Acceleration = call.__self__  # type: ignore[attr-defined]
-        self.own = getattr(model, name)
-        self._model, self._name, self._call = model, name, call
+        self.own = getattr(module, name)
+        self._module, self._name, self._call = module, name, call
         functools.update_wrapper(self, self.own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._model, self._name)
+        return getattr, (self._module, self._name)
 
 
 class _Deferral:
-    """Lets transformers read one step late whether a generation over slots has ended.
+    """A patch that delays the end check of transformers' loop by one step for seated caches.
 
-    Its loop waits for the device in every step to learn that, and the device then waits for the
-    host. It has a check that does not, with one step too many that it takes back, and uses it on
-    one device. Slots can take a step back, so while this is entered it is used for them too, unless
-    random numbers are drawn: those of the step too many would be missing afterwards.
+    The loop normally waits for the device in each step, and the device then waits for the host. Its
+    deferred check avoids that: it runs one step too many and takes it back. transformers uses the
+    check on one device only. Slots of keys and values can take a step back, so the patch enables it
+    for them, unless the additional step would draw random numbers.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        # Versions without it wait in every step.
+        # Older versions do not have the check.
         self._own: Any = getattr(utils, "DeferredStopCheck", None)
 
     def __enter__(self) -> None:
@@ -142,8 +149,8 @@ class _Deferral:
 
     def _supported(self, device: torch.device, cache: Any, *args: Any, **kwargs: Any) -> bool:
         seat = seat_of(cache)
-        if seat is not None and seat.deterministic and device.type != "cpu":
-            # The criteria of an assistant remember what they were asked.
+        if seat is not None and seat.can_defer and device.type != "cpu":
+            # Stopping criteria of an assistant have state.
             return not kwargs.get("is_assistant")
         return bool(self._own.is_supported(device, cache, *args, **kwargs))
 
@@ -152,7 +159,7 @@ _deferral = _Deferral()
 
 
 class _Acceleration:
-    """The engine under one model, the hooks in it, and the cache that is seated."""
+    """The engine of one model, the hooks in the model, and the seated cache."""
 
     def __init__(self, model: PreTrainedModel, make: Callable[[], Engine]) -> None:
         self.model = model
@@ -160,7 +167,6 @@ class _Acceleration:
         self.fallbacks: Counter[str] = Counter()
         self._make = make
         self.engine = make()
-        self._made_of = _made_of(model)
         self._checking: DecodeRunner | None = None
         self._seat: Seat | None = None
         self._lock = threading.RLock()
@@ -172,12 +178,20 @@ class _Acceleration:
             "_prepare_cache_for_generation": self._prepare_cache,
         }
         self._hooks = {name: _Hook(model, name, call) for name, call in calls.items()}
+        body = self.engine.model.shape.body
+        self._body = _Hook(body, "forward", self._body_forward)
         self._changes = Changes("transformers")
         for name, hook in self._hooks.items():
             self._changes.change(model, name, hook)
+        self._changes.change(body, "forward", self._body)
+        self._is_stateful: bool = getattr(model, "_is_stateful", False)
+        if self.engine.model.states:
+            # transformers refuses to check proposed tokens with recurrent state. Slots can.
+            self._changes.change(model, "_is_stateful", False)
+        self._fingerprint = _fingerprint(model)
 
     def remove(self) -> None:
-        """Take the hooks out of the model and free the engine."""
+        """Remove the hooks from the model and free the engine."""
         with self._lock:
             self._changes.undo()
             self._close()
@@ -195,7 +209,7 @@ class _Acceleration:
     # -- requests --------------------------------------------------------------------------------
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        # One cache has the slots at a time, so a second thread waits.
+        # One cache is seated at a time, so a second thread waits.
         with self._lock, _deferral:
             self._depth += 1
             try:
@@ -209,17 +223,19 @@ class _Acceleration:
         result = self._hooks["_prepare_cache_for_generation"].own(*args)
         config, inputs, mode, batch, *_ = args
         batch *= max(config.num_beams or 1, config.num_return_sequences or 1)
-        reason = self._take(config, inputs, mode, batch)
+        reason = self._enter(config, inputs, mode, batch)
         if reason is None:
             self.requests += 1
         else:
-            self._fall_back(reason, NAMES.cache_in(inputs))
+            self._fall_back(
+                reason, NAMES.cache_in(inputs), assisted=mode is GenerationMode.ASSISTED_GENERATION
+            )
         return result
 
-    def _take(
+    def _enter(
         self, config: GenerationConfig, inputs: dict[str, Any], mode: GenerationMode, batch: int
     ) -> Fallback | None:
-        """Seat the cache of a request, or return why not."""
+        """Seat the cache of a request, or return the reason for a fallback."""
         if self._depth != 1:
             return Fallback.NESTED
         if mode not in _MODES:
@@ -241,40 +257,49 @@ class _Acceleration:
         self._vacate()
         if not Seat.fits(self.engine, cache, batch):
             return Fallback.CACHE
-        if cache.get_seq_length() - min(pads) > self.engine.model.positions:
+        if (length_of(cache) or 0) - min(pads) > self.engine.model.positions:
             return Fallback.LENGTH
         self.engine.ready()
         self._seat = Seat(self.engine, cache, pads)
-        self._seat.deterministic = not config.do_sample
+        self._seat.can_defer = not config.do_sample and not self.engine.model.states
+        self._seat.assisted = mode is GenerationMode.ASSISTED_GENERATION
         return None
 
     def _usable(self) -> bool:
-        """Whether graphs can do what the model does now; they are made anew if it was changed."""
-        if _aside(self.model) or torch.is_autocast_enabled(self.engine.model.device.type):
+        """Whether graphs can run the model; rebuild the engine if the model was changed."""
+        if _has_side_effects(self.model) or torch.is_autocast_enabled(
+            self.engine.model.device.type
+        ):
             return False
-        if _made_of(self.model) != self._made_of or self.engine.closed:
+        if _fingerprint(self.model) != self._fingerprint or self.engine.closed:
             self._close()
             try:
                 self.engine = self._make()
             except (UnsupportedModelError, InputError) as error:
                 logger.warning("%s", error)
                 return False
-            self._made_of = _made_of(self.model)
+            self._fingerprint = _fingerprint(self.model)
         return True
 
-    def _fall_back(self, reason: Fallback, cache: Any = None) -> None:
+    def _fall_back(self, reason: Fallback, cache: Any = None, *, assisted: bool = False) -> None:
         """Count a request for transformers' own code; refuse it if the mode is strict."""
         seat = seat_of(cache)
         if seat is not None:
+            assisted |= seat.assisted
             seat.leave()
-        what = f"{type(self.model).__name__}.generate: {reason.text}"
+        request = f"{type(self.model).__name__}.generate: {reason.text}"
         if self.engine.config.decode.strict:
             raise InputError(
-                f"{what}: no graph serves this, and the mode is strict. Change the request, or "
+                f"{request}: no graph serves this, and the mode is strict. Change the request, or "
                 f"leave strict out"
             )
+        if assisted and self._is_stateful:
+            raise InputError(
+                f"{request}: no graph serves this, and transformers does not check proposed tokens "
+                f"with recurrent state. Change the request, or leave the proposed tokens out"
+            )
         if not self.fallbacks[reason.value]:
-            logger.warning("%s: such requests run transformers' own code without graphs", what)
+            logger.warning("%s: such requests run transformers' own code without graphs", request)
         self.fallbacks[reason.value] += 1
 
     # -- forwards --------------------------------------------------------------------------------
@@ -285,13 +310,20 @@ class _Acceleration:
         if seat is not None:
             reason, logits = self._run(seat, kwargs)
             if reason is None:
+                if NAMES.name_in(kwargs) == "cache_params":
+                    return MambaCausalLMOutput(logits=logits, **{NAMES.caches[-1]: cache})
                 return CausalLMOutputWithPast(logits=logits, **{NAMES.cache: cache})
             self._fall_back(reason, cache)
-        with self._lock:  # A step of another thread has the model's modules changed.
+        # A step of another thread replaces attributes of the model.
+        with model_lock:
             return self._hooks["forward"].own(*args, **kwargs)
 
+    def _body_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with model_lock:
+            return self._body.own(*args, **kwargs)
+
     def _run(self, seat: Seat, inputs: dict[str, Any]) -> tuple[Fallback | None, Tensor | None]:
-        """Run a forward over a seated cache: its logits, or why it cannot."""
+        """Run a forward over a seated cache; return its logits, or the reason for a fallback."""
         if (
             inputs.get("output_attentions")
             or inputs.get("output_hidden_states")
@@ -306,8 +338,8 @@ class _Acceleration:
         if seat.length + count - min(seat.pads) > self.engine.model.positions:
             return Fallback.LENGTH, None
         if any(seat.pads) and inputs.get("attention_mask") is None:
-            return Fallback.MASK, None  # which shows what was padding
-        # A row that only has padding yet has no token to decode.
+            return Fallback.MASK, None  # The mask would say which tokens are padding.
+        # A row of nothing but padding has no token to decode.
         if count == 1 and seat.length >= max(seat.pads):
             return None, seat.decode(ids, self.engine.decode)
         if not seat.follow(inputs.get("position_ids"), count):
@@ -322,10 +354,12 @@ class _Acceleration:
         return None, seat.decode(ids[:, -keep:], self._checker(), _WIDTHS)
 
     def _checker(self) -> DecodeRunner:
-        """Return the runner of steps with several tokens of one request, made at the first."""
+        """Return the runner of steps that check several tokens of one request."""
         if self._checking is None:
             phase = self.engine.config.decode
-            capture = phase.capture if phase.strict else "lazy"  # few widths occur
+            # Few of the widths occur.
+            capture = phase.capture if phase.strict else "lazy"
+            self.engine.model.states.keep_history(_WIDTHS[-1])
             self._checking = self.engine.make_decode(
                 attrs.evolve(phase, buckets=(1,), capture=capture),
                 max_requests=1,
@@ -355,7 +389,7 @@ class _Acceleration:
                 reason = Fallback.NESTED
             elif not self._usable():
                 reason = Fallback.MODEL
-            elif sampling is None or new is None or 0 in lengths or _chosen(config, kwargs):
+            elif sampling is None or new is None or 0 in lengths or _asks_more(config, kwargs):
                 reason = Fallback.CONFIG
             elif max(lengths, default=0) + new > self.engine.model.positions:
                 reason = Fallback.LENGTH
@@ -366,21 +400,21 @@ class _Acceleration:
                 )
             self._vacate()
             self.requests += len(inputs)
-            done = self.engine.generate(
+            completions = self.engine.generate(
                 inputs, max_new_tokens=new, sampling=sampling, stop_token_ids=eos_of(config)
             )
             return {
                 f"req_{i}": GenerationOutput(
                     request_id=f"req_{i}",
                     prompt_ids=[int(token) for token in row],
-                    generated_tokens=list(one.token_ids),
+                    generated_tokens=list(completion.token_ids),
                     status=RequestStatus.FINISHED,
                 )
-                for i, (row, one) in enumerate(zip(inputs, done, strict=True))
+                for i, (row, completion) in enumerate(zip(inputs, completions, strict=True))
             }
 
     def _sampling_of(self, config: GenerationConfig) -> SamplingParams | None:
-        """Return how the engine draws what transformers' processors of ``config`` would leave."""
+        """Return the sampling parameters equal to transformers' processors, or None."""
         values: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
         for processor in self.model._get_logits_processor(config, input_ids_seq_length=1):
             name = _WARPERS.get(type(processor))
@@ -396,12 +430,11 @@ _INPUTS = frozenset(
         "input_ids",
         "logits_to_keep",
         "position_ids",
-        NAMES.cache,
-        *NAMES.old_caches,
+        *NAMES.caches,
     }
 )
 _ALWAYS = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
-"""What the loop says to every forward besides."""
+"""Further arguments that the loop passes to every forward."""
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -410,8 +443,8 @@ _WARPERS = {
 _OF_ANY_BATCH = frozenset({"max_new_tokens", "progress_bar", "warmup"})
 
 
-def _chosen(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``generate_batch`` asks for more than tokens."""
+def _asks_more(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``generate_batch`` has options that the engine does not serve."""
     return (
         (config.num_return_sequences or 1) > 1
         or bool(config.stop_strings)
@@ -424,9 +457,11 @@ _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-def _aside(model: PreTrainedModel) -> bool:
-    """Whether forwards of ``model`` do what no graph holds: drop out at random, or call hooks,
-    except those by which transformers collects outputs where a request asks for them."""
+def _has_side_effects(model: PreTrainedModel) -> bool:
+    """Whether forwards of ``model`` drop out at random or call hooks.
+
+    The hooks by which transformers collects requested outputs are ignored.
+    """
     for module in model.modules():
         if module.training:
             return True
@@ -437,26 +472,29 @@ def _aside(model: PreTrainedModel) -> bool:
     return False
 
 
-def _made_of(model: PreTrainedModel) -> list[Any]:
-    """Return what a graph of ``model`` depends on: its modules, where their tensors are, and what
-    their attributes say (an adapter is on or off by one). Equal lists mean the same computation."""
-    found: list[Any] = []
+def _fingerprint(model: PreTrainedModel) -> list[Any]:
+    """Return a list that is equal as long as graphs of ``model`` stay valid.
+
+    It holds the modules, the addresses of their tensors, and their attributes, because an attribute
+    may switch an adapter.
+    """
+    items: list[Any] = []
     for module in model.modules():
-        found.append(module)
+        items.append(module)
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is not None:
-                    found += tensor.data_ptr(), tensor.dtype, tensor.shape
+                    items += tensor.data_ptr(), tensor.dtype, tensor.shape
         if module is model:
-            continue  # It has attributes of the loop, which come and go.
+            continue  # The loop sets and deletes attributes of the model.
         for name, value in vars(module).items():
             if name in _OF_MODULES:
                 continue
             if isinstance(value, _SIMPLE) or callable(value):
-                found += name, value
+                items += name, value
             elif _is_simple(value):
-                found += name, repr(value)  # as it is now: it may be written in place
-    return found
+                items += name, repr(value)  # The value may be changed in place.
+    return items
 
 
 def _is_simple(value: Any) -> bool:
@@ -468,7 +506,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _pads_of(inputs: Mapping[str, Any], batch: int) -> list[int] | None:
-    """Return the tokens of padding at the left of each row; None if that is not all there is."""
+    """Return the number of padding tokens at the left of each row; None for other masks."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     pads = [0] * batch
     if mask is not None:
@@ -501,31 +539,43 @@ def accelerate(
 ) -> Any:
     """Make ``model.generate`` and ``model.generate_batch`` use device graphs; return the model.
 
-    Tokens, scores, streams and random numbers are those of transformers' own loop, which still
-    runs; only the forwards of a generation are other. The first request captures the graphs. A
-    request that graphs cannot serve runs transformers' own code: it is counted by its reason
-    (``generate_stats``), warned about once, and refused where the mode says ``strict`` for decode.
+    ``fuse=True``, the default, changes the model: weights of layers that receive the same tensor
+    become views of one larger matrix, and they stay so after ``unaccelerate``. Their values do not
+    change. One product rounds differently from several, so the last bit of logits may differ, and
+    with it a token whose two best candidates are nearly equal. ``fuse=False`` leaves the weights in
+    place.
 
-    ``generate_batch`` draws with random streams of its own, one a request. Threads that generate
-    with one model wait for each other.
+    The loop of transformers still runs, with its scores, streams and random numbers. Only the
+    forwards of a generation are replaced. The first request captures the graphs. A request that
+    graphs cannot serve runs transformers' own code. ``generate_stats`` counts such requests by
+    reason, the first one of each reason logs a warning, and a decode mode with ``strict`` refuses
+    them. Rows of padding in a returned cache are zero; transformers would store keys there, which
+    its masks hide.
+
+    ``generate_batch`` draws from one random stream for each request. Threads that run one model, or
+    models with common layers, wait for each other.
 
     Args:
         model: a causal language model in evaluation mode, on the device of ``backend``.
-        mode: how each phase is captured, as a configuration, its dictionary or its JSON text.
-        max_requests: rows of the largest batch, and requests of ``generate_batch`` at once.
-        backend, max_len, max_step_tokens, fuse: as of ``Engine``.
+        mode: mode of each phase, as a configuration, its dictionary or its JSON text.
+        backend: as for ``Engine``.
+        max_requests: rows of the largest batch, and number of running requests in
+            ``generate_batch``.
+        max_len: as for ``Engine``.
+        max_step_tokens: as for ``Engine``.
+        fuse: whether to replace operations by fewer, larger kernels (see ``fusion``).
 
     Raises:
-        UnsupportedModelError: no request of this model could be served.
-        InputError, ConfigError: as of ``Engine``.
-        StateError: it is accelerated already.
+        UnsupportedModelError: the engine does not support this model.
+        InputError, ConfigError: as for ``Engine``.
+        StateError: the model is already accelerated.
     """
     if _of(model) is not None:
         raise StateError("this model is accelerated already; unaccelerate(model) first")
     make = functools.partial(
         Engine,
         model,
-        config=config_of(mode),  # once: engines are made anew
+        config=config_of(mode),
         backend=backend,
         max_requests=max_requests,
         max_len=max_len,
@@ -538,9 +588,9 @@ def accelerate(
 
 
 def unaccelerate(model: PreTrainedModel) -> Any:
-    """Give the model its own methods back, free the graphs and return it.
+    """Restore the methods of the model, free the graphs and return the model.
 
-    Caches that were returned keep their contents. A model that is not accelerated stays as it is.
+    Returned caches keep their contents. A model that is not accelerated is returned unchanged.
     """
     acceleration = _of(model)
     if acceleration is not None:
@@ -550,7 +600,7 @@ def unaccelerate(model: PreTrainedModel) -> Any:
 
 @contextlib.contextmanager
 def accelerated(model: PreTrainedModel, **options: Any) -> Iterator[Any]:
-    """``accelerate`` for the duration; takes its options."""
+    """Accelerate the model inside the block, with the options of ``accelerate``."""
     try:
         yield accelerate(model, **options)
     finally:
@@ -558,16 +608,18 @@ def accelerated(model: PreTrainedModel, **options: Any) -> Iterator[Any]:
 
 
 def generate_stats(model: PreTrainedModel) -> GenerateStats:
-    """Return what became of the requests of an accelerated model.
+    """Return the counters of an accelerated model.
 
     Raises:
-        StateError: it is not accelerated.
+        StateError: the model is not accelerated.
     """
-    found = _of(model)
-    if found is None:
+    acceleration = _of(model)
+    if acceleration is None:
         raise StateError("this model is not accelerated; accelerate(model) first")
     return GenerateStats(
-        requests=found.requests, fallbacks=dict(found.fallbacks), engine=found.engine
+        requests=acceleration.requests,
+        fallbacks=dict(acceleration.fallbacks),
+        engine=acceleration.engine,
     )
 
 

@@ -1,25 +1,24 @@
-"""A cache whose addresses never change, and attention over it that a graph can hold.
+"""A cache at fixed addresses, and attention kernels over it that fit into graphs.
 
-Per layer, keys lie in one tensor ``[kv_heads, slots * max_len + 1, head_dim]`` and values in
-another. A request owns the rows of its slot, so where a token goes is one number (``slot *
-max_len + position``) that a graph reads from a device tensor. The last row is scratch: padded
-tokens write there and nothing reads it. Heads come first because then the rows of one request and
-head are contiguous, which is what attention on the CPU streams through, while a row still has one
-stride over all slots, which is what kernels with device lengths address by.
+Each layer has one tensor of keys ``[kv_heads, slots * max_len + 1, head_dim]`` and one of values.
+A request owns the rows of its slot. Therefore one number, ``slot * max_len + position``, addresses
+a token, and a graph reads it from a device tensor. Padded tokens write to the last row, the scratch
+row, which is never read. The head is the first dimension because attention on the CPU streams the
+contiguous rows of one request and head. The stride between rows is constant across slots, as
+kernels with device lengths require.
 
-Three kernels:
+``decode_bounded``
+    Every request has ``width`` query tokens, and row ``i`` of the batch reads slot ``i``. A mask of
+    device positions hides invalid rows. The host argument ``kv_len`` only bounds the work. It is
+    rounded so that its values repeat.
+``packed_exact``
+    Requests of any length. A loop over spans on the host reads exactly the rows of each request.
+``varlen_*``
+    Both phases with lengths in device tensors and no host arguments, where the device has a fused
+    kernel for the dtype and head size.
 
-``decode_bounded``  every request has ``width`` query tokens; row ``i`` of the batch reads slot
-                    ``i``. What is valid comes from a mask made of device positions; the host
-                    argument ``kv_len`` only bounds the work and is rounded, so its key repeats.
-``packed_exact``    requests of any length; a loop over host spans that reads exactly the rows a
-                    request owns.
-``varlen_*``        both phases with lengths in device tensors: nothing from the host. For devices
-                    that have the fused kernel for the dtype and head size.
-
-None of them lets a row that no request wrote reach a result: ``packed_exact`` and ``varlen_*`` do
-not read it, and ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared. Arguments
-are tensors and numbers only; every tensor of the cache has a fixed address.
+A row that no request wrote never affects a result. ``packed_exact`` and ``varlen_*`` do not read
+such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared.
 """
 
 from __future__ import annotations
@@ -73,48 +72,47 @@ class SlotAttention(Protocol):
 
 
 BLOCK_ROWS = 256
-"""Query rows that ``packed_exact`` masks at once; bounds the size of a mask."""
+"""Maximum number of query rows per mask in ``packed_exact``."""
 
 _WINDOW_STEP = 64
-"""The first row that a windowed layer reads is a multiple of this, so that its views repeat."""
-
+"""Granularity of the first row that a windowed layer reads, so that views repeat."""
 
 Scoring = tuple[float, float | None, int | None]
-"""How a layer scores: the scale, the softcap, and the window; None for none."""
+"""Scale, softcap or None, and window or None of a layer."""
 
 
 @attrs.frozen(kw_only=True)
 class LayerShape:
-    """What one attention layer of a model caches, and how it scores."""
+    """Geometry and scoring of one attention layer."""
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
-    """Rows that a token sees, its own included; None for all."""
+    """Number of rows that a token attends to, including its own; None means all."""
     softcap: float | None = None
-    """Scores are squashed into ``(-softcap, softcap)`` by a tanh; None for no such thing."""
+    """Bound of the scores, which pass through a tanh; None means unbounded."""
 
 
 class CacheLayer:
-    """The rows of one layer, which are written and found through ``KVCache``.
+    """Keys and values of one layer; ``KVCache`` writes them.
 
     Attributes:
-        shape: geometry and window of the layer.
+        shape: geometry and scoring of the layer.
         keys, values: ``[kv_heads, slots * max_len + 1, dim]``.
         keys_by_slot, values_by_slot: views ``[slots, kv_heads, max_len, dim]``.
         keys_by_row, values_by_row: views ``[slots * max_len, kv_heads, dim]``.
     """
 
-    # What a ``Cache`` of transformers asks its layers.
+    # Part of the layer interface of transformers.
     is_sliding = is_compileable = is_croppable = False
     is_initialized = supports_early_init = True
 
     def __init__(self, shape: LayerShape, keys: Tensor, values: Tensor, slots: int) -> None:
         self.shape = shape
         self.keys, self.values = keys, values
-        keys, values = keys[:, :-1], values[:, :-1]  # all but the scratch row
+        keys, values = keys[:, :-1], values[:, :-1]  # without the scratch row
         self.keys_by_slot, self.values_by_slot = (
             rows.view(shape.kv_heads, slots, -1, rows.shape[2]).transpose(0, 1)
             for rows in (keys, values)
@@ -122,28 +120,28 @@ class CacheLayer:
         self.keys_by_row, self.values_by_row = keys.transpose(0, 1), values.transpose(0, 1)
 
     def read(self, slots: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of whole slots: of the first so many, or of those in a tensor."""
+        """Return keys and values of the first ``slots`` slots, or of the slots in a tensor."""
         if isinstance(slots, int):
             return self.keys_by_slot[:slots], self.values_by_slot[:slots]
         return self.keys_by_slot.index_select(0, slots), self.values_by_slot.index_select(0, slots)
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """The cache of every layer, its slots, and which of their rows are known to be clean.
+    """The cache of all layers.
 
     Args:
-        shapes: one per layer.
-        slots: requests that fit.
+        shapes: shapes of the layers; None for layers without attention.
+        slots: number of request slots.
         max_len: rows of a slot.
-        rows_first: lay memory out by rows instead of by heads: what a backend's own attention
-            reads as blocks.
-        answers: whether a model that asks for the length gets one, because it was seen that
-            nothing depends on it.
+        rows_first: lay memory out by rows instead of by heads, as a backend's own attention reads
+            it in blocks.
+        answers: answer a model that asks for the length. The probe verified that its results do not
+            depend on the answer.
     """
 
     def __init__(
         self,
-        shapes: Sequence[LayerShape],
+        shapes: Sequence[LayerShape | None],
         slots: int,
         *,
         max_len: int,
@@ -162,9 +160,13 @@ class KVCache(Cache):  # type: ignore[misc]
             made = torch.zeros(sizes, dtype=dtype, device=device)
             return made.transpose(0, 1) if rows_first else made
 
-        layers = []
-        with torch.inference_mode(False):  # in which they could not be written outside of that mode
+        layers: list[CacheLayer | None] = []
+        # Inference tensors could not be written outside of inference mode.
+        with torch.inference_mode(False):
             for shape in shapes:
+                if shape is None:
+                    layers.append(None)
+                    continue
                 dims = (shape.key_dim, shape.value_dim)
                 keys, values = (rows(shape.kv_heads, dim) for dim in dims)
                 layers.append(CacheLayer(shape, keys, values, slots))
@@ -177,32 +179,35 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @property
     def scratch_row(self) -> int:
-        """Where padded tokens are written."""
+        """Row that padded tokens write to."""
         return self.slots * self.max_len
 
     def _tensors(self) -> list[Tensor]:
-        return [t for layer in self.layers for t in (layer.keys, layer.values)]
+        layers = (layer for layer in self.layers if layer is not None)
+        return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
     def aim(
         self, rows: Tensor | None, shown: int | Tensor | None = None, *, width: int = 0
     ) -> None:
-        """Set where the next forward writes: a row for each token, int64 ``[tokens]``.
+        """Set the row that the next forward writes for each token, int64 ``[tokens]``.
 
         Args:
-            shown: slots that its attention is given as a whole, one for each request of ``width``
-                tokens, see ``CacheLayer.read``; None where attention finds the layer by ``take``.
+            rows: target rows; None ends the step.
+            shown: slots that ``update`` returns whole, one for each request of ``width`` tokens
+                (see ``CacheLayer.read``). With None, attention obtains the layer from ``take``.
+            width: tokens of each request.
         """
         self._target, self._shown = rows, shown
-        # As if the new tokens were the last of full slots.
+        # Masks must cover whole slots, so the new tokens count as the last ones of full slots.
         self._length = 0 if shown is None else self.max_len - width
         self._written = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of a layer; attention then finds the layer through ``take``."""
+        """Write the new tokens of a layer."""
         if self._target is None:
-            raise StateError("this cache belongs to an engine and is written in its steps only")
+            raise StateError("this cache belongs to an engine, and only its steps write to it")
         layer: CacheLayer = self.layers[layer_idx]
         for kept, new in ((layer.keys, key_states), (layer.values, value_states)):
             kept.index_copy_(1, self._target, new.transpose(0, 1).flatten(1, 2))
@@ -212,7 +217,7 @@ class KVCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def take(self) -> CacheLayer:
-        """Return the layer that was just written; each write is taken once."""
+        """Return the layer of the last write. Each write can be taken once."""
         layer, self._written = self._written, None
         if layer is None:
             raise StateError("attention was called without a write to the cache before it")
@@ -222,9 +227,13 @@ class KVCache(Cache):  # type: ignore[misc]
         if self._answers:
             return self._length
         raise StateError(
-            "this cache holds requests of different lengths, so it has no length; a model must "
-            "take its positions from position_ids"
+            "this cache holds requests of different lengths, so it has no single length; a model "
+            "must take its positions from position_ids"
         )
+
+    def has_previous_state(self, *args: Any) -> bool:
+        """Answer as a cache in the middle of a text does, so that masks of padding are skipped."""
+        return True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self._length + query_length, 0
@@ -233,28 +242,28 @@ class KVCache(Cache):  # type: ignore[misc]
         """Return the rows of a slot."""
         return self.max_len
 
-    # The name of get_max_length before transformers 5.18.
+    # Name of get_max_length before transformers 5.18.
     get_max_cache_shape = get_max_length
 
     def prepare(self, slot: int, length: int, upto: int) -> None:
-        """Clear the rows of ``slot`` from ``length`` to ``upto`` that no one cleared yet.
+        """Clear the rows of ``slot`` from ``length`` to ``upto``.
 
-        Rows below ``length`` are the request's own. Until ``release``, rows that were cleared
-        stay so: only the request itself writes to its slot.
+        Rows below ``length`` hold the request's tokens. Only the request writes to its slot, so
+        cleared rows stay clean until ``release``.
         """
         first = max(length, self._clean[slot])
-        if first < upto:
+        if first < upto and self._tensors():
             start = slot * self.max_len
             torch._foreach_zero_([t[:, start + first : start + upto] for t in self._tensors()])
             self._clean[slot] = upto
 
     def release(self, slot: int) -> None:
-        """Forget what is known about the rows of ``slot``: its request is gone."""
+        """Mark the rows of ``slot`` as not clean because its request has ended."""
         self._clean[slot] = 0
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` rows of ``source`` to ``target``; ``source`` is released."""
-        if length:
+        """Copy the first ``length`` rows of ``source`` to ``target`` and release ``source``."""
+        if length and self._tensors():
             a, b = source * self.max_len, target * self.max_len
             tensors = self._tensors()
             torch._foreach_copy_(
@@ -272,7 +281,9 @@ def decode_mask(
     Args:
         positions: position of every token, ``[requests * width]``.
         rows: ``arange(max_len)`` on the device.
-        window: how many rows a token sees, its own included; None for all.
+        width: tokens of each request.
+        window: number of rows that a token attends to, including its own; None means all.
+        dtype: dtype of the mask.
     """
     at = positions.view(-1, 1, width, 1)
     hidden = rows > at
@@ -290,7 +301,7 @@ def _score(
     *,
     causal: bool = False,
 ) -> Tensor:
-    """Attend ``[B, H, q, D]`` to ``[B, H, k, D]``; ``causal`` is for q and k of one length."""
+    """Attend ``[B, H, q, D]`` to ``[B, H, k, D]``; ``causal`` requires q and k of equal length."""
     scale, softcap, _ = scoring
     if softcap is None:
         return F.scaled_dot_product_attention(
@@ -316,8 +327,8 @@ def _decode(
 ) -> None:
     requests, _, width, _ = mask.shape
     kv_heads, value_dim = keys.shape[1], values.shape[-1]
-    # The query heads that share a key head become query rows: one pass over the keys serves them
-    # all, nothing is repeated, and the fused kernels need no grouped mode.
+    # Query heads that share a key head become query rows. One pass over the keys serves all of
+    # them, keys are not repeated, and the fused kernels need no grouped mode.
     grouped = query[0].view(kv_heads, -1, requests, width, query.shape[-1])
     group = grouped.shape[1]
     rows = grouped.permute(2, 0, 1, 3, 4).flatten(2, 3)
@@ -346,11 +357,13 @@ def decode_bounded(
 
     Args:
         query: ``[1, heads, requests * width, head_dim]``.
-        keys, values: ``[slots, kv_heads, max_len, dim]``; request ``i`` has slot ``i``.
-        mask: from ``decode_mask``, for the window of ``scoring``.
-        out: written, ``[1, requests * width, heads, value_dim]``.
-        kv_len: at least the longest length, the new tokens included.
-        kv_from: at most the shortest position; windowed layers start near it.
+        keys: ``[slots, kv_heads, max_len, dim]``; request ``i`` has slot ``i``.
+        values: as ``keys``.
+        mask: mask of ``decode_mask`` for the window of ``scoring``.
+        out: output, ``[1, requests * width, heads, value_dim]``.
+        scoring: scoring of the layer.
+        kv_len: upper bound of the lengths, including the new tokens.
+        kv_from: lower bound of the positions; windowed layers start near it.
     """
     low, window = 0, scoring[2]
     if window is not None:
@@ -362,7 +375,7 @@ def decode_bounded(
 def decode_whole(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, out: Tensor, scoring: Scoring
 ) -> None:
-    """``decode_bounded`` over whole slots, for a graph that cannot be updated."""
+    """Run ``decode_bounded`` over whole slots, for graphs that cannot be updated."""
     _decode(query, keys, values, mask, out, scoring, 0, mask.shape[-1])
 
 
@@ -377,14 +390,16 @@ def packed_exact(
     *,
     spans: tuple[int, ...],
 ) -> None:
-    """Attend the packed tokens of every request to the rows that it owns.
+    """Attend the packed tokens of each request to the rows of its slot.
 
     Args:
-        query: ``[1, heads, tokens, head_dim]``, requests one after another, padding behind them.
-        keys, values: ``[slots, kv_heads, max_len, dim]``.
+        query: ``[1, heads, tokens, head_dim]``; the requests follow one another, then padding.
+        keys: ``[slots, kv_heads, max_len, dim]``.
+        values: as ``keys``.
         rows: ``arange(max_len)`` on the device.
-        out: written for the tokens of the requests, ``[1, tokens, heads, value_dim]``.
-        spans: three numbers a request: its slot, the tokens it has cached, its new tokens.
+        out: output, ``[1, tokens, heads, value_dim]``; rows of padding are not written.
+        scoring: scoring of the layer.
+        spans: slot, number of cached tokens and number of new tokens of each request.
     """
     first = 0
     for slot, cached, new in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
@@ -409,7 +424,7 @@ def _attend_request(
     group = query.shape[0] // kv_heads
     grouped = query.view(kv_heads, group, new, query.shape[2])
     target = out.view(new, kv_heads, group, values.shape[-1]).permute(1, 2, 0, 3)
-    # A prompt without a cached prefix is the one case that kernels know as "causal".
+    # The causal mode of kernels fits only a prompt without a cached prefix.
     plain = cached == 0 and softcap is None and (window is None or new <= window)
     step = new if plain else BLOCK_ROWS
     for begin in range(0, new, step):
@@ -420,7 +435,7 @@ def _attend_request(
         mask = None
         if not plain and count > 1:
             mask = decode_mask(rows[at:high], rows[low:high], count, window, query.dtype)
-        # Expanded, not repeated: the heads of a group read the same memory.
+        # The heads of a group read the same memory, so expand does not copy.
         result = _score(
             grouped[:, :, begin : begin + count],
             keys[:, None, low:high].expand(-1, group, -1, -1),
@@ -443,13 +458,18 @@ def varlen_decode(
     width: int,
     max_len: int,
 ) -> Tensor:
-    """``decode_bounded`` with lengths read on the device.
+    """Run ``decode_bounded`` with lengths in device tensors.
 
     Args:
         query: ``[1, heads, requests * width, head_dim]``.
-        keys, values: ``[kv_heads, rows, dim]``, all slots one after another.
-        spans: first token and first cache row of each request, int32 ``[requests + 1]``, and rows
-            to read, the new tokens included, int32 ``[requests]``.
+        keys: ``[kv_heads, rows, dim]`` of all slots.
+        values: as ``keys``.
+        spans: first token and first cache row of each request, int32 ``[requests + 1]``, and number
+            of rows to read, including the new tokens, int32 ``[requests]``.
+        scale: factor of the scores.
+        window: number of rows that a token attends to; None means all.
+        width: tokens of each request.
+        max_len: rows of a slot.
 
     Returns:
         ``[1, requests * width, heads, value_dim]``.
@@ -485,24 +505,24 @@ def varlen_packed(
     window: int | None,
     max_len: int,
 ) -> Tensor:
-    """``packed_exact`` with lengths read on the device.
+    """Run ``packed_exact`` with lengths in device tensors.
 
-    The request slots ``query_starts``, ``row_starts`` and ``lengths`` are read here, from the
-    batch: they belong to the run where the graph depends on tokens only. Tokens that belong to no
-    request have zeros.
+    The region reads ``query_starts``, ``row_starts`` and ``lengths`` from the batch, because a
+    graph that depends on the number of tokens only does not contain them. Outputs of padding are
+    zero.
     """
     spans = (batch.query_starts, batch.row_starts, batch.lengths)
     result = varlen_decode(query, keys, values, spans, scale, window, query.shape[2], max_len)
     tokens = torch.arange(query.shape[2], device=query.device)
-    # The kernel does not write them, and what memory held before may be anything.
+    # The kernel does not write rows of padding, and their memory may hold anything.
     return result.masked_fill_((tokens >= batch.query_starts[-1])[:, None, None], 0)
 
 
 def has_varlen(head_dim: int, *, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this device's fused kernel gives right results for slots in any order.
+    """Test whether the device's fused kernel supports slots in any order.
 
-    Tried rather than looked up: two requests with two key heads and four query heads, slots in
-    reverse order and rows behind the lengths poisoned, against the plain computation.
+    The test compares it with plain attention: two requests, two key heads, four query heads, slots
+    in reverse order, and NaN in the rows after each length.
     """
     slots, max_len, kv_heads, group = 2, 64, 2, 2
     generator = torch.Generator().manual_seed(0)

@@ -44,70 +44,68 @@ class TokenEvent:
     request_id: int
     token: int
     text: str
-    """Text that became certain with this token; empty without a tokenizer."""
+    """Text that became final with this token; empty without a tokenizer."""
     finish_reason: FinishReason | None
     """Set on the last event of a request."""
 
 
 @attrs.frozen(kw_only=True)
 class Completion:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     token_ids: tuple[int, ...]
-    """Generated tokens, the one that ended the request included."""
+    """Generated tokens, including the one that ended the request."""
     text: str
     finish_reason: FinishReason
 
 
 @attrs.define(kw_only=True)
 class EngineStats:
-    """Time since the engine was made or ``reset_stats`` was called.
+    """Time and tokens since the engine was created or ``reset_stats`` was called.
 
-    What the steps were, how many ran in graphs and why others did not, is in
-    ``engine.decode.stats()`` and ``engine.prefill.stats()``.
+    ``engine.decode.stats()`` and ``engine.prefill.stats()`` count steps, graphs and fallbacks.
     """
 
     seconds: float = 0.0
-    """Time inside ``step``."""
+    """Seconds inside ``step``."""
     decode_seconds: float = 0.0
-    """Of that, decode steps."""
+    """Seconds of decode steps."""
     decode_tokens: int = 0
-    """Tokens that decode steps generated."""
+    """Number of tokens from decode steps."""
 
 
 class Engine:
-    """Runs requests through a prefill and a decode runner that share a pool.
+    """A prefill runner and a decode runner that share a pool and serve requests.
 
-    Requests join and leave between steps. Where the configuration says neither which graphs to
-    capture nor when, ``generate`` captures what batches come to want, so that no prompt waits for
-    a graph, and ``capture`` captures all before the first. The same object runs eagerly with the
-    policy ``disabled``: same steps, same kernels, no graphs. Autocast is refused, for steps compute
-    in the dtype of the model. An engine belongs to one thread.
+    Requests join and leave between steps. By default, ``generate`` captures the graphs that batches
+    come to need, so that no prompt waits for one; ``capture`` captures all graphs in advance. With
+    the policy ``disabled``, the same steps and kernels run eagerly. Autocast is refused because
+    steps compute in the dtype of the model. An engine belongs to one thread.
 
     Args:
         model: a causal language model of transformers in evaluation mode, on the device of
             ``backend``.
-        tokenizer: turns text prompts into ids and tokens into text; without one, prompts are ids.
-        config: the mode of each phase, as a configuration, its dictionary or its JSON text; None
-            for the default.
+        tokenizer: converts text to ids and tokens to text; without one, prompts must be ids.
+        config: mode of each phase, as a configuration, its dictionary or its JSON text; None means
+            the default.
         backend: a backend or its name.
-        max_requests: requests that run at once.
-        max_len: positions of a request, prompt and continuation; None takes what the model
-            allows, at most 2048.
-        max_step_tokens: tokens of a packed step; longer prompts run in chunks. A model that attends
-            by itself (``engine.model.own`` says why) takes one prompt at a time.
-        eos_token_ids: tokens that end a request; None takes the model's own.
-        steps_per_launch: decode steps that one launch takes at most, while every running request is
-            greedy and one wants at least half as many tokens, and two. Tokens come together then,
-            and a request waits for a place until the launch is over.
-        fuse: compute what can be with fewer kernels (see ``fusion``), unless the model attends by
-            itself; tokens may then differ from the model's own where two are equal but for
-            rounding. ``engine.model.fusion`` says what was fused, and what not and why.
+        max_requests: maximum number of running requests.
+        max_len: maximum length of a request, prompt and continuation; None means the limit of the
+            model, at most 2048.
+        max_step_tokens: maximum number of tokens in a packed step; longer prompts run in chunks. A
+            model that attends by itself (see ``engine.model.own``) runs one prompt at a time.
+        eos_token_ids: tokens that end a request; None means those of the model.
+        steps_per_launch: maximum number of decode steps in one launch. A launch takes several steps
+            if all running requests are greedy and one of them needs at least half of the steps, and
+            at least two. Their tokens arrive together, and waiting requests join after the launch.
+        fuse: whether to replace operations by fewer, larger kernels (see ``fusion``). This re-lays
+            weights and may change a token whose two best candidates are nearly equal.
+            ``engine.model.fusion`` reports the replacements. Models that attend by themselves are
+            not fused.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
-        InputError, ConfigError: sizes that do not fit, a model on another device, or another
-            argument that cannot be meant; names it.
+        InputError, ConfigError: an argument is invalid, or the model is on another device.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class Engine:
             raise InputTypeError(f"tokenizer has no method decode: {brief(tokenizer)}")
         if not isinstance(fuse, bool):
             raise InputTypeError(f"fuse must be true or false, got {brief(fuse)}")
-        # Attention with lengths on the host would need others in every step of a launch.
+        # A launch of several steps cannot change lengths that come from the host.
         single = self.steps_per_launch == 1
         self.model = CausalModel(
             model,
@@ -158,7 +156,7 @@ class Engine:
         self._next_id = 0
         self._stats = EngineStats()
         self._events: list[TokenEvent] = []
-        """What was not returned yet."""
+        """Events that ``step`` has not returned yet."""
         self.closed = False
         self._captured = False
         self._named = model if switched_on(DEBUG_VARIABLE) else False
@@ -175,7 +173,7 @@ class Engine:
             hidden=OutputSlot(rows="tokens"),
             outputs=OutputSlot(rows="requests"),
             host_args=model.packed_host_args,
-            config=_as_wanted(self.config.prefill, model.model),
+            config=_with_defaults(self.config.prefill, model.model),
             backend=self.backend,
             pool=self.pool,
             name_nodes=self._named,
@@ -186,7 +184,7 @@ class Engine:
         self.decode = self.make_decode(decode, max_requests=max_requests)
         self.runners: list[Runner] = [self.prefill, self.decode]
         self.several: DecodeRunner | None = None
-        """Runs launches of several decode steps."""
+        """Runner of launches of several decode steps."""
         if self.steps_per_launch != 1:
             self.several = self.make_decode(
                 decode,
@@ -198,8 +196,10 @@ class Engine:
             self.runners.append(self.several)
 
     def make_decode(self, config: PhaseConfig, steps: int = 1, **options: Any) -> DecodeRunner:
-        """Return a runner of the model's decode steps, or of launches of several, which return
-        tokens only; whoever puts it to ``runners`` has it closed and suspended with the engine."""
+        """Return a runner of decode steps, or of launches of several steps that return tokens only.
+
+        Append it to ``runners`` so that it is closed and suspended with the engine.
+        """
         model = self.model
         return DecodeRunner(
             model.decode if steps == 1 else lambda batch: model.decode(batch)["tokens"],
@@ -207,7 +207,7 @@ class Engine:
             loop=None if steps == 1 else model.loop(steps, self._eos),
             outputs=OutputSlot(rows="tokens"),
             host_args=model.decode_host_args,
-            config=_as_wanted(config, self.model.model),
+            config=_with_defaults(config, self.model.model),
             backend=self.backend,
             pool=self.pool,
             name_nodes=self._named,
@@ -228,13 +228,13 @@ class Engine:
 
         Args:
             prompt: text (with a tokenizer) or token ids.
-            max_new_tokens: tokens to generate at most.
-            sampling: how to choose them; None is greedy.
-            stop_token_ids: tokens that end it, besides the end-of-sequence tokens.
+            max_new_tokens: maximum number of tokens to generate.
+            sampling: sampling parameters; None is greedy.
+            stop_token_ids: tokens that end the request, in addition to end-of-sequence tokens.
 
         Raises:
-            InputError, InputTypeError: an empty prompt, an id outside the vocabulary, more
-                positions than a slot has, or another argument that cannot be meant; names it.
+            InputError, InputTypeError: the prompt is empty, an id is outside the vocabulary, the
+                request needs more positions than a slot has, or another argument is invalid.
         """
         self._check_open()
         request = self._request(prompt, max_new_tokens, sampling, stop_token_ids)
@@ -289,29 +289,30 @@ class Engine:
         return ids
 
     def cancel(self, request_id: int) -> None:
-        """End a request now; its events that no ``step`` returned are gone."""
+        """End a request and discard its events that ``step`` has not returned."""
         self._check_open()
         self._drop(self._scheduler.find(request_id))
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or events were not returned yet."""
+        """Whether a request is waiting or running, or events are left to return."""
         return bool(self._scheduler or self._events)
 
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
-        """Run one step over all running requests and return what it produced.
+        """Run one step over all running requests and return its events.
 
-        Waiting requests join first. If the step raises, no request has advanced and the next
-        call repeats it. Where it is the tokenizer that raises, on the tokens of one request, that
-        request is cancelled (a note names it), and the next call returns the events of all.
+        Waiting requests join first. If the step raises an error, no request has advanced, and the
+        next call repeats the step. If the tokenizer raises an error, its request is cancelled, a
+        note names the request, and the next call returns the events of all requests.
         """
         self._check_able()
         begin = time.perf_counter()
-        self._scheduler.admit()
+        for slot in self._scheduler.admit():
+            self.model.clear(slot)
         for move in self._scheduler.compact():
-            self.model.cache.move(*move)
+            self.model.move(*move)
         chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
         if not chunks:
             return self._collected()
@@ -319,24 +320,24 @@ class Engine:
         if decode and self._launch_pays(chunks):
             steps = self._launch(chunks)
         else:
-            # In a decode step rows are slots, which the scheduler compacted.
+            # Request i of a decode step has slot i because the scheduler closed the gaps.
             runner: Runner = self.decode if decode else self.prefill
             data = self.model.decode_data(chunks) if decode else self.model.packed_data(chunks)
             out = runner.run(**data)
             steps = [self._chosen(chunks, out)]
-        kept = len(self._events)
+        before = len(self._events)
         failed = self._accept([pair for tokens in steps for pair in tokens])
         seconds = time.perf_counter() - begin
         self._stats.seconds += seconds
         if decode:
             self._stats.decode_seconds += seconds
-            self._stats.decode_tokens += len(self._events) - kept
+            self._stats.decode_tokens += len(self._events) - before
         if failed is not None:
             raise failed
         return self._collected()
 
     def _collected(self) -> list[TokenEvent]:
-        """Return the events that were not returned yet."""
+        """Return the events that are left to return."""
         events, self._events = self._events, []
         return events
 
@@ -347,7 +348,7 @@ class Engine:
         return not any(chunk.request.sampler for chunk in chunks)
 
     def _launch(self, chunks: Sequence[Chunk]) -> list[list[tuple[Request, int]]]:
-        """Take several decode steps; return the tokens of each."""
+        """Run one launch of several decode steps; return the tokens of each step."""
         assert self.several is not None
         left = [chunk.request.wanted for chunk in chunks]
         data = self.model.decode_data(chunks, left, steps=self.steps_per_launch)
@@ -367,22 +368,25 @@ class Engine:
     def _chosen(
         self, chunks: Sequence[Chunk], out: Mapping[str, Tensor]
     ) -> list[tuple[Request, int]]:
-        """Return the tokens of a step that ran."""
+        """Return the tokens of a step."""
         best = out["tokens"]
         samplers = [chunk.request.sampler if chunk.completes else None for chunk in chunks]
         if any(samplers):
             rows = zip(best, out["logits"], samplers, strict=True)
-            best = torch.stack([one if s is None else s.draw(row) for one, row, s in rows])
+            best = torch.stack([token if s is None else s.draw(row) for token, row, s in rows])
         for chunk in chunks:
             chunk.request.cached += chunk.count
         if not any(chunk.completes for chunk in chunks):
-            return []  # and nothing waits for the device
+            return []  # Nothing waits for the device.
         tokens = zip(chunks, best.tolist(), strict=True)
         return [(chunk.request, token) for chunk, token in tokens if chunk.completes]
 
     def _accept(self, tokens: Sequence[tuple[Request, int]]) -> Exception | None:
-        """Give each request its token, unless an earlier one of the launch has ended it; return
-        what the tokenizer raised."""
+        """Append each token to its request, unless the request has ended in this launch.
+
+        Returns:
+            The first error of the tokenizer, or None.
+        """
         failed: Exception | None = None
         for request, token in tokens:
             if request.finish_reason is not None:
@@ -424,24 +428,27 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
-        """Run ``prompts`` to their ends and return their completions in order.
+        """Complete all ``prompts`` and return their completions in order.
 
-        More prompts than slots wait for a place. An error, also of ``on_event``, cancels them.
+        Prompts wait until a slot is free. An error, also one of ``on_event``, cancels all prompts.
 
         Args:
-            sampling: for all prompts, or one for each, as of ``add_request``.
-            on_event: called with every event as it comes.
+            prompts: texts or lists of token ids.
+            max_new_tokens: as for ``add_request``.
+            sampling: sampling parameters for all prompts, or a list with one entry for each.
+            stop_token_ids: as for ``add_request``.
+            on_event: function that receives every event.
 
         Raises:
-            StateError: requests were queued before; they are the matter of ``step``.
+            StateError: other requests are waiting or running; ``step`` must finish them first.
         """
         self._check_able()
         if self.has_work:
-            raise StateError("requests wait or run: step() until has_work is false, then generate")
+            raise StateError("requests are waiting or running: call step() until has_work is false")
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputTypeError(
-                f"prompts must be a list of prompts, got {brief(prompts)}; if that is one prompt, "
-                f"put it in a list"
+                f"prompts must be a list of prompts, got {brief(prompts)}; put a single prompt "
+                f"into a list"
             )
         if on_event is not None and not callable(on_event):
             raise InputTypeError(f"on_event must be a function, got {brief(on_event)}")
@@ -452,30 +459,32 @@ class Engine:
             raise InputError(
                 f"{len(sampling)} sampling parameters for {len(prompts)} prompts; give one each"
             )
-        made = [
+        requests = [
             self._request(prompt, max_new_tokens, params, stop_token_ids)
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
         self.ready()
         try:
-            self._scheduler.waiting.extend(made)
+            self._scheduler.waiting.extend(requests)
             while self._scheduler:
                 for event in self.step():
                     if on_event is not None:
                         on_event(event)
         except BaseException:
-            # Nobody has their ids.
+            # The caller does not know the ids, so nobody else could cancel them.
             for request in (*self._scheduler.running, *self._scheduler.waiting):
                 self._drop(request)
             self._events = []
             raise
-        return [_completion_of(request) for request in made]
+        return [_completion_of(request) for request in requests]
 
     # -- graphs ----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Capture what is to be captured before the first step, unless that is done already or the
-        memory for it was given back."""
+        """Capture the graphs that the configuration wants before the first step.
+
+        Do nothing if they exist, or if their memory was released.
+        """
         if not self._captured and not self.pool.recordings.released:
             for runner in self.runners:
                 if runner.captures_first:
@@ -483,7 +492,7 @@ class Engine:
             self._captured = True
 
     def capture(self) -> None:
-        """Capture the graphs of all runners, those of the phase with larger steps first."""
+        """Capture the graphs of all runners, prefill first."""
         self._check_able()
         for runner in self.runners:
             asked = self.config.phase(runner.phase).capture
@@ -491,17 +500,14 @@ class Engine:
         self._captured = True
 
     def idle(self) -> bool:
-        """Capture one graph while there is nothing to do; False when none is left.
-
-        For the configurations that capture in the background of serving.
-        """
+        """Capture one graph in the background of serving; return False if none is left."""
         self._check_able()
         return any(runner.idle() for runner in reversed(self.runners))
 
     def invalidate(self, reason: str) -> None:
-        """Drop all graphs, for example because weights were replaced; ``capture`` makes new ones.
+        """Close all graphs, for example because weights were replaced; ``capture`` makes new ones.
 
-        Weights that were overwritten in place need no call: graphs read them where they are.
+        Graphs read weights in place, so overwritten weights need no call.
         """
         self._check_open()
         for runner in reversed(self.runners):
@@ -509,13 +515,17 @@ class Engine:
         self._captured = False
 
     def suspend(self, *, release: str | None = None) -> None:
-        """Run eagerly until ``resume``; ``release`` as for ``Runner.suspend``."""
+        """Run steps eagerly until ``resume``.
+
+        Args:
+            release: as for ``Runner.suspend``.
+        """
         self._check_open()
         for runner in self.runners:
             runner.suspend(release=release)
 
     def resume(self) -> None:
-        """Use the graphs again; raises as ``Runner.resume``."""
+        """Use the graphs again. Errors are those of ``Runner.resume``."""
         self._check_open()
         for runner in self.runners:
             runner.resume()
@@ -525,11 +535,11 @@ class Engine:
         return attrs.evolve(self._stats)
 
     def reset_stats(self) -> None:
-        """Set the engine's counters to zero (the runners keep theirs)."""
+        """Set the engine's counters to zero, but not those of the runners."""
         self._stats = EngineStats()
 
     def close(self) -> None:
-        """Free graphs and cache. Safe to call twice."""
+        """Free the graphs and the cache. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -539,15 +549,15 @@ class Engine:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise StateError("this engine is closed; make a new one")
+            raise StateError("this engine is closed; create a new one")
 
     def _check_able(self) -> None:
-        """Raise StateError where a step cannot run or be captured now."""
+        """Raise StateError if no step can run or be captured now."""
         self._check_open()
         if torch.is_autocast_enabled(self.model.device.type):
             raise StateError(
-                "the steps of an engine compute in the dtype of its model, and autocast is on: "
-                "leave torch.autocast, or load the model in the dtype that is wanted"
+                "the steps of an engine compute in the dtype of its model, but autocast is on: "
+                "leave torch.autocast, or load the model in the dtype that you need"
             )
 
     def __enter__(self) -> Engine:
@@ -558,10 +568,10 @@ class Engine:
 
 
 def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> DeviceGraphConfig:
-    """Return a mode configuration, also from its dictionary or its JSON text; None is the default.
+    """Return a mode configuration from an object, a dictionary or JSON text; None is the default.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the configuration is invalid.
     """
     if given is None or isinstance(given, DeviceGraphConfig):
         return given or DeviceGraphConfig()
@@ -570,10 +580,12 @@ def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> Devi
     return DeviceGraphConfig.from_dict(given)
 
 
-def _as_wanted(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
-    """Return ``phase`` with graphs captured as batches want them, unless somebody chose graphs, and
-    without a run before each, unless somebody chose runs or the model has code of others: that of
-    transformers keeps nothing from its first run of a size (``tests/zoo``)."""
+def _with_defaults(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
+    """Return ``phase`` with the engine's defaults for keys that nobody set.
+
+    Graphs are captured when batches need them. Captures run without warm-up if all modules belong
+    to transformers and torch, whose code keeps nothing from its first run (see ``tests/zoo``).
+    """
     changes: dict[str, Any] = {}
     if not (phase.strict or phase.explicit & {"capture", "buckets", "max_bs"}):
         changes["capture"] = "lazy"
@@ -587,7 +599,7 @@ def _as_wanted(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
 
 
 def _completion_of(request: Request) -> Completion:
-    """Return what became of a request that ended."""
+    """Return the completion of a request that has ended."""
     assert request.finish_reason is not None
     return Completion(
         token_ids=tuple(request.generated),

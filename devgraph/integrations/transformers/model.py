@@ -1,8 +1,7 @@
-"""A causal language model of transformers as the step functions that the runners call.
+"""The step functions of a causal language model, as the runners call them.
 
-The model is not changed: while one of its forwards runs here, its configuration names this
-adapter's attention function (and, for mixtures of experts, an implementation without
-data-dependent shapes); afterwards it is as it was, and ``model.generate`` works as before.
+The model itself stays unchanged. Inside a step, its configuration names the attention function of
+this adapter and, for mixtures of experts, an implementation without data-dependent shapes.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import functools
 import inspect
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from devgraph.api.errors import InputError, StateError, whole
@@ -34,12 +35,14 @@ from devgraph.integrations.transformers.attention import (
     varlen_decode,
     varlen_packed,
 )
-from devgraph.integrations.transformers.fusion import Fusion, standing_in
+from devgraph.integrations.transformers.fusion import Fusion, model_lock, replaced
 from devgraph.integrations.transformers.names import NAMES
 from devgraph.integrations.transformers.probe import (
     ModelShape,
     attends_itself,
+    body_inputs,
     mask_of,
+    new_cache,
     ordinary_device,
     overriding,
     parameters_of,
@@ -49,6 +52,7 @@ from devgraph.integrations.transformers.probe import (
     unregister,
 )
 from devgraph.integrations.transformers.requests import Piece
+from devgraph.integrations.transformers.state import Mixer, RecurrentStates, run_packed
 from devgraph.runners.batch import Batch
 from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
@@ -56,41 +60,47 @@ from devgraph.runners.slots import InputSlot, Pad, Size
 logger = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 64
-"""Slots and ``kv_len`` are multiples of this many rows: a key of an update lasts that long."""
+"""Granularity of slots and of ``kv_len``; the key of an update changes once in so many steps."""
 
 
 class _Step:
-    """What the attention calls of one forward need besides their own tensors."""
+    """The data of one forward that its attention and mixers read."""
 
-    def __init__(self, batch: Batch, *, decode: bool) -> None:
+    def __init__(self, batch: Batch, *, decode: bool, max_len: int) -> None:
         self.batch = batch
         self.decode = decode
         self.masks: dict[int | None, Tensor] = {}
         self.lengths: Tensor | None = None
-        self.width = (batch.width or 1) if decode else int(batch.input_ids.shape[0])
+        self.tokens = int(batch.input_ids.shape[0])
+        self.width = (batch.width or 1) if decode else self.tokens
+        # The scratch row belongs to the slot after the last one.
+        self.slots = batch.slot_mapping[:: self.width] // max_len
 
 
 class CausalModel:
-    """Steps over ``model`` with a cache of ``max_requests`` slots of at least ``max_len`` rows.
+    """The steps of ``model`` over ``max_requests`` slots of at least ``max_len`` rows.
 
-    Two steps exist. *Decode*: ``width`` tokens for each request, and request ``i`` of the batch
-    has slot ``i``. *Packed*: any number of tokens for each request, in any slot (prefill, chunks
-    of it, and decoding requests beside them).
+    A *decode* step runs ``width`` tokens of each request, and request ``i`` has slot ``i``. A
+    *packed* step runs any number of tokens of each request, in any slot: prompts, their chunks, and
+    decoding requests beside them.
 
-    A model that *attends by itself* (``own`` says why) runs its own attention on whole slots,
-    under a mask made of device positions: nothing in its steps comes from the host. Its packed
-    steps have the tokens of one request. It was seen to give the logits of the model alone.
+    A model that attends by itself (``own`` gives the reason) runs its own attention on whole slots
+    under a mask of device positions. Its steps read nothing from the host, and a packed step has
+    the tokens of one request. Mixers keep recurrent state in the slots (see ``state``). Models of
+    both kinds must reproduce the logits of the unchanged model first.
 
     Args:
-        model, max_requests, max_len, fuse: as of ``Engine``; a slot has the rows of ``max_len``,
-            rounded up to a multiple of 64.
-        updatable: whether graphs of this backend take new host arguments
-            (``capabilities.region_update``). If not, decode attends over whole slots.
-        slot_attention: the backend's extension of that name. The device's own attention is used
-            if it has one for this model.
-        pin: ``Backend.pin``: host memory from which copies are asynchronous; None copies as it is.
+        model: as for ``Engine``.
+        max_requests: as for ``Engine``.
+        max_len: as for ``Engine``; slots have this number of rows, rounded up to a multiple of 64.
+        fuse: as for ``Engine``.
+        updatable: whether graphs of the backend accept new host arguments
+            (``capabilities.region_update``). If not, decode attends to whole slots.
+        slot_attention: the backend's extension of that name, used if it fits the model.
+        pin: function that moves host memory to where copies are asynchronous; None copies as is.
 
-    Raises: as ``Engine``.
+    Raises:
+        UnsupportedModelError, InputError: as for ``Engine``.
     """
 
     def __init__(
@@ -111,7 +121,8 @@ class CausalModel:
         self.max_requests = max_requests = whole("max_requests", max_requests, 1)
         self.device, self.dtype = self.shape.device, self.shape.dtype
         self.own = self.shape.own
-        self.bounded = updatable and self.own is None
+        attention = self.shape.attention
+        self.bounded = updatable and self.own is None and bool(attention)
         offered = slot_attention if self.bounded else None
         self.slotted = offered and self._choose_slotted(offered)
         multiple = self.slotted.row_multiple if self.slotted else ROW_MULTIPLE
@@ -125,38 +136,38 @@ class CausalModel:
             device=self.device,
             answers=self.shape.uses_length,
         )
+        self.states = RecurrentStates(self.shape.states, max_requests)
         self.varlen = self.slotted is None and self.own is None and self._has_varlen()
         self._step: _Step | None = None
-        self._windows = sorted({layer.window for layer in self.shape.layers}, key=str)
+        self._windows = sorted({layer.window for layer in attention}, key=str)
         self._rows = torch.arange(self.max_len, device=self.device)
         starts = torch.arange(max_requests + 1, dtype=torch.int32, device=self.device)
         self._starts, self._row_starts = starts, starts * self.max_len
-        self.fusion = Fusion(self.shape.seen) if fuse and self.own is None else None
+        self.fusion = Fusion(self.shape.trace) if fuse and self.own is None else None
         self._name = f"devgraph_{id(self):x}"
-        # The registry must not keep the model alive, nor what its layers would call afterwards.
+        # The registry must not keep this adapter alive.
         if self.own is None:
             register(self._name, functools.partial(CausalModel._attend, weakref.proxy(self)))
         else:
             mask = functools.partial(CausalModel._mask, weakref.proxy(self))
             register(self._name, attends_itself(model), mask)
         self._finalizer = weakref.finalize(self, unregister, self._name)
-        self._takes_positions = "position_ids" in parameters_of(self.shape.body)
-        both = {"position_ids", NAMES.length}
-        self._placed = [
+        takes_positions = "position_ids" in parameters_of(self.shape.body)
+        self._embeddings = [
             module
             for module in self.shape.body.modules()
-            if not self._takes_positions and both <= parameters_of(module)
+            if not takes_positions and {"position_ids", NAMES.length} <= parameters_of(module)
         ]
         overrides = self.shape.overrides | {"_attn_implementation": self._name}
         self._overriding = overriding(model, **overrides)
-        if self.own is not None:
+        if self.own is not None or self.states:
             with ordinary_device():
                 self._verify()
 
     def _choose_slotted(self, offered: Callable[..., SlotAttention | None]) -> SlotAttention | None:
-        shapes = set(self.shape.layers)
+        shapes = set(self.shape.attention)
         if len(shapes) > 1:
-            return None  # One list of lengths serves all layers.
+            return None  # All layers share one list of lengths.
         shape = shapes.pop()
         if shape.window or shape.softcap or shape.key_dim != shape.value_dim:
             return None
@@ -170,18 +181,18 @@ class CausalModel:
         )
 
     def _has_varlen(self) -> bool:
-        kinds = {(layer.key_dim, layer.value_dim, layer.softcap) for layer in self.shape.layers}
-        return all(
+        kinds = {(layer.key_dim, layer.value_dim, layer.softcap) for layer in self.shape.attention}
+        return bool(kinds) and all(
             key_dim == value_dim
             and softcap is None
             and has_varlen(key_dim, dtype=self.dtype, device=self.device)
             for key_dim, value_dim, softcap in kinds
         )
 
-    # -- what the runners are told ---------------------------------------------------------------
+    # -- inputs of the runners -------------------------------------------------------------------
 
     def decode_inputs(self, steps: int = 1) -> list[InputSlot]:
-        """Return the input slots of a decode step, or of a launch of several."""
+        """Return the input slots of a decode step, or of a launch of several steps."""
         slots = self._token_slots(steps)
         if steps > 1:
             slots.append(
@@ -216,13 +227,13 @@ class CausalModel:
         return [
             InputSlot("input_ids", ("tokens",), torch.int64, pad=Pad.zero(), sample=ids),
             InputSlot("position_ids", ("tokens",), torch.int64, pad=Pad.zero(), sample=positions),
-            # No sample: a proof must not write to the slots of live requests.
+            # Without a sample, a proof writes to the scratch row and not to live requests.
             InputSlot("slot_mapping", ("tokens",), torch.int64, pad=scratch),
         ]
 
     @property
     def decode_host_args(self) -> dict[str, Any]:
-        """Host arguments of a decode step, with the values to capture with."""
+        """Host arguments of a decode step, with their values at capture."""
         if self.varlen or not self.bounded:
             return {}
         if self.slotted:
@@ -231,18 +242,21 @@ class CausalModel:
 
     @property
     def packed_host_args(self) -> dict[str, tuple[int, ...]]:
-        """Host arguments of a packed step, with the values to capture with."""
-        return {} if self.varlen or self.own is not None else {"spans": ()}
+        """Host arguments of a packed step, with their values at capture."""
+        exact = not self.varlen and self.own is None
+        return {"spans": ()} if exact or self.states else {}
 
     def decode_host_values(
         self, positions: list[int], width: int = 1, *, longest: int | None = None
     ) -> dict[str, Any]:
-        """Return the host arguments for requests whose first new token is at ``positions``.
+        """Return the host arguments of a decode step, and clear the rows that become readable.
 
-        Rounded so that they repeat, and the rows they make readable are cleared.
+        The values are rounded so that they repeat.
 
         Args:
-            longest: tokens of the longest sequence after a launch of several steps.
+            positions: position of the first new token of each request.
+            width: new tokens of each request.
+            longest: length of the longest sequence after a launch of several steps.
         """
         if self.varlen:
             return {}
@@ -261,10 +275,12 @@ class CausalModel:
     def decode_data(
         self, pieces: Sequence[Piece], left: Sequence[int] | None = None, *, steps: int = 1
     ) -> dict[str, Any]:
-        """Return what a runner runs for a decode step; piece ``i`` has one token and slot ``i``.
+        """Return the arguments of ``Runner.run`` for a decode step.
 
         Args:
-            left: tokens that each may still generate, for a launch of ``steps`` steps.
+            pieces: one token for each request; piece ``i`` has slot ``i``.
+            left: number of tokens that each request may still generate, for a launch of ``steps``.
+            steps: steps of the launch.
         """
         inputs = self._tokens(pieces)
         positions = [piece.cached for piece in pieces]
@@ -277,7 +293,7 @@ class CausalModel:
         return {"inputs": inputs, "host_args": host_args, "longest": longest}
 
     def packed_data(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return what a runner runs for a packed step over pieces of any length in any slots."""
+        """Return the arguments of ``Runner.run`` for a packed step."""
         inputs = self._tokens(pieces)
         ends = list(itertools.accumulate(piece.count for piece in pieces))
         lengths = [piece.cached + piece.count for piece in pieces]
@@ -291,7 +307,7 @@ class CausalModel:
         elif self.own is not None:
             for piece, length in zip(pieces, lengths, strict=True):
                 self.cache.prepare(piece.slot, length, self.max_len)
-        else:
+        if self.packed_host_args:
             spans = ((p.slot, p.cached, p.count) for p in pieces)
             host_args["spans"] = tuple(itertools.chain.from_iterable(spans))
         return {"inputs": inputs, "host_args": host_args, "longest": max(lengths)}
@@ -306,23 +322,33 @@ class CausalModel:
             ids += piece.ids
             positions += range(first, last)
             rows += range(start + first, start + last)
-        # One transfer for all three.
-        all_three = self.tensor([ids, positions, rows])
-        return dict(zip(("input_ids", "position_ids", "slot_mapping"), all_three, strict=True))
+        tensors = self.tensor([ids, positions, rows])  # one transfer
+        return dict(zip(("input_ids", "position_ids", "slot_mapping"), tensors, strict=True))
+
+    def clear(self, slot: int) -> None:
+        """Prepare a slot for a new request."""
+        self.cache.release(slot)
+        if self.states:
+            self.states.clear(slot)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move a request of ``length`` cached tokens to another slot."""
+        self.cache.move(source, target, length)
+        self.states.move(source, target)
 
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return ``values`` as a tensor on the device."""
-        made = torch.tensor(values, dtype=dtype, device="cpu")
+        tensor = torch.tensor(values, dtype=dtype, device="cpu")
         if self._pin is None or self.device.type == "cpu":
-            return made.to(self.device)
-        return self._pin(made).to(self.device, non_blocking=True)
+            return tensor.to(self.device)
+        return self._pin(tensor).to(self.device, non_blocking=True)
 
     # -- steps -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def decode(self, batch: Batch) -> dict[str, Tensor]:
-        """Run one decode step: logits ``[tokens, vocabulary]`` and their argmax ``[tokens]``."""
-        step = _Step(batch, decode=True)
+        """Run one decode step; return logits ``[tokens, vocabulary]`` and tokens ``[tokens]``."""
+        step = _Step(batch, decode=True, max_len=self.max_len)
         width = step.width
         if self.varlen:
             ends = batch.position_ids.view(-1, width)[:, -1]
@@ -337,8 +363,10 @@ class CausalModel:
         return {"logits": logits, "tokens": logits.argmax(-1)}
 
     def loop(self, steps: int, ends: Iterable[int]) -> Loop:
-        """Return how a launch of several decode steps goes on: greedily, until a request has one of
-        the tokens ``ends`` or as many as ``left`` says."""
+        """Return the loop of a launch of several greedy decode steps.
+
+        A request stops at a token of ``ends``, or after ``left`` tokens.
+        """
         last = torch.tensor(sorted(ends), dtype=torch.int64, device=self.device)
 
         def advance(batch: Batch, tokens: Tensor) -> None:
@@ -354,93 +382,158 @@ class CausalModel:
 
     @torch.no_grad()
     def packed(self, batch: Batch) -> Tensor:
-        """Run one packed step up to the last hidden states, ``[tokens, hidden]``."""
-        step = _Step(batch, decode=False)
+        """Run one packed step; return the last hidden states, ``[tokens, hidden]``."""
+        step = _Step(batch, decode=False, max_len=self.max_len)
         with self._running(step):
             output = self.shape.body(**self._inputs(step))
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def tail(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Finish a packed step: what ``decode`` returns, for the last token of every request.
+        """Return the outputs of ``decode`` for the last token of each request of a packed step.
 
-        The model's own head is whatever its forward does after its base model (scaling, capping),
-        so that forward runs with the hidden states ``[tokens, hidden]`` in place of that.
+        A model may scale or cap its logits. Therefore its whole forward runs, and its base model
+        returns ``hidden``, ``[tokens, hidden]``.
         """
         hidden = hidden.index_select(0, batch.last_tokens)
         output = self.shape.output_type(last_hidden_state=hidden[None])
-        with standing_in([(self.shape.body, "forward", lambda *args, **kwargs: output)]):
+        thread, body = threading.get_ident(), self.shape.body
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                return output
+            with model_lock:  # Another thread waits for the body's own forward.
+                return body(*args, **kwargs)
+
+        with replaced([(body, "forward", computed)]):
             ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
             logits = self.model(input_ids=ids, use_cache=False).logits[0]
         return {"logits": logits, "tokens": logits.argmax(-1)}
 
     def _inputs(self, step: _Step) -> dict[str, Any]:
         shape = (1, -1) if self.own is None else (-1, step.width)
-        inputs = {
-            "input_ids": step.batch.input_ids.view(shape),
-            NAMES.cache: self.cache,
-            "use_cache": True,
-        }
-        if self._takes_positions:
-            inputs["position_ids"] = step.batch.position_ids.view(shape)
-        return inputs
+        ids, positions = step.batch.input_ids.view(shape), step.batch.position_ids.view(shape)
+        return body_inputs(self.shape.body, ids, positions, self.cache)
 
     @contextlib.contextmanager
     def _running(self, step: _Step) -> Iterator[None]:
-        if self._step is not None:
-            raise StateError("a step of this model is already running; an engine is one thread's")
-        self._step = step
         rows = step.batch.slot_mapping
-        if self.own is None:
-            self.cache.aim(rows)
-        else:
-            slots: int | Tensor = rows.shape[0] // step.width
-            if not step.decode:  # Padding has the scratch row, which is in no slot.
-                slots = (rows[:1] // self.max_len).clamp(max=self.max_requests - 1)
-            self.cache.aim(rows, slots, width=step.width)
-        try:
-            placed = [(module, "forward", _at_positions(module, step)) for module in self._placed]
-            fused = contextlib.nullcontext() if self.fusion is None else self.fusion.active()
-            with standing_in([*self._overriding, *placed]), fused:
+        mix = functools.partial(self._mix, step)
+        fused = contextlib.nullcontext() if self.fusion is None else self.fusion.active()
+        with (
+            model_lock,
+            replaced(self._overriding),
+            replaced([(m, "forward", _at_positions(m, step)) for m in self._embeddings]),
+            replaced([(m.module, "forward", functools.partial(mix, m)) for m in self.shape.mixers]),
+            fused,
+        ):
+            if self._step is not None:
+                raise StateError(
+                    "a step of this model is already running; an engine belongs to one thread"
+                )
+            self._step = step
+            if self.own is None:
+                self.cache.aim(rows)
+            else:
+                slots: int | Tensor = rows.shape[0] // step.width
+                if not step.decode:  # The scratch row, which padding has, is in no slot.
+                    slots = step.slots.clamp(max=self.max_requests - 1)
+                self.cache.aim(rows, slots, width=step.width)
+            try:
                 yield
-        finally:
-            self.cache.aim(None)
-            self._step = None
+            finally:
+                self.cache.aim(None)
+                self._step = None
+
+    def _mix(self, step: _Step, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
+        """Run a mixer in a step."""
+        if step.decode:
+            return self._mix_rows(step, mixer, args, kwargs)
+        outputs, spec = pytree.tree_flatten(mixer.output)
+        outputs = [
+            leaf.new_zeros((1, step.tokens, *leaf.shape[2:])) if isinstance(leaf, Tensor) else leaf
+            for leaf in outputs
+        ]
+        tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+        weights = [*mixer.module.parameters(), *mixer.module.buffers()]
+        rows, inputs, spans = self.states.rows[mixer.layer], (args, kwargs), step.batch.host.spans
+        run_packed(self.states, mixer, rows, weights, inputs, tensors, spans=spans)
+        return pytree.tree_unflatten(outputs, spec)
+
+    def _mix_rows(
+        self, step: _Step, mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a mixer in a decode step: requests are rows of its batch."""
+        requests = step.tokens // step.width
+        layout = (1, step.tokens) if self.own is None else (requests, step.width)
+
+        def reshaped(before: tuple[int, int], after: tuple[int, int], tree: Any) -> Any:
+            return pytree.tree_map(
+                lambda leaf: (
+                    leaf.reshape(*after, *leaf.shape[2:])
+                    if isinstance(leaf, Tensor) and leaf.shape[:2] == before
+                    else leaf
+                ),
+                tree,
+            )
+
+        rows = (requests, step.width)
+        args, kwargs = reshaped(layout, rows, (args, kwargs))
+        output = self.states.decode(mixer, step.slots, step.width, args, kwargs)
+        return reshaped(rows, layout, output)
 
     def _verify(self) -> None:
-        """Refuse the model unless steps over slots give the logits that it gives alone: those of
-        the last two tokens of texts that run in two packed steps each and a decode step of all."""
-        draw = torch.Generator().manual_seed(0)
+        """Refuse the model unless its steps give the logits of the unchanged model.
+
+        The texts run in two packed steps each, and in one decode step of all. Mixers that do not
+        carry their state through several tokens continue one token at a time.
+        """
+        own = f"{self.own}; and its own attention" if self.own else "its code of recurrent layers"
+        generator = torch.Generator().manual_seed(0)
         texts = [
-            torch.randint(self.shape.vocabulary, (n,), generator=draw, device="cpu").tolist()
-            for n in (7, 5)[: self.max_requests]
+            torch.randint(self.shape.vocabulary, (n,), generator=generator, device="cpu").tolist()
+            for n in (7, 6)[: self.max_requests]
         ]
-        got, alone = [], []
         try:
-            for slot, text in enumerate(texts):
-                for first, end in ((0, 3), (3, len(text) - 1)):
-                    piece = Piece(slot, first, text[first:end], completes=True)
-                    batch = self._batch(self.packed_data([piece]), 1, padding=2)
-                    last = self.tail(self.packed(batch), batch)["logits"][0]
-                got.append(last)
-            ends = [Piece(slot, len(t) - 1, t[-1:], completes=True) for slot, t in enumerate(texts)]
-            got += self.decode(self._batch(self.decode_data(ends), len(ends)))["logits"]
-            with torch.no_grad(), standing_in(overriding(self.model, pad_token_id=None)):
-                for text in texts:
-                    ids = torch.tensor([text], device=self.device)
-                    alone.append(self.model(input_ids=ids, use_cache=False).logits[0])
+            with torch.no_grad(), replaced(overriding(self.model, pad_token_id=None)):
+                alone = [self._alone(torch.tensor([text], device=self.device)) for text in texts]
+            want = torch.stack([logits[at] for at in (0, 1) for logits in alone]).float()
+            limit = (1e-3 if self.dtype == torch.float32 else 5e-2) * want.abs().max()
+            for carries in (True, False) if self.states else (True,):
+                self.states.carries = carries
+                if (self._logits(texts).float() - want).abs().max() <= limit:
+                    return
         except Exception as error:
-            raise refusal(
-                self.model, f"{self.own}; and its own attention fails on whole slots ({error})"
-            ) from error
+            raise refusal(self.model, f"{own} fails on whole slots ({error})") from error
+        raise refusal(self.model, f"{own} gives other logits on whole slots")
+
+    def _alone(self, ids: Tensor) -> Tensor:
+        """Return the logits of the last two tokens of a text from the unchanged model."""
+        if not self.states:
+            return self.model(input_ids=ids, use_cache=False).logits[0, -2:]  # type: ignore[no-any-return]
+        # The scan of several tokens and the step of one may round differently, as in generate.
+        cache, positions = new_cache(self.model), torch.arange(ids.shape[1], device=self.device)
+        logits = []
+        for part in (slice(-1), slice(-1, None)):
+            inputs = body_inputs(self.model, ids[:, part], positions[None, part], cache)
+            logits.append(self.model(**inputs).logits[0, -1:])
+        return torch.cat(logits)
+
+    def _logits(self, texts: list[list[int]]) -> Tensor:
+        """Return the logits of the last two tokens of each text, from steps."""
+        logits = []
+        for slot, text in enumerate(texts):
+            self.clear(slot)
+            for first, end in ((0, 3), (3, len(text) - 1)):
+                piece = Piece(slot, first, text[first:end], completes=True)
+                batch = self._batch(self.packed_data([piece]), 1, padding=2)
+                last = self.tail(self.packed(batch), batch)["logits"][0]
+            logits.append(last)
+        ends = [Piece(slot, len(t) - 1, t[-1:], completes=True) for slot, t in enumerate(texts)]
+        logits += self.decode(self._batch(self.decode_data(ends), len(ends)))["logits"]
         for slot in range(len(texts)):
             self.cache.release(slot)
-        want = torch.stack([logits[at] for at in (-2, -1) for logits in alone]).float()
-        limit = 1e-3 if self.dtype == torch.float32 else 5e-2
-        if not (torch.stack(got).float() - want).abs().max() <= limit * want.abs().max():
-            raise refusal(
-                self.model, f"{self.own}; and its own attention gives other logits on whole slots"
-            )
+        return torch.stack(logits)
 
     def _batch(self, data: dict[str, Any], requests: int, *, padding: int = 0) -> Batch:
         pads = {"slot_mapping": self.cache.scratch_row}
@@ -448,7 +541,9 @@ class CausalModel:
             name: F.pad(tensor, (0, padding), value=pads.get(name, 0))
             for name, tensor in data["inputs"].items()
         }
-        return Batch(inputs, Size(requests, len(inputs["input_ids"])), host={}, variant={})
+        return Batch(
+            inputs, Size(requests, len(inputs["input_ids"])), host=data["host_args"], variant={}
+        )
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -471,13 +566,13 @@ class CausalModel:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer, step = self.cache.take(), self._step
-        assert step is not None  # or nothing was written
+        assert step is not None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window, host = layer.shape.window, step.batch.host
         if self.varlen:
             return self._attend_varlen(step, layer, query, scale), None
         shape = (1, query.shape[2], query.shape[1], layer.shape.value_dim)
-        # Zeros: tokens that belong to no request must have results that do not change by chance.
+        # Results of padding must not vary, so rows that the kernel does not write are zero.
         out = query.new_empty(shape) if step.decode else query.new_zeros(shape)
         scoring = (scale, softcap, window)
         keys, values = layer.keys_by_slot, layer.values_by_slot
@@ -511,23 +606,22 @@ class CausalModel:
         return varlen_decode(query, keys, values, spans, scale, window, width, self.max_len)
 
     def close(self) -> None:
-        """Take what belongs to this adapter out of transformers and the model; idempotent."""
+        """Remove this adapter from transformers and the model. Idempotent."""
         self._finalizer()
         if self.fusion is not None:
             self.fusion.close()
 
 
 def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., Tensor]:
-    """Return the forward of an embedding of positions that takes them from ``step``, and not from
-    the length of a cache."""
+    """Return a forward of an embedding that takes the positions of ``step``."""
     own = module.forward
-    taken = inspect.signature(own)
+    signature = inspect.signature(own)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        given = taken.bind(*args, **kwargs)
-        given.arguments["position_ids"] = step.batch.position_ids.clone()
-        made: Tensor = own(*given.args, **given.kwargs)
-        return made.reshape(-1, step.width, made.shape[-1])
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["position_ids"] = step.batch.position_ids.clone()
+        embedded: Tensor = own(*bound.args, **bound.kwargs)
+        return embedded.reshape(-1, step.width, embedded.shape[-1])
 
     return forward
 

@@ -1,18 +1,22 @@
-"""What a model asks of attention and of its cache, found by running it once.
+"""Requirements of a model, determined by running it on three tokens.
 
-Rather than reading configurations of many families, the probe calls the model on three tokens with
-an attention function and a mask function that only look: which layers write the cache and with
-what shapes, which mask each of them is given, and which arguments it passes. Whatever this
-integration could not honour raises here, before anything is built.
+Configurations of many families are not read. The probe calls the model with an attention function
+and a mask function that only record: the shapes that each layer writes to the cache, the mask that
+it receives, and the arguments that it passes. Anything that this integration cannot honour is
+refused here, before an engine is built.
 
-A model that has attention of its own, or hands the registry's function what this integration's
-kernels do not know, is probed a second time as one that *attends by itself*: its own code runs on
-whole slots of the cache, under a mask made of device positions.
+A model may have an attention of its own, or pass arguments that the kernels here do not support.
+Such a model is probed again as one that *attends by itself*: its own code runs on whole slots of
+the cache under a mask of device positions.
+
+Layers with recurrent state are found by a run over the cache that ``generate`` makes. The modules
+that write state to it are the *mixers*, and the filled layers are the templates of the state rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -23,23 +27,25 @@ import attrs
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.transformers.attention import LayerShape
-from devgraph.integrations.transformers.fusion import Seen, standing_in
+from devgraph.integrations.transformers.fusion import OperationTrace, model_lock, replaced
 from devgraph.integrations.transformers.names import NAMES
+from devgraph.integrations.transformers.state import Mixer, state_tensors
 
 _TOKENS = 3
 _OTHER_LENGTH = 5
-"""Rows that the cache says it holds in a second run, to see what depends on that."""
+"""Length that the cache reports in a second run, which must not change the results."""
 
-# Arguments of an attention call that change nothing here: dropout is off, the mask decides what is
-# causal and how wide the window is, positions were applied before.
+# Attention arguments without effect here: dropout is off, the mask determines causality and window,
+# and positions are applied earlier.
 _HARMLESS = frozenset(
     """
     cache_position dropout is_causal output_attentions output_hidden_states output_router_logits
@@ -48,75 +54,93 @@ _HARMLESS = frozenset(
 )
 _HONOURED = frozenset({"scaling", "softcap"})
 
-# Rotary embeddings that pick their frequencies by the longest position of a step, read on the host.
+# These rotary embeddings choose frequencies by the longest position of a step, read on the host.
 _HOST_ROPE = frozenset({"dynamic", "longrope"})
 
-# Layers that keep keys and values; the last keeps nothing and reads what another has written.
-_KEPT = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+# Layers of keys and values. A dummy layer keeps nothing and reads another layer.
+_KEY_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
+_MIXED_LAYERS = frozenset(
+    {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+)
+_STATE_LAYERS = frozenset({"LinearAttentionLayer"}) | _MIXED_LAYERS
 
 _HOST_READ = "it reads device data on the host"
 _OWN_ATTENTION = "its attention does not go through the attention-function registry"
 
 
 class UnsupportedModelError(DeviceGraphError, ValueError):
-    """The model does something that this integration cannot run correctly; it says what."""
+    """The model does something that this integration cannot run correctly; the message names it."""
 
 
 @attrs.frozen(kw_only=True)
 class ModelShape:
-    """What the probe found."""
+    """Requirements of a model."""
 
-    layers: tuple[LayerShape, ...]
+    layers: tuple[LayerShape | None, ...]
+    """Shape of the attention in each cache layer; None without attention."""
+    states: dict[int, Any]
+    """A filled cache layer for each layer with recurrent state, by index."""
+    mixers: tuple[Mixer, ...]
+    """Modules that read and write recurrent state."""
     positions: int | None
-    """Positions up to which a request is what ``model.generate`` makes of it; None is no limit."""
+    """Maximum number of positions for which ``model.generate`` is reproduced; None is no limit."""
     vocabulary: int
     dtype: torch.dtype
     device: torch.device
     body: torch.nn.Module
-    """What the model's forward calls for hidden states: its base model, or a part of that."""
+    """Module that computes hidden states: the base model or a part of it."""
     output_type: type[Any]
-    """What that returns; it can be built from ``last_hidden_state`` alone."""
+    """Type of the body's output; ``last_hidden_state`` alone is enough to create it."""
     uses_length: bool
-    """Whether it asks its cache for a length, though nothing depends on the answer."""
+    """Whether the model asks its cache for a length, without effect on the results."""
     own: str | None
-    """Why it attends by itself; None where its attention is this integration's."""
+    """Reason why the model attends by itself; None if attention runs in kernels of this package."""
     overrides: dict[str, Any]
-    """What its configurations say while it runs here, but for the attention."""
-    seen: Seen = attrs.field(repr=False)
-    """What of it could be fused."""
+    """Values of configurations during steps, apart from the attention."""
+    trace: OperationTrace = attrs.field(repr=False)
+    """Operations that may be fused."""
+
+    @property
+    def attention(self) -> list[LayerShape]:
+        """Shapes of the layers with attention."""
+        return [layer for layer in self.layers if layer is not None]
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
-    """Return every distinct configuration object that a module of ``model`` holds."""
-    held = [getattr(module, "config", None) for module in model.modules()]  # the model is the first
-    return list({id(c): c for c in held if hasattr(c, "_attn_implementation")}.values())
+    """Return every distinct configuration that a module of ``model`` holds."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
 
 
 def overriding(model: PreTrainedModel, **values: Any) -> list[tuple[Any, str, Any]]:
-    """Return the changes, for ``standing_in``, by which the configurations of ``model`` that have
-    these attributes say ``values``."""
-    configs = configs_of(model)
-    return [(one, name, v) for one in configs for name, v in values.items() if hasattr(one, name)]
+    """Return the changes, for ``replaced``, that set existing attributes of configurations."""
+    return [
+        (config, name, value)
+        for config in configs_of(model)
+        for name, value in values.items()
+        if hasattr(config, name)
+    ]
 
 
 def eos_of(*configs: Any) -> list[int]:
-    """Return the tokens that end a text, as the first of ``configs`` says that names any."""
+    """Return the end-of-sequence tokens of the first configuration that names any."""
     for config in configs:
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return [found] if isinstance(found, int) else list(found)
+        tokens = getattr(config, "eos_token_id", None)
+        if tokens is not None:
+            return [tokens] if isinstance(tokens, int) else list(tokens)
     return []
 
 
 class _Refused(Exception):
-    """Says what keeps a model from running here."""
+    """A property that keeps a model from running here."""
 
 
-def refusal(model: PreTrainedModel, what: object) -> UnsupportedModelError:
-    """Return the error that says ``what`` keeps ``model`` from running here."""
+def refusal(model: PreTrainedModel, reason: object) -> UnsupportedModelError:
+    """Return the error that refuses ``model`` for ``reason``."""
     return UnsupportedModelError(
-        f"{type(model).__name__} cannot run on device graphs here: {what}. Supported are causal "
-        f"language models of transformers whose whole state is a cache of keys and values."
+        f"{type(model).__name__} cannot run on device graphs here: {reason}. Supported are causal "
+        f"language models of transformers whose whole state is a cache of keys and values or of "
+        f"recurrent state."
     )
 
 
@@ -142,115 +166,249 @@ def _check_static(model: PreTrainedModel) -> None:
                 )
 
 
-def _check_state(model: PreTrainedModel) -> list[DynamicLayer]:
-    """Return the layers of the cache that ``model.generate`` makes; refuse other layers."""
-    layers = DynamicCache(config=model.config).layers
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty cache like the one that ``model.generate`` makes."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def _cache_layers(model: PreTrainedModel) -> list[Any]:
+    """Return the layers of the cache that ``model.generate`` makes; refuse unknown kinds."""
+    layers: list[Any] = new_cache(model).layers
     for index, layer in enumerate(layers):
-        if type(layer).__name__ not in _KEPT:
+        kind = type(layer).__name__
+        if kind not in _KEY_LAYERS | _STATE_LAYERS | {"DummyLayer"}:
             raise _Refused(
-                f"layer {index} of its cache is a {type(layer).__name__}, not keys and values alone"
+                f"layer {index} of its cache is a {kind}, not keys and values or recurrent state"
             )
-    return layers  # type: ignore[no-any-return]
+    return layers
 
 
 def _positions(
     model: PreTrainedModel,
-    kept: list[DynamicLayer],
-    shapes: tuple[LayerShape, ...],
+    cache_layers: list[Any],
+    shapes: tuple[LayerShape | None, ...],
     functions: list[Callable[..., Tensor]],
 ) -> int | None:
-    """Return how long a request may become.
+    """Return the maximum length of a request.
 
-    Where the cache of ``generate`` keeps fewer rows than a mask shows (Moshi's has the window of
-    its configuration, its mask none), a request that outgrows it depends on how its prompt was
-    cut into steps, so it must end before.
+    The cache of ``generate`` may keep fewer rows than a mask shows: Moshi's cache has the window of
+    its configuration, its mask has none. A request that outgrows such a cache depends on the chunks
+    of its prompt, so the window is the limit.
 
     Args:
-        functions: the masks of a model that attends by itself: which layer has which is not seen.
+        model: the model.
+        cache_layers: layers of the cache of ``generate``.
+        shapes: shapes of the layers with attention.
+        functions: mask functions of a model that attends by itself; their layers are unknown.
     """
     windows = set()
     for function in functions:
-        with contextlib.suppress(Exception):  # One that reads more than positions is none.
+        with contextlib.suppress(Exception):  # A mask that depends on other data has no window.
             windows.add(_window_of(function))
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
-    for layer, shape in zip(kept, shapes, strict=False):
-        window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
-        if window is None or (shape.window is not None and shape.window <= window):
+    for layer, shape in zip(cache_layers, shapes, strict=False):
+        window = getattr(layer, "sliding_window", None)
+        if shape is None or window is None or not layer.is_sliding or window in windows:
             continue
-        if window not in windows:
+        if shape.window is None or shape.window > window:
             limits.append(window)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-class _Found(Exception):
+class _BodyFound(Exception):
     """Ends a forward at the first module that it calls."""
 
 
 def _body_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return what ``model``'s forward calls for hidden states: its base model, or a part of that
-    (OPT's decoder)."""
+    """Return the first module that the model's forward calls.
+
+    It computes the hidden states: the base model or a part of it (OPT's decoder).
+    """
     called: list[torch.nn.Module] = []
 
-    def found(module: torch.nn.Module, args: Any) -> None:
+    def stop(module: torch.nn.Module, args: Any) -> None:
         called.append(module)
-        raise _Found
+        raise _BodyFound
 
-    hooks = [m.register_forward_pre_hook(found) for m in model.modules() if m is not model]
+    hooks = [m.register_forward_pre_hook(stop) for m in model.modules() if m is not model]
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device))
-    except _Found:
+    except _BodyFound:
         pass
     except Exception as error:
         raise _Refused(f"its forward failed with {type(error).__name__}: {error}") from error
     finally:
         for hook in hooks:
             hook.remove()
-    if not called or not {"input_ids", NAMES.cache} <= parameters_of(called[0]):
+    parameters = parameters_of(called[0]) if called else set()
+    if "input_ids" not in parameters or NAMES.name_in(parameters) is None:
         raise _Refused("its forward does not begin with a base model that has a cache")
     return called[0]
 
 
 def parameters_of(module: torch.nn.Module) -> set[str]:
-    """Return the names of what the forward of ``module`` takes."""
+    """Return the names of the parameters of a module's forward."""
     return set(inspect.signature(module.forward).parameters)
 
 
-class _Probe(Cache):  # type: ignore[misc]
-    """One run of a model over this cache, which stores nothing: what the model writes to it, and
-    what it gives to an attention and a mask function that only look.
+def body_inputs(
+    body: torch.nn.Module, ids: Tensor, positions: Tensor, cache: Any
+) -> dict[str, Any]:
+    """Return the arguments of the body's forward for tokens ``[batch, width]``."""
+    parameters = parameters_of(body)
+    inputs = {"input_ids": ids, NAMES.name_in(parameters) or NAMES.cache: cache, "use_cache": True}
+    if "position_ids" in parameters:
+        inputs["position_ids"] = positions
+    return inputs
+
+
+class _StateProbe(DynamicCache):  # type: ignore[misc]
+    """The cache of one run that records which modules write recurrent state to it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(config=model.config.get_text_config(decoder=True))
+        self._running: list[torch.nn.Module] = []
+        self._writers: dict[torch.nn.Module, int] = {}
+        self._outputs: dict[torch.nn.Module, Any] = {}
+
+    def run(self, model: PreTrainedModel, body: torch.nn.Module) -> tuple[Mixer, ...]:
+        """Run the body on a few tokens and return its mixers."""
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
+        positions = torch.arange(_TOKENS, device=model.device)[None]
+        hooks = []
+        for module in body.modules():
+            hooks.append(module.register_forward_pre_hook(self._enter))
+            hooks.append(module.register_forward_hook(self._leave))
+        try:
+            with torch.no_grad(), replaced(overriding(model, pad_token_id=None)):
+                body(**body_inputs(body, ids, positions, self))
+        except _Refused:
+            raise
+        except Exception as error:
+            raise _Refused(
+                f"a first forward failed with {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return tuple(
+            Mixer(module=m, layer=i, output=self._outputs[m], forward=m.forward)
+            for m, i in self._writers.items()
+        )
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        self._running.append(module)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        if module in self._writers:
+            self._outputs[module] = output
+            tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+            if not tensors or any(t.shape[:2] != (1, _TOKENS) for t in tensors):
+                shapes = [tuple(t.shape) for t in tensors]
+                raise _Refused(f"{type(module).__name__} has outputs of shape {shapes}")
+
+    def _write(self, index: int) -> None:
+        module = self._running[-1]
+        if self._writers.setdefault(module, index) != index:
+            raise _Refused(f"{type(module).__name__} writes the state of several layers")
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._write(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._write(layer_idx)
+        return super().update_recurrent_state(  # type: ignore[no-any-return]
+            recurrent_states, layer_idx, *args, **kwargs
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        for module in self._running:
+            if module in self._writers:
+                raise _Refused(f"{type(module).__name__} mixes attention and recurrent state")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _probe_states(
+    model: PreTrainedModel, body: torch.nn.Module, layers: list[Any], trace: OperationTrace
+) -> tuple[dict[int, Any], tuple[Mixer, ...]]:
+    """Return the filled layers with recurrent state, and the mixers that write them."""
+    indices = [i for i, layer in enumerate(layers) if type(layer).__name__ in _STATE_LAYERS]
+    if not indices:
+        return {}, ()
+    cache = _StateProbe(model)
+    with trace.recording():
+        mixers = cache.run(model, body)
+    states = {index: cache.layers[index] for index in indices}
+    if {mixer.layer for mixer in mixers} != set(indices) or not all(
+        map(state_tensors, states.values())
+    ):
+        raise _Refused("it keeps recurrent state outside of its cache")
+    return states, mixers
+
+
+class _AttentionProbe(Cache):  # type: ignore[misc]
+    """The cache of one run that records attention and stores nothing.
 
     Args:
-        own: why the model attends by itself, if it does.
+        model: the model.
+        mixers: modules that are not run; they return the output of an earlier run.
+        own: reason why the model attends by itself, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, *, own: str | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, mixers: tuple[Mixer, ...], *, own: str | None
+    ) -> None:
         super().__init__(layers=[])
         self.model = model
+        self.mixers = mixers
         self.own = own
         self.length = 0
         self.asked = False
+        """Whether the model asked for the length."""
         self.written: tuple[int, Tensor, Tensor] | None = None
+        """Layer, keys and values of the last write."""
         self.functions: list[Callable[..., Tensor]] = []
+        """Mask functions of a model that attends by itself."""
         self.windows: list[int | None] = []
-        self.found: dict[int, LayerShape] = {}
+        """Windows of the masks."""
+        self.shapes: dict[int, LayerShape] = {}
         self.attended: list[Tensor] = []
+        """Queries, keys and values of all calls."""
         self.output: Any = None
 
-    def run(self, body: torch.nn.Module, overrides: dict[str, Any], *, length: int = 0) -> _Probe:
-        """Run ``body`` of the model on three tokens, with a cache that says it holds ``length``
-        rows, while its configurations say ``overrides``; return this."""
+    def run(
+        self, body: torch.nn.Module, overrides: dict[str, Any], *, length: int = 0
+    ) -> _AttentionProbe:
+        """Run the body on a few tokens and return this probe.
+
+        Args:
+            body: the body of the model.
+            overrides: values of configurations during the run.
+            length: length that the cache reports.
+        """
         model, own = self.model, self.own is not None
         self.length = length
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
-        inputs = {"input_ids": ids, NAMES.cache: self, "use_cache": True}
-        if "position_ids" in parameters_of(body):
-            inputs["position_ids"] = torch.arange(_TOKENS, device=model.device)[None]
+        inputs = body_inputs(body, ids, torch.arange(_TOKENS, device=model.device)[None], self)
         name = f"devgraph_probe_{id(self)}"
         register(name, attends_itself(model) if own else self.attention, self.mask)
+        changes = overriding(model, _attn_implementation=name, **overrides)
+        changes += [
+            (mixer.module, "forward", functools.partial(_constant, mixer.output))
+            for mixer in self.mixers
+        ]
         try:
             with (
-                standing_in(overriding(model, _attn_implementation=name, **overrides)),
+                replaced(changes),
                 torch.no_grad(),
                 _NoLists(),
                 _NoHostReads(),  # type: ignore[no-untyped-call]
@@ -259,8 +417,8 @@ class _Probe(Cache):  # type: ignore[misc]
         except _Refused:
             raise
         except Exception as error:
-            # Between writing to its cache and calling an attention function: it attends by itself,
-            # and stumbles over the mask that stands in.
+            # An error between a write and its attention call comes from an attention of its own,
+            # which received the mask of the probe.
             alone = self.written is not None and not own
             failed = f"a first forward failed with {type(error).__name__}: {error}"
             raise _Refused(_OWN_ATTENTION if alone else failed) from error
@@ -268,8 +426,8 @@ class _Probe(Cache):  # type: ignore[misc]
             unregister(name)
         return self
 
-    def equals(self, other: _Probe) -> bool:
-        """Whether another run computed the same."""
+    def equals(self, other: _AttentionProbe) -> bool:
+        """Whether another run had equal results."""
         pairs = zip(
             [*self.attended, self.output.last_hidden_state],
             [*other.attended, other.output.last_hidden_state],
@@ -285,8 +443,12 @@ class _Probe(Cache):  # type: ignore[misc]
         if len(shape) != 4 or shape[2] != _TOKENS or shape[:3] != value_states.shape[:3]:
             raise ValueError(f"keys of shape {shape} for {_TOKENS} tokens")
         if self.own is not None:
-            self._find(layer_idx, shape[1], key_states, value_states)
+            self._add(layer_idx, shape[1], key_states, value_states)
         return key_states, value_states
+
+    def has_previous_state(self, *args: Any) -> bool:
+        """Answer as a cache in the middle of a text does, so that masks of padding are skipped."""
+        return True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return query_length, 0
@@ -295,8 +457,8 @@ class _Probe(Cache):  # type: ignore[misc]
         self.asked = True
         return self.length
 
-    def _find(self, index: int, heads: int, key: Tensor, value: Tensor, **scoring: Any) -> None:
-        self.found[index] = LayerShape(
+    def _add(self, index: int, heads: int, key: Tensor, value: Tensor, **scoring: Any) -> None:
+        self.shapes[index] = LayerShape(
             heads=heads,
             kv_heads=key.shape[1],
             key_dim=key.shape[3],
@@ -305,18 +467,18 @@ class _Probe(Cache):  # type: ignore[misc]
         )
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Note the window of a mask and return a stand-in that attention can recognise."""
+        """Record the window of a mask and return a placeholder that ``attention`` recognises."""
         function = kwargs.get("mask_function")
         padded = kwargs.get("attention_mask") is not None
         if function is None or (padded and self.own is None):
-            raise _Refused("it builds its attention mask in a way unknown here")
+            raise _Refused("it builds its attention mask in an unknown way")
         if self.own is not None:
             self.functions.append(function)
             at = torch.arange(_TOKENS, device=self.model.device)
             return mask_of(function, at[None], at, self.model.dtype)
         with _disable_current_modes():
             self.windows.append(_window_of(function))
-        # On the model's device, so that attention of its own meets it alike on every device.
+        # A mask on another device would change how an attention of its own fails.
         return torch.full((1, 1, 1, 1), len(self.windows) - 1, device=self.model.device)
 
     def attention(
@@ -332,18 +494,18 @@ class _Probe(Cache):  # type: ignore[misc]
         name = type(module).__name__
         if written is None or written[1] is not key or written[2] is not value:
             raise _Refused(
-                f"a layer of {name} attends to something else than what it just wrote to the cache"
+                f"a layer of {name} attends to other keys than it just wrote to the cache"
             )
         self._check_call(name, query, attention_mask, kwargs)
         index = written[0]
-        if index in self.found:
+        if index in self.shapes:
             raise _Refused(f"layer {index} calls attention more than once")
         assert attention_mask is not None
         self.attended += (query, key, value)
         with _disable_current_modes():
             window = self.windows[int(attention_mask.flatten()[0])]
         softcap = kwargs.get("softcap")
-        self._find(index, query.shape[1], key, value, window=window, softcap=softcap)
+        self._add(index, query.shape[1], key, value, window=window, softcap=softcap)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def _check_call(
@@ -351,7 +513,9 @@ class _Probe(Cache):  # type: ignore[misc]
     ) -> None:
         unknown = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS | _HONOURED]
         if unknown:
-            raise _Refused(f"{name} passes {', '.join(sorted(unknown))} to attention, unknown here")
+            raise _Refused(
+                f"{name} passes {', '.join(sorted(unknown))} to attention, which is unknown here"
+            )
         if mask is None or mask.dtype != torch.int64:
             raise _Refused(f"{name} is not given a mask of transformers' masking_utils")
         if query.shape[0] != 1 or query.shape[2] != _TOKENS:
@@ -361,21 +525,27 @@ class _Probe(Cache):  # type: ignore[misc]
 def mask_of(
     function: Callable[..., Tensor], positions: Tensor, rows: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the mask ``[requests, 1, width, rows]`` that a mask function of transformers means for
-    tokens at ``positions``, ``[requests, width]``."""
+    """Return the mask ``[requests, 1, width, rows]`` of a mask function of transformers.
+
+    Args:
+        function: the mask function.
+        positions: positions of the tokens, ``[requests, width]``.
+        rows: ``arange(max_len)`` on the device.
+        dtype: dtype of the mask.
+    """
     none = rows[:1] * 0
     shown = function(none, none, positions[:, None, :, None], rows)
     shown = shown.expand(positions.shape[0], 1, positions.shape[1], rows.shape[0])
-    # The lowest number, as transformers has it: models test for it.
+    # Models compare masks with the lowest number, as transformers builds them.
     hide = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
 
 
 def _window_of(function: Callable[..., Tensor]) -> int | None:
-    """Return the sliding window of a causal mask function, None when it has none.
+    """Return the sliding window of a causal mask function; None means none.
 
-    The function is evaluated, not recognised: at positions far apart it must allow exactly the
-    last ``window`` rows, or all of them.
+    The function is evaluated at distant positions. It must allow exactly the last ``window`` rows
+    at each of them, or all rows.
     """
     cpu = torch.device("cpu")
     zero = torch.zeros((), dtype=torch.int64, device=cpu)
@@ -398,16 +568,16 @@ def _window_of(function: Callable[..., Tensor]) -> int | None:
 
 
 def ordinary_device() -> AbstractContextManager[Any]:
-    """Return what gives a block torch's own default device, whatever that of the program is."""
+    """Return a context in which the default device of torch is the CPU."""
     ordinary = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if ordinary else torch.device("cpu")
 
 
 def probe(model: PreTrainedModel) -> ModelShape:
-    """Run ``model`` once on three tokens and return what it needs.
+    """Run ``model`` on three tokens and return its requirements.
 
     Raises:
-        UnsupportedModelError: it cannot run correctly here; the message says why.
+        UnsupportedModelError: the model cannot run correctly here; the message gives the reason.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
@@ -415,15 +585,18 @@ def probe(model: PreTrainedModel) -> ModelShape:
             f"AutoModelForCausalLM.from_pretrained(...)"
         )
     try:
-        with ordinary_device():
+        with model_lock, ordinary_device():
             _check_static(model)
-            known = model, _check_state(model), _body_of(model), _overrides(model)
+            layers, body = _cache_layers(model), _body_of(model)
+            trace = OperationTrace(body)
+            states, mixers = _probe_states(model, body, layers, trace)
+            arguments = model, layers, body, states, mixers, trace
             try:
-                return _probe(*known)
+                return _probe_attention(*arguments)
             except _Refused as error:
                 own = str(error)
             try:
-                return _probe(*known, own=own)
+                return _probe_attention(*arguments, own=own)
             except _Refused as error:
                 if str(error) == own:
                     raise
@@ -432,61 +605,82 @@ def probe(model: PreTrainedModel) -> ModelShape:
         raise refusal(model, error) from error
 
 
+def _constant(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
+
+
 def _overrides(model: PreTrainedModel) -> dict[str, Any]:
-    # pad_token_id: some models look for padding among the ids, on the host, when it is set.
+    # With a pad_token_id, some models search the ids for padding on the host.
     overrides: dict[str, Any] = {"pad_token_id": None}
     if any(getattr(c, "_experts_implementation", None) is not None for c in configs_of(model)):
-        # Grouped products read the group sizes on the host unless the device has the kernel.
+        # Grouped products read the group sizes on the host unless the device has a kernel for them.
         fused = model.device.type != "cpu" and model.dtype == torch.bfloat16
         overrides["_experts_implementation"] = "grouped_mm" if fused else "batched_mm"
     return overrides
 
 
-def _probe(
+def _probe_attention(
     model: PreTrainedModel,
-    kept: list[DynamicLayer],
+    cache_layers: list[Any],
     body: torch.nn.Module,
-    overrides: dict[str, Any],
+    states: dict[int, Any],
+    mixers: tuple[Mixer, ...],
+    trace: OperationTrace,
     own: str | None = None,
 ) -> ModelShape:
-    if own is None and "position_ids" not in parameters_of(body):
+    overrides = _overrides(model)
+    # Names of layers of keys and values; a cache may have more layers than the model writes.
+    keyed = [
+        index
+        for index, layer in enumerate(cache_layers)
+        if type(layer).__name__ in _KEY_LAYERS | _MIXED_LAYERS
+    ]
+    if own is None and keyed and "position_ids" not in parameters_of(body):
         raise _Refused("its base model takes no position_ids")
-    seen = Seen(body)
-    with seen.noting():
-        watch = _Probe(model, own=own).run(body, overrides)
-    found = watch.found
-    if not found:
+    with contextlib.nullcontext() if states else trace.recording():
+        probe = _AttentionProbe(model, mixers, own=own).run(body, overrides)
+    shapes = probe.shapes
+    if not shapes and (keyed or not states):
         raise _Refused(_OWN_ATTENTION if own is None else "it keeps no keys and values")
-    if sorted(found) != list(range(len(found))):
-        raise _Refused(f"only layers {sorted(found)} attend")
-    if own is None and watch.written is not None:
-        raise _Refused(f"only layers {sorted(found)} attend through the registry")
-    if own is None and watch.asked:
-        # A cache here holds requests of different lengths, and has none.
-        other = _Probe(model, own=own).run(body, overrides, length=_OTHER_LENGTH)
-        if not watch.equals(other):
+    attending = sorted(shapes)
+    if attending != (keyed if states else list(range(len(shapes)))):
+        raise _Refused(f"only layers {attending} attend")
+    if own is None and probe.written is not None:
+        raise _Refused(f"only layers {attending} attend through the registry")
+    if own is None and probe.asked and shapes:
+        # A cache here holds requests of different lengths, so it has no length.
+        other = _AttentionProbe(model, mixers, own=own).run(body, overrides, length=_OTHER_LENGTH)
+        if not probe.equals(other):
             raise _Refused("it computes with the length of its cache, not with position_ids")
-    layers = tuple(found[i] for i in sorted(found))
+    count = len(cache_layers) if states else len(shapes)
+    layers = tuple(shapes.get(index) for index in range(count))
     return ModelShape(
         body=body,
         layers=layers,
-        positions=_positions(model, kept, layers, watch.functions),
+        states=states,
+        mixers=mixers,
+        positions=_positions(model, cache_layers, layers, probe.functions),
         vocabulary=int(model.get_output_embeddings().weight.shape[0]),
-        dtype=watch.output.last_hidden_state.dtype,
+        dtype=probe.output.last_hidden_state.dtype,
         device=model.device,
-        output_type=type(watch.output),
-        uses_length=watch.asked or own is not None,
+        output_type=type(probe.output),
+        uses_length=probe.asked or own is not None,
         own=own,
         overrides=overrides,
-        seen=seen,
+        trace=trace,
     )
 
 
 def register(
     name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None = None
 ) -> None:
-    """Make functions known to transformers as the attention implementation ``name``; without one
-    for masks it makes none."""
+    """Register an attention implementation with transformers.
+
+    Args:
+        name: name of the implementation.
+        attention: the attention function.
+        mask: the mask function; None makes no masks.
+    """
     AttentionInterface.register(name, attention)
     if mask is not None:
         AttentionMaskInterface.register(name, mask)
@@ -499,7 +693,7 @@ def unregister(name: str) -> None:
 
 
 def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the attention function that ``model`` has for masks: its own, or the one of torch."""
+    """Return the attention function that ``model`` uses with a mask."""
     plain = all(config._attn_implementation == "sdpa" for config in configs_of(model))
 
     def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -512,7 +706,7 @@ def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 class _NoLists(TorchFunctionMode):
-    """Refuses what reads tensors of the CPU without an operation."""
+    """Refuses reads of CPU tensors that bypass the dispatcher."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -523,7 +717,7 @@ class _NoLists(TorchFunctionMode):
 
 
 class _NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what no graph can hold: results whose shape or value the host must read."""
+    """Refuses operations whose results depend on a read by the host."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

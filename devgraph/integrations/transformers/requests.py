@@ -1,9 +1,9 @@
-"""Requests: how their tokens are chosen and become text, and which of them run in a step.
+"""Requests: sampling of their tokens, their text, and the choice of requests for each step.
 
 A request is *waiting* until a slot is free, then *running* until it ends. All running requests
-take part in every step: as a decode step when each of them has one token to go, else as a packed
-step, in which prompts share what the token budget leaves beside the decoding requests. Decode
-steps need the slots ``0 .. n - 1``; ``compact`` says what to move when a request left a hole.
+take part in every step. A step is a decode step if each request has one token left to run.
+Otherwise it is a packed step, in which prompts share the token budget that the decoding requests
+leave. Decode steps need the slots ``0 .. n - 1``; ``compact`` returns the moves that close gaps.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from devgraph.api.errors import InputError, InputTypeError, brief, finite, whole
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 _COLDEST = 1e-30
-"""Below it, logits over the temperature are infinite and have no probabilities."""
+"""Minimum temperature; logits divided by a smaller one overflow."""
 
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; the default is greedy.
+    """Sampling parameters of one request; the default is greedy.
 
-    Filters apply in the order temperature, ``top_k``, ``top_p``, as transformers applies them.
+    The order is temperature, ``top_k``, ``top_p``, as in transformers.
     """
 
     temperature: float = 0.0
-    """Logits are divided by this; 0 chooses the best token always."""
+    """Divisor of the logits; 0 always chooses the best token."""
 
     top_k: int = 0
-    """Keep this many best tokens; 0 keeps all."""
+    """Number of best tokens to keep; 0 keeps all."""
 
     top_p: float = 1.0
-    """Keep the fewest best tokens whose probabilities sum to at least this."""
+    """Minimum sum of the probabilities of the best tokens to keep."""
 
     seed: int | None = None
-    """The same seed, prompt and parameters give the same tokens whatever else is in the batch.
-    None takes a seed that nobody chose."""
+    """Seed of the random stream; equal seeds give equal tokens in any batch. None draws a seed."""
 
     def __attrs_post_init__(self) -> None:
         if finite("temperature", self.temperature) and self.temperature < _COLDEST:
@@ -64,11 +63,11 @@ class SamplingParams:
 
 
 class Sampler:
-    """Draws the tokens of one request, with a random stream of its own.
+    """Draws the tokens of one request from a random stream of its own.
 
     Args:
-        params: not greedy.
-        device: where the logits are.
+        params: parameters with a temperature above 0.
+        device: device of the logits.
     """
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
@@ -84,14 +83,14 @@ class Sampler:
             self._generator.manual_seed(int(params.seed))
 
     def draw(self, logits: Tensor) -> Tensor:
-        """Return one token, a scalar int64 tensor on the device, from logits ``[vocabulary]``."""
+        """Draw a token from logits ``[vocabulary]``; return a scalar int64 tensor on the device."""
         kept = self.kept(logits)
-        # The largest of log p + Gumbel noise is a sample of p; exponential noise says the same.
+        # argmax(p / exponential noise) is distributed as p (the Gumbel trick without logarithms).
         noise = torch.empty_like(kept).exponential_(generator=self._generator)
         return (torch.softmax(kept, -1) / noise).argmax(-1)
 
     def kept(self, logits: Tensor) -> Tensor:
-        """Return float32 ``logits`` over the temperature, -inf for tokens that may not be drawn."""
+        """Return filtered float32 logits; excluded tokens are -inf."""
         scores: Tensor = self._filters(None, logits.float()[None])
         return scores[0]
 
@@ -105,35 +104,35 @@ def ids_of(what: str, given: Any) -> list[int]:
 
 
 class TextStream:
-    """Turns the tokens of one request into pieces of text as they come.
+    """Converts a stream of tokens into a stream of text.
 
-    A piece is held back while it ends inside a character; joined they are the whole text.
+    Text that ends inside a character is held back. The pieces add up to the whole text.
 
     Args:
-        tokenizer: of transformers, or anything with its ``decode``.
+        tokenizer: an object with the ``decode`` method of transformers' tokenizers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = tokenizer.decode
         self._tokens: list[int] = []
-        # Text of tokens [start:read] was handed on; a token's text depends on the one before it
-        # (spaces), so decoding starts a little earlier than what is new.
+        # The text of tokens [start:read] was returned already. A token's text depends on the token
+        # before it (spaces), so decoding starts at `start`.
         self._start = 0
         self._read = 0
         self.text = ""
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that is certain now (may be empty)."""
+        """Add a token and return the text that became final, possibly empty."""
         self._tokens.append(token)
         new = self._new()
         return "" if not new or new.endswith(_BROKEN) else self._emit(new)
 
     def finish(self) -> str:
-        """Return what was still held back."""
+        """Return the text that was held back."""
         return self._emit(self._new())
 
     def _new(self) -> str:
-        """Return the text of the tokens that were not handed on yet."""
+        """Return the text of the tokens from ``read`` on."""
         before, after = (
             self._decode(self._tokens[self._start : end], skip_special_tokens=True)
             for end in (self._read, None)
@@ -148,16 +147,16 @@ class TextStream:
 
 
 class FinishReason(str, enum.Enum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     EOS = "eos"
     """The model produced an end-of-sequence token."""
     STOP = "stop"
-    """A stop token of the request."""
+    """The model produced a stop token of the request."""
     LENGTH = "length"
-    """``max_new_tokens`` were produced."""
+    """The model produced ``max_new_tokens`` tokens."""
     CANCELLED = "cancelled"
-    """Its tokenizer raised."""
+    """The tokenizer raised an error."""
 
 
 @attrs.define(eq=False)
@@ -166,16 +165,16 @@ class Request:
 
     id: int
     tokens: list[int]
-    """Those of the prompt, and then the generated ones too."""
+    """Prompt tokens, followed by generated tokens."""
     max_new_tokens: int
     eos: frozenset[int]
     stop: frozenset[int]
     sampler: Sampler | None
     stream: TextStream | None
     cached: int = 0
-    """How many of ``tokens`` have keys and values in the cache."""
+    """Number of leading ``tokens`` that the cache holds."""
     slot: int | None = None
-    """Slot of the cache, None while waiting."""
+    """Request slot; None while waiting."""
     finish_reason: FinishReason | None = None
     prompt_length: int = attrs.field(init=False)
 
@@ -184,12 +183,12 @@ class Request:
 
     @property
     def to_go(self) -> int:
-        """Tokens that must be run before the next one can be chosen."""
+        """Number of tokens to run before the next one can be chosen."""
         return len(self.tokens) - self.cached
 
     @property
     def wanted(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens that may still be generated."""
         return self.max_new_tokens - (len(self.tokens) - self.prompt_length)
 
     @property
@@ -197,13 +196,13 @@ class Request:
         return self.tokens[self.prompt_length :]
 
     def chunk(self, count: int) -> Chunk:
-        """Return the next ``count`` tokens; the request has a slot."""
+        """Return the next ``count`` tokens of a running request."""
         assert self.slot is not None
         ids = self.tokens[self.cached : self.cached + count]
         return Chunk(self.slot, self.cached, ids, count == self.to_go, self)
 
     def accept(self, token: int) -> str:
-        """Append a chosen token, note whether it ends the request, return its certain text."""
+        """Append a token, set ``finish_reason`` at the end, and return the final text."""
         self.tokens.append(token)
         if token in self.eos:
             self.finish_reason = FinishReason.EOS
@@ -220,15 +219,15 @@ class Request:
 
 @attrs.frozen
 class Piece:
-    """The next tokens of what has a slot of the cache."""
+    """The next tokens of one request slot."""
 
     slot: int
     cached: int
-    """Tokens that the slot holds."""
+    """Number of tokens that the slot holds."""
     ids: list[int]
-    """The tokens to run."""
+    """Tokens to run."""
     completes: bool
-    """Whether the step yields the token behind them."""
+    """Whether the step yields the token after ``ids``."""
 
     @property
     def count(self) -> int:
@@ -237,18 +236,18 @@ class Piece:
 
 @attrs.frozen
 class Chunk(Piece):
-    """The next tokens of a request."""
+    """The next tokens of one request."""
 
     request: Request
 
 
 class Scheduler:
-    """Waiting and running requests.
+    """The waiting and the running requests.
 
     Args:
-        slots: requests that run at once.
-        max_step_tokens: tokens of a packed step, at least ``slots``.
-        alone: whether a packed step has the tokens of one request only.
+        slots: maximum number of running requests.
+        max_step_tokens: maximum number of tokens in a packed step, at least ``slots``.
+        alone: whether a packed step runs one request only.
     """
 
     def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:
@@ -264,24 +263,26 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        """Running requests by slot."""
+        """Running requests in the order of their slots."""
         return [r for r in self._slots if r is not None]
 
     def __bool__(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self.waiting) or any(r is not None for r in self._slots)
 
-    def admit(self) -> None:
-        """Give free slots to waiting requests, lowest slot and longest wait first."""
+    def admit(self) -> list[int]:
+        """Give the lowest free slots to the longest waiting requests, and return these slots."""
+        slots = []
         for slot, holder in enumerate(self._slots):
             if holder is None and self.waiting:
                 request = self.waiting.popleft()
                 request.slot = slot
                 self._slots[slot] = request
+                slots.append(slot)
+        return slots
 
     def compact(self) -> list[tuple[int, int, int]]:
-        """Return the moves after which the running requests have the first slots: of each, the slot
-        that it is from, the slot that it is to, and how many rows."""
+        """Close gaps between running requests; return (source, target, tokens) of each move."""
         count = len(self.running)
         holes = [slot for slot in range(count) if self._slots[slot] is None]
         behind = [request for request in self._slots[count:] if request is not None]
@@ -294,10 +295,7 @@ class Scheduler:
         return moves
 
     def plan(self) -> list[Chunk]:
-        """Return the chunks of the next step, decoding requests first; empty without requests.
-
-        It is a decode step if every chunk is the one token to go of its request.
-        """
+        """Return the chunks of the next step, decoding requests first."""
         decoding = [r.chunk(1) for r in self.running if r.to_go == 1]
         budget = self.max_step_tokens - len(decoding)
         chunks = []
@@ -309,7 +307,7 @@ class Scheduler:
         return chunks[:1] if self._alone and chunks else decoding + chunks
 
     def release(self, request: Request) -> int | None:
-        """Take ``request`` out and return the slot it had, None if it was waiting."""
+        """Remove ``request``; return its slot, or None if it was waiting."""
         slot, request.slot = request.slot, None
         if slot is None:
             self.waiting.remove(request)
@@ -318,7 +316,7 @@ class Scheduler:
         return slot
 
     def find(self, request_id: int) -> Request:
-        """Return a waiting or running request; an unknown id raises ``InputError``."""
+        """Return a waiting or running request, or raise InputError."""
         wanted = whole("request_id", request_id)
         for request in (*self.running, *self.waiting):
             if request.id == wanted:

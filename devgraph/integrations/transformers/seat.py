@@ -1,12 +1,12 @@
 """The cache of one ``model.generate``, held in the slots of an engine.
 
-A cache of transformers is a list of layers. Seating it replaces them by layers that answer for the
-rows of the engine's slots, row ``b`` of the batch in slot ``b``; leaving puts plain layers with the
-same keys and values back. So the cache object stays the caller's, and whatever transformers or the
-caller does with it that slots cannot do (beams reordered, rows repeated) makes it leave first, and
-a copy of it has plain layers. One cache is seated at a time::
+A cache of transformers is a list of layers. Seating it replaces them by layers that read the
+slots of the engine: row ``b`` of the batch has slot ``b``. Leaving restores ordinary layers with
+copies of the rows. The cache object remains the caller's. Operations that slots do not support,
+such as reordered beams or repeated rows, make the cache leave first, and a copy of a seated cache
+has ordinary layers. One cache is seated at a time::
 
-    plain --enter--> seated --leave, or the cache is gone--> plain
+    ordinary --enter--> seated --leave, or the cache is collected--> ordinary
 """
 
 from __future__ import annotations
@@ -27,40 +27,61 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from devgraph.api.errors import StateError
 from devgraph.integrations.transformers.engine import Engine
 from devgraph.integrations.transformers.requests import Piece
+from devgraph.integrations.transformers.state import layer_with, state_tensors
 from devgraph.runners.decode import DecodeRunner
 
-_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
+_KEY_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def length_of(cache: DynamicCache) -> int | None:
+    """Return the length of a cache; None if it holds recurrent state of unknown length."""
+    if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return int(cache.get_seq_length())
+    used = any(any(_flags(layer)) for layer in cache.layers)
+    return None if used else 0
+
+
+def _flags(layer: Any) -> list[bool]:
+    """Return the flags of a layer's states, which say whether they hold earlier tokens."""
+    flags = getattr(layer, "has_previous_state", False)
+    return list(flags.values()) if isinstance(flags, dict) else [flags]
 
 
 class Seat:
-    """The slots that one cache has, and the steps over them.
+    """The slots of one cache, and the steps over them.
 
     Args:
-        engine: whose slots and runners these are.
-        cache: an empty or filled ``DynamicCache`` that ``fits``.
-        pads: tokens of padding at the left of each row of the batch.
+        engine: engine of the slots and runners.
+        cache: a cache that ``fits``.
+        pads: number of padding tokens at the left of each row of the batch.
 
     Attributes:
-        length: tokens of a row, padding included, as transformers counts.
-        deterministic: whether a step too many would draw no random numbers.
-        records: whether plain layers must be able to crop when it leaves; slots always can.
+        length: number of tokens of a row, including padding, as transformers counts.
+        can_defer: whether the loop may run one step too many and take it back.
+        assisted: whether steps check proposed tokens, so that the cache must be able to crop.
+        records: whether ordinary layers must be able to crop after leaving.
     """
 
     def __init__(self, engine: Engine, cache: DynamicCache, pads: Sequence[int]) -> None:
         self.pads = list(pads)
-        self.length: int = cache.get_seq_length()
-        self.deterministic = False
+        self.length: int = length_of(cache) or 0
+        self.can_defer = False
+        self.assisted = False
+        self.records = False
         self._engine = engine
         self._rows = engine.model.cache
+        self._states = engine.model.states
         self._cache = weakref.ref(cache)
-        self.records = False
         self._next: Tensor | None = None
+        self._unsettled: int | None = None
+        """Token of the last step whose state is the state of the row."""
         self._kind = cache.layer_class_to_replicate
-        self._windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+        self._originals = list(cache.layers)
         for slot in range(len(pads)):
-            self._rows.release(slot)
+            engine.model.clear(slot)
         if self.length:
             self._fill(cache.layers)
         cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
@@ -68,28 +89,38 @@ class Seat:
 
     @staticmethod
     def fits(engine: Engine, cache: Any, batch: int) -> bool:
-        """Return whether ``cache`` holds nothing but keys and values that slots can hold."""
+        """Return whether the slots of ``engine`` can hold ``cache``."""
         if type(cache) is not DynamicCache or cache.offloading:
             return False
-        shapes = [(batch, one.kv_heads, one.key_dim) for one in engine.model.shape.layers]
-        if not cache.get_seq_length():
-            # Pegasus gets more layers than its decoder writes. Fewer: it was told to run fewer.
-            missing = 0 < len(cache.layers) < len(shapes)
-            return not missing and all(type(layer) in _PLAIN for layer in cache.layers)
+        shapes, states = engine.model.shape.layers, engine.model.states.layers
+        for index, layer in enumerate(cache.layers):
+            if index in states:
+                known = type(layer) is type(states[index])
+            else:
+                unused = index < len(shapes) and shapes[index] is None
+                known = unused or type(layer) in _KEY_LAYERS
+            if not known:
+                return False
+        length = length_of(cache)
+        if not length:
+            # Pegasus receives more layers than it writes. Fewer mean that it must run fewer.
+            missing = 0 < len(cache.layers) < len(shapes) or bool(states and not cache.layers)
+            return length == 0 and not missing
         return len(cache.layers) == len(shapes) and all(
-            type(layer) in _PLAIN
-            and (*layer.keys.shape[:2], layer.keys.shape[3]) == shape
-            and layer.keys.device == engine.model.device
-            and layer.keys.dtype == engine.model.dtype
-            for layer, shape in zip(cache.layers, shapes, strict=True)
+            (shape is None or _fits(engine, layer, (batch, shape.kv_heads, shape.key_dim)))
+            and all(tensor.shape[0] == batch for tensor in _states_of(layer, index in states))
+            for index, (layer, shape) in enumerate(zip(cache.layers, shapes, strict=True))
         )
 
     def _fill(self, layers: Sequence[Any]) -> None:
-        for rows, layer in zip(self._rows.layers, layers, strict=True):
+        for index, (rows, layer) in enumerate(zip(self._rows.layers, layers, strict=True)):
+            self._states.write(index, _states_of(layer, index in self._states.layers))
+            if rows is None:
+                continue
             kept = layer.keys.shape[2]
             for slot, pad in enumerate(self.pads):
-                # Of a sliding window only the last rows are left. Those before are never read,
-                # but a masked row must be a number.
+                # A sliding window keeps the last rows only. Earlier rows are masked, but they
+                # must hold numbers.
                 first = max(0, self.length - kept - pad)
                 last = self.length - pad
                 for by_slot, held in (
@@ -99,30 +130,42 @@ class Seat:
                     by_slot[slot, :, :first].zero_()
                     by_slot[slot, :, first:last].copy_(held[slot, :, kept - (last - first) :])
 
-    def leave(self) -> list[CacheLayerMixin]:
-        """Give the cache plain layers with copies of the rows, and return them."""
+    def leave(self) -> list[Any]:
+        """Give the cache ordinary layers with copies of the rows, and return them."""
         cache = self._cache()
         if cache is None:
             return []
         if seat_of(cache) is not self:
             return list(cache.layers)
-        layers = [self.plain(index) for index in range(len(cache.layers))]
+        layers = [self.ordinary(index) for index in range(len(cache.layers))]
         cache.layers[:] = layers
         cache.layer_class_to_replicate = self._kind
         return layers
 
-    def plain(self, index: int) -> CacheLayerMixin:
-        """Return a layer of the kind that the cache came with, and copies of the rows in it."""
-        window = self._windows[index] if self._windows else None
-        layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
-        if self.records and window is not None:
+    def ordinary(self, index: int) -> Any:
+        """Return a layer of the cache's own kind with copies of the rows."""
+        self._settle()
+        original = self._originals[index] if self._originals else None
+        window = getattr(original, "sliding_window", None)
+        has_keys = self._rows.layers[index] is not None
+        layer: Any
+        if index in self._states.layers:
+            states = self._states.read(index, len(self.pads))
+            layer = layer_with(self._states.layers[index], states, carried=bool(self.length))
+            if has_keys:
+                layer.is_initialized, layer.cumulative_length = False, 0
+        elif not has_keys:
+            return original
+        else:
+            layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+        if self.records and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
-        if self.length:
+        if self.length and has_keys:
             layer.update(*self.rows(index))
         return layer
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer as transformers keeps them, padding at the left."""
+        """Return keys and values of a layer with padding at the left, as transformers does."""
         keys, values = self._rows.layers[index].read(len(self.pads))
         return self._padded(keys[:, :, : self.length]), self._padded(values[:, :, : self.length])
 
@@ -134,14 +177,34 @@ class Seat:
             out[slot, :, pad:] = rows[slot, :, : self.length - pad]
         return out
 
+    @property
+    def croppable(self) -> bool:
+        """Whether the last token can be removed."""
+        return not self._states or self._unsettled is not None or self.assisted
+
     def crop(self, tokens: int) -> None:
-        """Forget tokens: the last ``-tokens``, or all after the first ``tokens``."""
-        if tokens:
-            length = min(self.length, tokens) if tokens > 0 else self.length + tokens
-            self.length, self._next = max(0, length), None
+        """Remove the last ``-tokens`` tokens, or all after the first ``tokens``."""
+        length = min(self.length, tokens) if tokens > 0 else max(0, self.length + tokens)
+        removed = self.length - length
+        if not removed:
+            return
+        if self._states:
+            if self._unsettled is None or removed > self._unsettled:
+                raise StateError(
+                    f"a cache with recurrent state cannot remove {removed} tokens here: only "
+                    f"tokens of the last step of several tokens can be removed, but not its first"
+                )
+            self._unsettled -= removed
+        self.length, self._next = length, None
+
+    def _settle(self) -> None:
+        """Make the state after the last kept token the state of the row."""
+        if self._unsettled is not None:
+            self._states.settle(self._unsettled)
+            self._unsettled = None
 
     def follow(self, positions: Tensor | None, count: int) -> bool:
-        """Whether so many tokens at ``positions`` are those behind the tokens of every row."""
+        """Whether ``positions`` are those of ``count`` tokens after the tokens of every row."""
         if positions is None:
             return True
         ends = [self.length + count - 1 - pad for pad in self.pads]
@@ -153,9 +216,10 @@ class Seat:
     def decode(self, ids: Tensor, runner: DecodeRunner, widths: Sequence[int] = (1,)) -> Tensor:
         """Run ``ids``, ``[batch, n]``, in one decode step; return ``[batch, n, vocabulary]``.
 
-        Tokens are added up to the next of ``widths``: they write rows behind the last token, which
-        the next step writes again before anything reads them.
+        Tokens are padded to the next of ``widths``. Padding writes rows after the last token, which
+        the next step overwrites before they are read.
         """
+        self._settle()
         batch, count = ids.shape
         model = self._engine.model
         starts = [self.length - pad for pad in self.pads]
@@ -177,29 +241,32 @@ class Seat:
         )
         self.length += count
         self._next += count
-        # The caller may keep the logits, and the next step writes over those of the runner.
+        if self._states and width > 1:
+            self._unsettled = count - 1
+        # The next step overwrites the runner's logits, and the caller may keep them.
         logits: Tensor = out["logits"].view(batch, width, -1)[:, :count].clone()
         return logits
 
     def packed(self, ids: Tensor) -> Tensor:
         """Run ``ids``, ``[batch, n]``, in packed steps; return ``[batch, 1, vocabulary]``."""
+        self._settle()
         engine = self._engine
         logits: Tensor | None = None
         for pieces in self._steps(ids.tolist()):
-            found = engine.prefill.run(**engine.model.packed_data(pieces))["logits"]
+            step_logits = engine.prefill.run(**engine.model.packed_data(pieces))["logits"]
             if logits is None:
-                logits = found.new_zeros(ids.shape[0], found.shape[1])
+                logits = step_logits.new_zeros(ids.shape[0], step_logits.shape[1])
             for i, piece in enumerate(pieces):
                 if piece.completes:
-                    logits[piece.slot] = found[i]
-        if logits is None:  # Of nothing but padding, which nobody reads.
+                    logits[piece.slot] = step_logits[i]
+        if logits is None:  # All tokens are padding, and nobody reads their logits.
             shape = ids.shape[0], engine.model.shape.vocabulary
             logits = torch.zeros(shape, dtype=engine.model.dtype, device=engine.model.device)
         self.length, self._next = self.length + ids.shape[1], None
         return logits[:, None]
 
     def _steps(self, rows: list[list[int]]) -> list[list[Piece]]:
-        """Cut the rows of a batch, without their padding, into steps of at most so many tokens."""
+        """Divide the rows of a batch, without their padding, into steps of limited size."""
         budget, alone = self._engine.max_step_tokens, self._engine.model.own is not None
         steps: list[list[Piece]] = []
         room = 0
@@ -216,10 +283,22 @@ class Seat:
         return steps
 
 
-class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a seated cache; what is asked of all layers in turn is done at the first."""
+def _fits(engine: Engine, layer: Any, shape: tuple[int, int, int]) -> bool:
+    keys = layer.keys
+    return (
+        (*keys.shape[:2], keys.shape[3]) == shape
+        and keys.device == engine.model.device
+        and keys.dtype == engine.model.dtype
+    )
 
-    is_croppable = True
+
+def _states_of(layer: Any, stateful: bool) -> list[Tensor]:
+    return state_tensors(layer) if stateful else []
+
+
+class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a seated cache. Calls for all layers take effect at the first."""
+
     is_initialized = True
 
     def __init__(self, seat: Seat, index: int) -> None:
@@ -227,8 +306,12 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._index = index
 
     @property
+    def is_croppable(self) -> bool:
+        return self.seat.croppable
+
+    @property
     def keys(self) -> Tensor:
-        """The rows as they are now; the next step writes behind them."""
+        """Current rows; the next step writes after them."""
         return self.seat.rows(self._index)[0]
 
     @property
@@ -244,15 +327,15 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    # The name of get_max_length before transformers 5.18.
+    # Name of get_max_length before transformers 5.18.
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
         self.seat.records = True
 
     def __reduce__(self) -> Any:
-        """A copy, or a pickle, is a plain layer."""
-        return copy.copy, (self.seat.plain(self._index),)
+        """Copy and pickle this layer as an ordinary layer."""
+        return copy.copy, (self.seat.ordinary(self._index),)
 
     def crop(self, tokens_to_remove: int) -> None:
         if self._index == 0:
@@ -270,6 +353,6 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def seat_of(cache: Any) -> Seat | None:
-    """Return the seat of a cache, None for one that has none."""
+    """Return the seat of a cache, or None."""
     layers = getattr(cache, "layers", None)
     return layers[0].seat if layers and type(layers[0]) is _SeatedLayer else None

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
-from devgraph.api.errors import DeviceGraphError, StateError
+from devgraph.api.errors import DeviceGraphError, InputError, StateError
 from devgraph.integrations.transformers import (
     UnsupportedModelError,
     accelerate,
@@ -40,6 +40,7 @@ from devgraph.integrations.transformers import (
 from devgraph.integrations.transformers.names import NAMES
 from devgraph.integrations.transformers.seat import Seat, seat_of
 from tests.support.transformers_models import CACHE, FAMILIES, make_model, prompts
+from tests.zoo.families import VOCABULARY, build, quiet
 
 # The package's name for it is the function.
 module = importlib.import_module("devgraph.integrations.transformers.accelerate")
@@ -225,6 +226,68 @@ def test_second_turn_runs_its_new_tokens_only_whoever_had_the_slots_since(family
         assert steps(model) - before == 8
     assert generate_stats(model).fallbacks == {}
     unaccelerate(model)
+
+
+RECURRENT = {
+    "Lfm2ForCausalLM": False,  # windows of convolutions only
+    "Qwen3NextForCausalLM": False,
+    "FalconH1ForCausalLM": True,  # both kinds of state in each layer
+    "Mamba2ForCausalLM": True,  # no keys and values
+}
+"""Classes with recurrent layers, and whether their tests are slow."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if s else n for n, s in RECURRENT.items()]
+)
+def test_model_with_recurrent_layers_generates_in_graphs(name: str) -> None:
+    """Greedy and sampled, padded, over two turns, and with proposed tokens."""
+    with quiet():
+        model = build(name)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (3, 21), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = mask[2, :4] = 0
+    text = {"input_ids": ids[1:2]}
+    turns = NAMES.name_in(model(**text)) == CACHE and name != "Mamba2ForCausalLM"
+
+    def run(**proposed: int) -> list[Any]:
+        torch.manual_seed(7)
+        results = [
+            generated(model, text, eos_token_id=None),
+            generated(model, {"input_ids": ids * mask, "attention_mask": mask}, eos_token_id=None),
+            generated(model, text, do_sample=True, top_k=20, eos_token_id=None),
+        ]
+        if turns:
+            first = generated(model, text, eos_token_id=None, **RETURNED)
+            more = {"input_ids": torch.cat([first.sequences, ids[:1, :5]], 1)}
+            results.append(generated(model, more, eos_token_id=None, **{CACHE: first[CACHE]}))
+        if CACHE == "past_key_values" and name == "Mamba2ForCausalLM":
+            return results  # Such a version proposes no tokens without keys and values.
+        twice = {"input_ids": ids[1:2].repeat(1, 2)}
+        results.append(generated(model, twice, max_new_tokens=20, eos_token_id=None, **proposed))
+        return results
+
+    want = run()
+    with accelerated(model, **OPTIONS):
+        got = run(prompt_lookup_num_tokens=4)
+        got = run(prompt_lookup_num_tokens=4)  # with graphs that the first run captured
+        assert all(map(torch.equal, got, want))
+        stats = generate_stats(model)
+        assert stats.fallbacks == {}
+        assert stats.engine.decode.stats().eager_steps == 0
+    assert model._is_stateful == type(model)._is_stateful
+
+
+def test_proposed_tokens_with_recurrent_state_are_refused_outside_of_graphs() -> None:
+    with quiet():
+        model = build("Qwen3NextForCausalLM")
+    with (
+        accelerated(model, **OPTIONS),
+        pytest.raises(InputError, match="proposed tokens with recurrent state"),
+    ):
+        ids = {"input_ids": torch.ones(1, 200, dtype=torch.int64)}
+        generated(model, ids, prompt_lookup_num_tokens=3)
 
 
 def test_cache_of_the_caller_is_filled_and_stays_the_callers(model: Any) -> None:
@@ -423,29 +486,61 @@ def test_threads_that_generate_with_one_model_wait_for_each_other(model: Any) ->
         assert torch.equal(found[i], want)
 
 
-def test_forward_in_another_thread_waits_for_the_steps_of_a_generation(model: Any) -> None:
+def forwards_beside(calls: list[Any], generate: Any) -> list[list[Any]]:
+    """Call functions in another thread, again and again, until ``generate`` has returned."""
+    results: list[list[Any]] = []
+    began, over = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with torch.no_grad():
+            while not over.is_set():
+                results.append([call() for call in calls])
+                began.set()
+
+    other = threading.Thread(target=run)
+    other.start()
+    try:
+        generate()
+        assert began.wait(60)
+    finally:
+        over.set()
+        other.join()
+    return results
+
+
+def test_forwards_in_another_thread_are_right_beside_a_generation(model: Any) -> None:
+    """Also those of the base model, whose attention and projections the steps replace."""
     ids = torch.tensor([prompts(3)[2]])
-    want = model(ids).logits
-    accelerate(model, **OPTIONS)
-    began, found = threading.Event(), []
+    calls = [lambda: model(ids).logits, lambda: model.model(ids).last_hidden_state]
+    with torch.no_grad():
+        want = [call() for call in calls]
+    tokens = generated(model, {"input_ids": ids})
+    eager = {"decode": "disabled", "prefill": "disabled"}
+    accelerate(model, **OPTIONS | {"mode": eager})
 
-    def forward() -> None:
-        began.set()
-        found.append(model(ids).logits)
+    def generate() -> None:
+        for _ in range(3):
+            assert torch.equal(generated(model, {"input_ids": ids}), tokens)
 
-    other = threading.Thread(target=forward)
+    for results in forwards_beside(calls, generate):
+        for got, wanted in zip(results, want, strict=True):
+            close(got, wanted)
 
-    class Starts(Collected):
-        def put(self, value: Any) -> None:
-            super().put(value)
-            if not began.is_set():
-                other.start()
-                assert began.wait(60)
-            assert not found
 
-    generated(model, {"input_ids": ids}, streamer=Starts())
-    other.join()
-    close(found[0], want)
+def test_models_that_share_layers_wait_for_each_other() -> None:
+    first, second = make_model("llama"), make_model("llama", seed=1)
+    second.model.layers = first.model.layers
+    ids = {"input_ids": torch.tensor([prompts(3)[2]])}
+    want = [generated(model, ids) for model in (first, second)]
+    eager = {"decode": "disabled", "prefill": "disabled"}
+    options = OPTIONS | {"mode": eager}
+    with accelerated(first, **options), accelerated(second, **options):
+        results = forwards_beside(
+            [lambda: generated(second, ids)],
+            lambda: [generated(first, ids) for _ in range(3)],
+        )
+        assert torch.equal(generated(first, ids), want[0])
+    assert all(torch.equal(got, want[1]) for (got,) in results)
 
 
 def test_int32_ids_and_masks_of_floats_are_those_of_plain_generate(model: Any) -> None:
@@ -643,7 +738,7 @@ def test_loops_of_callers_over_a_seated_cache_get_what_the_model_gives(model: An
     assert generate_stats(model).fallbacks == {"inputs": 1}
 
 
-@pytest.mark.parametrize("name", [CACHE, *NAMES.old_caches])
+@pytest.mark.parametrize("name", NAMES.caches)
 def test_forward_over_a_seated_cache_takes_its_deprecated_names(model: Any, name: str) -> None:
     def loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:
         return model(input_ids=input_ids, **{name: kwargs[CACHE]}, logits_to_keep=1).logits
@@ -718,10 +813,10 @@ def test_step_too_many_of_a_deferred_check_is_taken_back(
         seat = seat_of(cache)
         assert seat is not None
         device = torch.device("meta")
-        assert own(device, cache, *args, **kwargs) == seat.deterministic
+        assert own(device, cache, *args, **kwargs) == seat.can_defer
         assert not own(device, cache, *args, **kwargs | {"is_assistant": True})
-        deferred.append(seat.deterministic)
-        return seat.deterministic
+        deferred.append(seat.can_defer)
+        return seat.can_defer
 
     monkeypatch.setattr(module._deferral, "_supported", supported)
     graphs = generated(model, **ends | {"return_dict_in_generate": returned})

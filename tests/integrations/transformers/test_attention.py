@@ -108,7 +108,7 @@ def test_move_copies_the_rows_of_a_request_and_forgets_what_was_clean(cache: KVC
 
 
 def test_write_outside_a_step_is_refused(cache: KVCache) -> None:
-    with pytest.raises(StateError, match="in its steps only"):
+    with pytest.raises(StateError, match="only its steps write to it"):
         cache.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0)
 
 

@@ -8,6 +8,7 @@ import copy
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 from devgraph.api.errors import CaptureError
 from devgraph.api.marks import marks
 from devgraph.integrations.transformers import fusion as fusion_module
-from devgraph.integrations.transformers.fusion import Fusion, Seen, standing_in
+from devgraph.integrations.transformers.fusion import Fusion, OperationTrace, replaced
 from devgraph.integrations.transformers.probe import probe
 from tests.support.transformers_models import FAMILIES, make_model, reference
 
 
 def fusion_of(model: Any) -> Fusion:
-    return Fusion(probe(model).seen)
+    return Fusion(probe(model).trace)
 
 
 def logits(model: Any, length: int = 9) -> torch.Tensor:
@@ -67,7 +68,7 @@ def test_what_is_replaced_in_each_family(family: str, counts: dict[str, int]) ->
 def test_what_is_not_replaced_is_counted_with_its_reason() -> None:
     assert fusion_of(make_model("llama")).unfused == {}
     gemma = fusion_of(make_model("gemma3"))
-    why = "Gemma3RMSNorm: it computes something else than torch's RMS norm"
+    why = "Gemma3RMSNorm: it differs from the RMS norm of torch"
     assert gemma.unfused == {why: 25}
 
 
@@ -112,9 +113,9 @@ ROWS = ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 4), (1, 3, 4))
         (halves, WHOLE, {}, None),
         (halves, PARTIAL, {}, None),
         (halves, ROWS, {"unsqueeze_dim": 2}, None),
-        (pairs, WHOLE, {}, "turns in another way"),
+        (pairs, WHOLE, {}, "rotates in another way"),
         (picky, WHOLE, {"positions": None}, "cannot be called in this way"),
-        (lambda q, k, cos, sin: q, WHOLE, {}, "returns something else"),
+        (lambda q, k, cos, sin: q, WHOLE, {}, "does not return query and key"),
     ],
     ids=["whole", "partial", "rows-first", "pairs", "other-argument", "one-result"],
 )
@@ -123,10 +124,10 @@ def test_rotary_function_is_replaced_where_it_was_seen_to_be_equal(
 ) -> None:
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
     model = Turned(*shapes, **options)
-    seen = Seen(model)
-    with seen.noting():
+    trace = OperationTrace(model)
+    with trace.recording():
         model()
-    fusion = Fusion(seen)
+    fusion = Fusion(trace)
     assert fusion.counts["rotary"] == (why is None)
     assert [why in reason for reason in fusion.unfused] == ([] if why is None else [True])
     want = model(seed=1)
@@ -137,12 +138,12 @@ def test_rotary_function_is_replaced_where_it_was_seen_to_be_equal(
 
 def test_rotary_call_of_a_form_that_was_not_compared_runs_as_written() -> None:
     model = Turned(*WHOLE)
-    seen = Seen(model)
-    with seen.noting():
+    trace = OperationTrace(model)
+    with trace.recording():
         model()
     model.shapes = PARTIAL
     want = model()
-    with Fusion(seen).active():
+    with Fusion(trace).active():
         got = model()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -157,10 +158,10 @@ def test_norm_with_another_argument_runs_as_written() -> None:
             return x * gate
 
     norm = GatedRMSNorm()
-    seen = Seen(nn.ModuleList([norm]))
-    with seen.noting():
+    trace = OperationTrace(nn.ModuleList([norm]))
+    with trace.recording():
         norm(torch.ones(2, 4), torch.ones(2, 4))
-    fusion = Fusion(seen)
+    fusion = Fusion(trace)
     assert fusion.counts["norms"] == 0
     assert list(fusion.unfused.values()) == [1]
 
@@ -258,7 +259,7 @@ def test_replaced_weights_are_refused_inside_a_capture() -> None:
     model = make_model("llama")
     fusion = fusion_of(model)
     model.model.layers[1].mlp.gate_proj.weight.data = torch.ones(64, 48)
-    scope: Any = object()
+    scope: Any = SimpleNamespace(refusal=None)
     with (
         marks.entered(scope),
         pytest.raises(CaptureError, match="were replaced"),
@@ -361,7 +362,7 @@ def test_stand_ins_pass_the_checks_of_their_owner_and_leave_nothing() -> None:
         (config, "_attn_implementation", "another"),
         (layer, "forward", len),
     ]
-    with pytest.raises(ZeroDivisionError), standing_in(changes):
+    with pytest.raises(ZeroDivisionError), replaced(changes):
         assert config.pad_token_id is None
         assert config._attn_implementation == "another"
         assert layer.forward is len

@@ -21,7 +21,7 @@ from devgraph.integrations.transformers import model as adapter
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import (
     UnsupportedModelError,
-    _Probe,
+    _AttentionProbe,
     probe,
 )
 from tests.support.transformers_models import CACHE, FAMILIES, make_model
@@ -72,17 +72,13 @@ _TINY: dict[str, Any] = {
 _LLAMA = {k: v for k, v in _TINY.items() if k != "max_position_embeddings"}
 
 REFUSED = {
-    "recurrent state": (
-        small(transformers.MambaConfig, vocab_size=50, hidden_size=32, num_hidden_layers=1),
-        "layer 0 of its cache is a LinearAttentionLayer",
+    "recurrent state outside of the cache": (
+        lambda: build("RecurrentGemmaForCausalLM"),
+        "recurrent state outside of its cache",
     ),
-    "recurrent state beside keys and values": (
-        small(
-            transformers.Qwen3NextConfig,
-            **_TINY,
-            layer_types=["full_attention", "linear_attention"],
-        ),
-        "layer 1 of its cache is a LinearAttentionLayer",
+    "recurrent state in a cache of its own": (
+        lambda: build("MiniMaxForCausalLM"),
+        "MiniMax uses cache of its own",
     ),
     "sparse attention by an index of its own": (
         small(transformers.DeepseekV32Config, **_TINY),
@@ -210,7 +206,7 @@ def test_layer_that_attends_to_another_layers_cache_is_refused() -> None:
         return forward(*args, **kwargs | {CACHE: None})
 
     second.forward = shares
-    with pytest.raises(UnsupportedModelError, match="something else than what it just wrote"):
+    with pytest.raises(UnsupportedModelError, match="other keys than it just wrote"):
         probe(model)
 
 
@@ -262,5 +258,5 @@ def test_cache_that_keeps_what_the_mask_shows_limits_nothing() -> None:
 
 def test_stand_in_for_a_mask_is_where_the_model_is() -> None:
     """Attention of a model's own fails alike, or not, on every device."""
-    watch = _Probe(make_model("llama").to("meta"), own=None)
+    watch = _AttentionProbe(make_model("llama").to("meta"), (), own=None)
     assert watch.mask(mask_function=causal_mask_function).device.type == "meta"
