@@ -174,3 +174,89 @@ def test_prove_gives_bound_tensors_their_data_back(kit: Kit, policy: str) -> Non
     captured = kit.capture(step, x, count, policy=policy)
     assert captured.prove(cases=2).ok
     kit.same((x, count), before, "the bound tensors after prove")
+
+
+class Linear(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize("how", ["data", "assignment", "load_state_dict"])
+def test_planted_stale_weight_is_named(how: str) -> None:
+    model = Linear()
+    held = {"model": model}  # no owner in the capture's hand
+    captured = dg.capture(lambda x: x * held["model"].weight, torch.ones(4), backend="cpu")
+    assert captured.prove().ok
+    new = torch.full((4,), 3.0)
+    if how == "data":
+        model.weight.data = new
+    elif how == "assignment":
+        model.weight = torch.nn.Parameter(new)
+    else:
+        model.load_state_dict({"weight": new}, assign=True)
+    (cause,) = captured.prove().causes
+    assert cause.startswith("replaced weight or cache: ")
+    assert "weight" in cause
+
+
+def test_planted_lost_update_differs_only_with_changed_host_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dg.region(host_args=("n",))
+    def scale(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return scale(x, n=n) + 1
+
+    captured = dg.capture(step, torch.ones(4), backend="cpu", host_args={"n": 2})
+    sample = {"n": lambda shape, g: torch.randint(1, 9, shape, generator=g)}
+    report = captured.prove(sample=sample)
+    assert report.ok and report.not_varied == ()
+    assert captured.prove().not_varied == ("n",)
+    replay = captured.replay
+    monkeypatch.setattr(captured, "replay", lambda **host: replay(n=2))
+    (cause,) = captured.prove(sample=sample).causes
+    assert cause.startswith("only with changed host arguments")
+
+
+def test_planted_stale_generator_is_found_in_the_state() -> None:
+    generator = torch.Generator()
+    is_drawing = [False]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if is_drawing[0]:
+            torch.rand(1, generator=generator)
+        return x * 2
+
+    captured = dg.capture(step, torch.ones(4), backend="cpu")
+    is_drawing[0] = True
+    report = captured.prove()
+    assert {failure.where for failure in report.failures} == {"random generator 0"}
+    assert "only state differs" in report.causes[0]
+
+
+def test_planted_first_replay_is_told_from_a_lasting_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured = dg.capture(lambda x: x * 2, torch.ones(4), backend="cpu")
+    replay, replays = captured.replay, []
+
+    def first_is_wrong(**host: Any) -> Any:
+        out = replay(**host)
+        replays.append(out)
+        return out + 1 if len(replays) % 2 else out
+
+    monkeypatch.setattr(captured, "replay", first_is_wrong)
+    (cause,) = captured.prove(cases=1).causes
+    assert cause.startswith("only the first replay")
+
+
+def test_state_is_flat_and_bit_identical_after_many_proofs() -> None:
+    state = torch.randn(8)
+    captured = dg.capture(lambda x: state.add_(x).clone(), torch.ones(8), backend="cpu")
+    before = state.clone()
+    for _ in range(20):
+        assert captured.prove(cases=1).ok
+    assert state.equal(before)
