@@ -22,9 +22,7 @@ PENDING = (
     "devgraph/cpu/*.py",
     "devgraph/runners/prove.py",
     "docs/benchmarks.md",
-    "docs/cli.md",
     "docs/fast-replay.md",
-    "docs/faults.md",
     "docs/sglang.md",
     "docs/vllm.md",
 )
