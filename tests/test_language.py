@@ -13,11 +13,8 @@ CODE = language.files_of([ROOT / "devgraph"])
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PENDING = (
     "devgraph/api/capture.py",
-    "devgraph/api/graph.py",
     "devgraph/api/inputs.py",
-    "devgraph/api/pool.py",
     "devgraph/api/prove.py",
-    "devgraph/api/registry.py",
     "devgraph/api/torchlike/*.py",
     "devgraph/cpu/*.py",
     "devgraph/runners/prove.py",

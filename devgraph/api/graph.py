@@ -1,4 +1,4 @@
-"""DeviceGraph: one captured piece of device work and its states.
+"""DeviceGraph: captured device work and its states.
 
 ::
 
@@ -10,7 +10,7 @@
       │               reset                   ▼           reset              │
       ├─────────────────────────────── ready / stale ◀── expire              │
       └──────────────────────────────────────────────────────────────────────┘
-    close() leads from every state but capturing to closed, and nothing leads out of it.
+    close() leads from every state except capturing to closed, which is final.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ _WAY_OUT = {
     GraphState.CAPTURING: "leave its capture_context first",
     GraphState.READY: "call reset() first",
     GraphState.DIRTY: "an update failed half-way; call reset() and capture again",
-    GraphState.STALE: "what it captured was invalidated; call reset() and capture again",
+    GraphState.STALE: "its weights or buffers were invalidated; call reset() and capture again",
     GraphState.CLOSED: "make a new one with backend.make_graph(pool)",
 }
 
 
 @attrs.frozen(kw_only=True)
 class GraphInfo:
-    """What one graph is made of; ``None`` where the backend cannot tell."""
+    """Size and content of a graph; values that the backend does not report are None."""
 
     state: str
     nodes: int | None
@@ -84,14 +84,14 @@ class GraphInfo:
     """Updatable regions."""
     segments: int
     bytes: int
-    """Memory that the graph itself takes, without the pool it shares."""
+    """Memory of the graph itself, without its pool."""
     capture_seconds: float
     recordings: int
-    """Recordings kept for it in the pool."""
+    """Recordings of the graph that the pool keeps."""
 
 
 def summed(segments: Sequence[Any], *, state: str, capture_seconds: float) -> GraphInfo:
-    """Return the sums over graphs; what is no graph among the segments counts as a region."""
+    """Add up the information of segments; a segment that is not a graph counts as a region."""
     infos = [segment.info() for segment in segments if isinstance(segment, DeviceGraph)]
     counts = [info.nodes for info in infos]
     return GraphInfo(
@@ -106,29 +106,30 @@ def summed(segments: Sequence[Any], *, state: str, capture_seconds: float) -> Gr
 
 
 class DeviceGraph(abc.ABC):
-    """A graph of device work: captured once, replayed many times, updated in its regions.
+    """Device work that is captured once, replayed many times and updated in its regions.
 
-    Made by ``backend.make_graph(pool)``; filled by ``backend.capture_context(graph)``. A vendor
-    implements the methods that begin with one underscore; they are called in a legal state.
+    ``backend.make_graph(pool)`` creates a graph, and ``backend.capture_context(graph)`` captures
+    into it. A vendor implements the methods that begin with one underscore. They are called only in
+    a legal state.
     """
 
     replay: Callable[[], None]
-    """Launch the graph once on the current stream; with regions, as last updated.
+    """Launch the graph once on the current stream, with the values of its last update.
 
-    Replays of graphs that share a pool are ordered after each other.
+    Replays of graphs that share a pool run one at a time.
 
     Raises:
-        StateError: the graph is not ready; the message names the way out.
+        StateError: the graph is not ready; the message says what to do.
         NestedCaptureError: this thread is inside a capture.
         DeviceLost: the device is in a sticky error state.
     """
 
     launch: Callable[[], None]
-    """Do what ``replay`` does for a caller that holds the pool's lock, has called ``pool.order()``,
-    is in no capture and in the process of the graph, and asks ``raise_if_lost`` about errors."""
+    """Replay without checks. The caller holds the pool's lock, has called ``pool.order()``, is not
+    in a capture, is in the graph's process and passes errors to ``raise_if_lost``."""
 
     applies_at_once = False
-    """Whether an update that an error or an interrupt stops has changed nothing."""
+    """Whether an update that is stopped by an error or an interrupt leaves the graph unchanged."""
 
     def __init__(self, backend: Device, pool: Pool) -> None:
         self.backend = backend
@@ -136,22 +137,22 @@ class DeviceGraph(abc.ABC):
         self.hits: list[MarkedCall] = []
         """The updatable regions in capture order."""
         self.arguments: tuple[torch.Tensor, ...] = ()
-        """Tensors of the caller that regions may touch, whether the capture touched them or not."""
+        """The caller's tensors that regions may access, even if the capture did not."""
         self.generators: Sequence[torch.Generator] = ()
-        """Random generators of the caller that the capture may draw from."""
+        """The caller's random generators that the capture may draw from."""
         self.names: Names | None = None
-        """Assigns the nodes of the capture under way to named calls, if that was requested."""
+        """Assigns the nodes of the current capture to named calls, if requested."""
         self.ranges: list[NodeRange] = []
-        """The nodes of named calls, in the order of their begin."""
+        """The nodes of named calls, in the order in which the calls began."""
         self.spoiled: CaptureError | None = None
-        """Why the capture under way cannot become a graph, though its body goes on."""
+        """The error that the current capture will end with, although its body continues."""
         self.pinned = False
-        """Whether the executable stays, whatever the budget of the pool is."""
+        """Whether the executable stays regardless of the pool's budget."""
         self._process = identity.token
         self._state = GraphState.EMPTY
         self._unready = Call(call_weakly(self._refuse_replay))
         self._slot = slot = [cast(Executable, self._unready)]
-        """The launch target, in a list that closures reach without a reference to the graph."""
+        """The launch target, in a list so that closures need no reference to the graph."""
         self.launch = lambda: slot[0].launch()
         self.replay = self._make_replay()
         self._capture_seconds = 0.0
@@ -163,19 +164,19 @@ class DeviceGraph(abc.ABC):
         """The key of the host values that the next launch uses."""
         backend.graphs.add(self)
 
-    # What a vendor implements.
+    # Methods that a vendor implements.
 
     @abc.abstractmethod
     def _begin(self, mode: str) -> None:
-        """Start recording on the current stream. On failure leave nothing begun."""
+        """Start recording on the current stream; on failure, undo the start."""
 
     @abc.abstractmethod
     def _end(self) -> Executable:
-        """Finish recording and return what launches the graph."""
+        """Finish recording and return the graph's launch target."""
 
     @abc.abstractmethod
     def _abort(self) -> None:
-        """After a failure in the body or in ``_end``: stop recording if it still is, free all."""
+        """Stop the recording, if any, and free everything after a failed body or ``_end``."""
 
     @abc.abstractmethod
     def _free(self) -> None:
@@ -183,43 +184,49 @@ class DeviceGraph(abc.ABC):
 
     @abc.abstractmethod
     def _size(self) -> tuple[int | None, int]:
-        """Return the number of nodes (None where unknown) and the graph's own bytes."""
+        """Return the number of nodes (None if unknown) and the graph's own bytes."""
 
     def _region_begin(self, hit: MarkedCall) -> None:  # noqa: B027
-        """An updatable region starts here."""
+        """Mark the start of an updatable region."""
 
     def _region_end(self, hit: MarkedCall) -> None:  # noqa: B027
-        """It ends here; ``hit.note`` is the vendor's to use, and ``hit.nodes`` to tell."""
+        """Mark the end of an updatable region.
+
+        A vendor may use ``hit.note`` freely and sets ``hit.nodes``.
+        """
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        """Record what ``body``, called once, launches, for replays to repeat while the bool
-        ``going`` is true; return the number of nodes.
+        """Record the launches of ``body`` as a loop, and return its number of nodes.
 
-        What it allocates must not be memory that the rest of the graph uses again.
+        ``body`` is called once. Replays repeat its launches while the bool ``going`` is true. The
+        rest of the graph must not reuse memory that ``body`` allocates.
         """
         raise NotImplementedError
 
     def _nodes_so_far(self) -> int | None:
-        """Return how many nodes the capture under way has by now, those of loops once; None where
-        the current stream is no part of it, or the backend cannot tell."""
+        """Return the number of nodes in the current capture so far; a loop's nodes count once.
+
+        The result is None if the current stream is not part of the capture, or if the backend does
+        not report nodes.
+        """
         return None
 
     def _own_recording(self) -> Recording | None:
-        """Return the recording that the capture itself is, if it can be re-applied."""
+        """Return the capture itself as a recording, or None if it cannot be applied again."""
         return None
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> Recording:
-        """Re-run the regions with new host values and return the result; change nothing yet.
+        """Re-run the regions with new host values and return the recording, changing no graph.
 
-        What they allocate must not be memory that a graph believes to be its own.
+        The regions must not allocate memory that belongs to a graph.
         """
         raise NotImplementedError
 
     def _apply(self, recording: Recording) -> None:
-        """Make ``recording`` the one that the next launch uses; ``use`` its executable, if any."""
+        """Prepare the next launch to use ``recording``, and ``use`` its executable, if any."""
         raise NotImplementedError
 
-    # The public life of a graph.
+    # Public methods.
 
     @property
     def executable(self) -> Executable:
@@ -232,14 +239,19 @@ class DeviceGraph(abc.ABC):
         return self._state
 
     def update(self, **host_args: Any) -> None:
-        """Give regions new host arguments; the next replay sees them, and so do later ones.
+        """Set host arguments of regions for the next and all later replays.
 
-        Arguments that are not named keep their last value. An unchanged key does nothing.
+        Arguments that are not named keep their last value. A call that changes no value has no
+        effect.
+
+        Args:
+            **host_args: new values by name.
 
         Raises:
-            HostArgumentError: an unknown name or another type than at capture (a TypeError).
-            UpdateUnsupportedError: the backend cannot update and a value changed.
-            UpdateTopologyError: the new values need other nodes; the graph is as before.
+            HostArgumentError: a name is unknown, or a type differs from the capture's (a
+                TypeError).
+            UpdateUnsupportedError: a value changed, and the backend cannot update.
+            UpdateTopologyError: the new values need other nodes; the graph is unchanged.
         """
         self._require("update", GraphState.READY)
         self._refuse_in_capture("update")
@@ -250,7 +262,7 @@ class DeviceGraph(abc.ABC):
             self._values = values
 
     def reset(self) -> None:
-        """Free what was captured; the graph is empty again. Idempotent."""
+        """Free the captured work, so that the graph is empty again. Idempotent."""
         if self._state is GraphState.EMPTY:
             return
         self._require("reset", GraphState.READY, GraphState.DIRTY, GraphState.STALE)
@@ -259,7 +271,7 @@ class DeviceGraph(abc.ABC):
             self._clear(GraphState.EMPTY, self._free)
 
     def close(self) -> None:
-        """Free everything for good. Idempotent; refused only while capturing."""
+        """Free everything permanently. Idempotent; refused only during the graph's capture."""
         if self._state is GraphState.CLOSED:
             return
         if self._state is GraphState.CAPTURING:
@@ -272,7 +284,7 @@ class DeviceGraph(abc.ABC):
                 self._clear(GraphState.CLOSED, self._free)
 
     def expire(self) -> None:
-        """Mark a ready graph stale: what it captured (weights, buffers) is no longer valid."""
+        """Mark a ready graph stale, because captured weights or buffers are no longer valid."""
         if self._state is GraphState.READY:
             self._leave_for(GraphState.STALE)
 
@@ -290,10 +302,10 @@ class DeviceGraph(abc.ABC):
         )
 
     def give_up(self) -> None:
-        """Refuse every replay from now on: the device is lost."""
+        """Refuse all later replays, because the device is lost."""
         self.use(self._unready)
 
-    # What scopes and policies call.
+    # Methods for scopes and policies.
 
     def require_ready(self) -> None:
         """Raise the error of ``replay`` if the graph cannot be replayed now."""
@@ -301,23 +313,24 @@ class DeviceGraph(abc.ABC):
         self.pool.recordings.require_memory()
 
     def use(self, executable: Executable) -> None:
-        """Launch ``executable`` from now on: the one place where a graph changes what it launches.
+        """Make ``executable`` the launch target; no other method changes it.
 
-        What an earlier executable was bound to is void, as ``pool.epoch`` tells.
+        A change of ``pool.epoch`` invalidates bound launches of earlier executables.
         """
         self._slot[0] = executable
-        if not self.hits:  # of a graph with regions nothing is bound
+        if not self.hits:  # launches of graphs with regions are never bound
             self.pool.epoch += 1
 
     def bound(self, stream: int | None = None) -> Callable[[], None]:
-        """Return a replay as one call, without the checks and the lock of ``replay``; for a graph
-        with regions ``replay`` itself.
+        """Return a callable that replays without the checks and the lock of ``replay``.
+
+        For a graph with regions this is ``replay`` itself.
 
         Args:
-            stream: the stream that is current whenever it is called, for a caller that holds the
-                pool's lock, has called ``pool.order()``, is on the backend's device, and asks
-                again whenever ``pool.epoch`` has changed. Without it, the vendor's own replay, for
-                an engine that replays on one thread, stream and device, and lets go of the call
+            stream: stream that is current at every call of the result. The caller holds the pool's
+                lock, has called ``pool.order()``, is on the backend's device, and calls ``bound``
+                again when ``pool.epoch`` changes. If None, the result is the vendor's own replay,
+                for an engine that replays on one thread, stream and device and drops the callable
                 when it closes the graph.
 
         Raises:
@@ -332,7 +345,7 @@ class DeviceGraph(abc.ABC):
         return self._size()[0] == 0
 
     def apply_again(self, recording: Any) -> None:  # noqa: B027
-        """Apply the recording of ``key`` again at the next launch: its executable was dropped."""
+        """Apply the recording of ``key`` again at the next launch; its executable was dropped."""
 
     def use_pool(self, pool: Pool) -> None:
         """Move an empty graph to ``pool``."""
@@ -341,10 +354,10 @@ class DeviceGraph(abc.ABC):
         self.pool = pool
         self.replay = self._make_replay()
 
-    # What a session calls.
+    # Methods for sessions.
 
     def require_empty(self) -> None:
-        """Raise StateError if nothing may be captured into the graph now."""
+        """Raise StateError unless the graph can be captured into now."""
         self._require("capture", GraphState.EMPTY)
 
     def begin(
@@ -355,9 +368,15 @@ class DeviceGraph(abc.ABC):
         arguments: tuple[torch.Tensor, ...],
         names: Names | None,
     ) -> None:
-        """Start recording into an empty graph; see ``Session.begin`` for the arguments.
+        """Start recording into an empty graph.
 
-        Pair it with ``end`` or ``cancel``, also on failure.
+        The caller must call ``end`` or ``cancel`` afterwards, also on failure.
+
+        Args:
+            mode: capture error mode.
+            spec: see ``Session.begin``.
+            arguments: see ``Session.begin``.
+            names: see ``Session.begin``.
         """
         self.arguments, self.names = arguments, names
         self.spec = spec or NO_HOST_ARGS
@@ -374,7 +393,7 @@ class DeviceGraph(abc.ABC):
         """Finish the recording.
 
         Args:
-            allow_empty: keep an empty graph, whose replay does nothing, instead of raising.
+            allow_empty: keep an empty graph, whose replay has no effect, instead of raising.
 
         Raises:
             EmptyCaptureError: nothing was recorded.
@@ -400,8 +419,10 @@ class DeviceGraph(abc.ABC):
         self.use(executable)
 
     def cancel(self) -> None:
-        """Undo a recording that failed, or whose session did; never raises, so that the first
-        exception stays."""
+        """Undo a failed recording, or the recording of a failed session.
+
+        This method never raises, so that the caller sees the first exception.
+        """
         if self._state in (GraphState.EMPTY, GraphState.CLOSED):
             return
         capturing = self._state is GraphState.CAPTURING
@@ -426,15 +447,16 @@ class DeviceGraph(abc.ABC):
         return result
 
     def capture_loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        """Capture a loop, as ``_loop`` does."""
+        """Capture a loop; see ``_loop``."""
         self._refuse_spoiled()
         return self._loop(body, going)
 
     def select(self, host: Mapping[Mark, dict[str, Any]], key: Hashable = None) -> None:
-        """Make the next launch use the host values of ``host``; does nothing for the same key.
+        """Prepare the next launch to use the values of ``host``; an unchanged key has no effect.
 
         Args:
-            key: their ``key_of``, where the caller knows it.
+            host: values per mark.
+            key: ``key_of(host)``, if the caller has it.
         """
         key = key or self.key_of(host)
         if key == self.key:
@@ -464,7 +486,7 @@ class DeviceGraph(abc.ABC):
         self.key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
-        """Return the key of these host values: every region's values, as one hashable tuple."""
+        """Return the values of all regions as one hashable tuple."""
         pairs = []
         try:
             for kwargs in host.values():
@@ -482,23 +504,23 @@ class DeviceGraph(abc.ABC):
 
     @property
     def marks(self) -> list[Mark]:
-        """The marks of the updatable regions, each once, in capture order."""
+        """The distinct marks of the updatable regions, in capture order."""
         return list(dict.fromkeys(hit.mark for hit in self.hits))
 
-    # Inner workings.
+    # Implementation.
 
     def _make_replay(self) -> Callable[[], None]:
-        """Return ``replay`` with everything bound, for a native replay takes about 4 us itself.
+        """Return ``replay`` as a closure, which adds little to the 4 us of a native replay.
 
-        It refers to the graph weakly, so that dropping the last reference frees device memory at
-        once.
+        The closure refers to the graph weakly, so that dropping the last reference frees device
+        memory immediately.
         """
         slot, refuse, scope = self._slot, self._unready, current_scope
         pool, order, lock = self.pool, self.pool.order, self.pool.lock
-        known, graph_of = self._process, weakref.ref(self)
+        process, graph_of = self._process, weakref.ref(self)
 
         def replay() -> None:
-            if scope() is not None or identity.token is not known:
+            if scope() is not None or identity.token is not process:
                 refuse.launch()
             with lock:
                 if pool.occupied:
@@ -515,7 +537,7 @@ class DeviceGraph(abc.ABC):
         return replay
 
     def _leave_for(self, state: GraphState) -> None:
-        """Enter a state in which nothing may be launched."""
+        """Enter a state in which the graph cannot be launched."""
         self._state = state
         self.use(self._unready)
 
@@ -525,8 +547,8 @@ class DeviceGraph(abc.ABC):
         raise AssertionError("replay was refused without a reason")
 
     def _clear(self, state: GraphState, free: Callable[[], None]) -> None:
-        """Free what was captured; called under the pool's lock."""
-        self._leave_for(GraphState.DIRTY)  # an interrupt leaves the rest to the next call
+        """Free the captured work; called under the pool's lock."""
+        self._leave_for(GraphState.DIRTY)  # after an interrupt, the next call frees the rest
         self.pool.recordings.drop(self)
         self.hits, self.arguments, self.ranges, self.generators = [], (), [], ()
         self.names = None
@@ -555,12 +577,12 @@ class DeviceGraph(abc.ABC):
         if is_capturing():
             raise NestedCaptureError(
                 f"cannot {call} a graph inside a capture: leave the capture first, or mark the "
-                f"function that does it @dg.no_graph and capture with policy='breakable'."
+                f"calling function @dg.no_graph and capture with policy='breakable'."
             )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a DeviceGraph owns device resources and cannot be pickled or copied; capture it anew"
+            "a DeviceGraph owns device resources and cannot be pickled or copied; capture it again"
         )
 
     def __del__(self) -> None:
@@ -572,17 +594,17 @@ class DeviceGraph(abc.ABC):
                         self._clear(GraphState.CLOSED, self._free)
                     finally:
                         lock.release()
-                else:  # the thread that holds it may wait for a lock of this thread
+                else:  # the thread that holds the lock may wait for a lock of this thread
                     self._end_later()
-        # The lock is refused in a forked child; at the interpreter's end modules are gone.
+        # In a forked child ``pool.lock`` raises; at interpreter exit modules are gone.
         except Exception:
             pass
 
     def _end_later(self) -> None:
-        """Close the graph on a thread of its own, which may wait for the pool's lock."""
+        """Close the graph on a new thread, which may wait for the pool's lock."""
 
         def end() -> None:
-            # A new thread is on the first device, and a driver would make a context there.
+            # A new thread starts on the first device, where a driver would create a context.
             with contextlib.suppress(Exception), self.backend.on_device():
                 self.close()
 
@@ -593,16 +615,17 @@ class DeviceGraph(abc.ABC):
 
 
 _NOTHING = Call(lambda: None)
-"""Launches a graph without work: a driver need not have an executable of it."""
+"""The launch target of a graph without work, for which a driver may have no executable."""
 
 
 def _require_key(mark: Mark, name: str, value: object) -> None:
     try:
         hash(exact(value))
     except TypeError as error:
-        what = "the context" if name == "context" else f"host argument {name!r}"
+        subject = "the context" if name == "context" else f"host argument {name!r}"
         raise HostArgumentError(
-            f"{what} of {mark.name} is a {type(value).__name__}, which cannot be a key ({error}). "
+            f"{subject} of {mark.name} is a {type(value).__name__}, which cannot be a key "
+            f"({error}). "
             f"Declare reduce={{{name!r}: tuple}} (or another function that returns numbers, "
             f"strings or tuples of them) on the mark."
         ) from error

@@ -1,6 +1,7 @@
-"""Pool: the memory that graphs share, kept alive as long as any of them uses it.
+"""Pool: the memory that graphs share, kept alive as long as a graph uses it.
 
-What graphs launch is kept with it, under one byte budget (devgraph/api/executable.py).
+A pool also keeps the recordings and executables of its graphs under one byte budget
+(devgraph/api/executable.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 def _replay_lock(backend: Device) -> threading.RLock:
     """Return the lock that a new pool holds while it replays.
 
-    It is the capture lock where other threads must not use the device during a capture: replays
-    then wait until the capture has ended.
+    On backends where other threads must not use the device during a capture, this is the capture
+    lock, so that replays wait until the capture has ended.
     """
     concurrent = backend.capabilities.concurrent_threads
     return threading.RLock() if concurrent else backend.capture_lock.lock
@@ -35,20 +36,20 @@ def _replay_lock(backend: Device) -> threading.RLock:
 class Pool:
     """Graph memory of one backend: blocks, one capture stream, recordings and replay order.
 
-    Graphs that share a pool share memory: their replays are serialised, whichever thread or
-    stream starts them. Any order of dropping pools and graphs is safe.
+    Graphs of a pool share memory. Therefore their replays are serialised across threads and
+    streams. Pools and graphs can be dropped in any order.
 
     Args:
-        backend: the backend that made it (``backend.make_pool()``).
-        releasable: whether ``release`` can give the memory back.
+        backend: the backend of the pool; use ``backend.make_pool()``.
+        releasable: whether ``release`` can return the memory to the device.
     """
 
     def __init__(self, backend: Device, *, releasable: bool = False) -> None:
         if releasable and not backend.capabilities.releasable_memory:
             raise CapabilityError(
-                f"backend {backend.name!r} cannot give the memory of a pool back to the device and "
-                f"map it at the same addresses again (releasable_memory). Close the graphs and "
-                f"capture them again instead: invalidate() and capture() of a runner."
+                f"backend {backend.name!r} cannot release the memory of a pool and map it again at "
+                f"the same addresses (releasable_memory). Close the graphs and capture them again "
+                f"instead: invalidate() and capture() of a runner."
             )
         self.backend = backend
         self.recordings = Recordings()
@@ -57,45 +58,47 @@ class Pool:
         self._process = identity.token
         self.occupied = False
         """Whether the thread that holds ``lock`` runs an eager body between segments of the pool,
-        which count on its memory."""
+        which rely on the pool's memory."""
         self.used = False
-        """Whether a capture has ever been begun in it."""
+        """Whether a capture has ever begun in the pool."""
         self.ordered_stream: int | None = None
-        """The stream that was current in the last ``order``; None where there are no streams."""
+        """The current stream at the last ``order``; None on backends without streams."""
         self.epoch = 0
-        """Changes whenever a graph of the pool stops being replayable."""
+        """Changes whenever a bound launch of a graph of the pool becomes invalid."""
         self._static: list[weakref.ref[StaticBuffers]] = []
 
     @property
     def lock(self) -> threading.RLock:
-        """Held while a replay of the pool is being launched or its memory changes hands.
+        """Held while a replay of the pool is launched or memory of the pool changes owner.
 
         Raises:
-            StateError: in a forked process, where the thread that holds it may not exist.
+            StateError: this is a forked process, where the thread that holds it may not exist.
         """
         identity.require(self._process, "use a pool")
         return self._lock
 
     def require_free(self, call: str) -> None:
-        """Raise StateError inside an eager body between segments of the pool; called under
-        ``lock``."""
+        """Raise StateError inside an eager body between segments of the pool.
+
+        The caller holds ``lock``.
+        """
         if self.occupied:
             raise StateError(
-                f"cannot {call} inside an eager body of a step whose graphs share the pool: the "
-                f"segments around it count on the pool's memory. Do it before or after the step, "
-                f"or use a pool of its own (backend.make_pool())."
+                f"cannot {call} inside an eager body of a step whose graphs share the pool, "
+                f"because the segments around it rely on the pool's memory. Do it before or after "
+                f"the step, or use a separate pool (backend.make_pool())."
             )
 
     def release(self) -> None:
-        """Give the device memory of the graphs and their executables back until ``restore``.
+        """Release the device memory of the graphs and their executables until ``restore``.
 
-        Every graph stays, and is replayed at the same addresses afterwards, without a capture. What
-        tensors that are alive have in the pool is kept, on the host, and what regions and eager
-        bodies allocated: kernels may count on what an earlier launch left there. Of memory that
-        captures freed a replay writes what it reads. Idempotent.
+        All graphs stay and can be replayed at the same addresses afterwards, without a new capture.
+        The content of live tensors and of memory that regions and eager bodies allocated is saved
+        on the host, because kernels may rely on data of an earlier launch. Memory that captures
+        freed is not saved, because a replay writes it before reading it. Idempotent.
 
         Raises:
-            CapabilityError: the pool was not made by ``make_pool(releasable=True)``.
+            CapabilityError: the pool was not created with ``make_pool(releasable=True)``.
             StateError: this thread captures, or is inside an eager body of a step on the pool.
         """
         with self.lock:
@@ -104,8 +107,8 @@ class Pool:
                 raise StateError("cannot release the memory of a pool inside a capture.")
             if not self.releasable:
                 raise CapabilityError(
-                    "the memory of this pool cannot be given back: make it with "
-                    "backend.make_pool(releasable=True) and hand it to what captures."
+                    "the memory of this pool cannot be released. Create the pool with "
+                    "backend.make_pool(releasable=True) and pass it to the runner or the capture."
                 )
             if self.recordings.released:
                 return
@@ -115,10 +118,11 @@ class Pool:
             self._release()
 
     def restore(self) -> None:
-        """Take memory for what ``release`` gave back. Idempotent.
+        """Map the memory that ``release`` returned, and copy its content back. Idempotent.
 
         Raises:
-            ResourceError: there is not enough; nothing is lost, and it may be tried again.
+            ResourceError: the device has too little memory. No data is lost, and the call can be
+                repeated.
         """
         with self.lock:
             if self.recordings.released:
@@ -126,16 +130,16 @@ class Pool:
                 self.recordings.released = False
 
     def _release(self) -> None:
-        """Give the memory back; the device has nothing to do."""
+        """Release the memory; the device is idle."""
         raise NotImplementedError
 
     def _restore(self) -> None:
-        """Take memory at the same addresses; raises ResourceError and changes nothing."""
+        """Map memory at the same addresses, or change nothing and raise ResourceError."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def eager_body(self) -> Iterator[None]:
-        """Run an eager body between segments of the pool; called under ``lock``."""
+        """Mark the block as an eager body between segments; the caller holds ``lock``."""
         self.occupied = True
         try:
             yield
@@ -143,73 +147,77 @@ class Pool:
             self.occupied = False
 
     def limit(self, memory: float) -> None:
-        """Give executables and recordings a budget, unless it is lower already.
+        """Lower the budget of executables and recordings to ``memory``; never raise it.
 
         Args:
-            memory: bytes, or between 0 and 1 a share of the device's memory.
+            memory: number of bytes, or a share of the device's memory between 0 and 1.
 
         Raises:
-            InputError: it is no such number.
-            ConfigError: it is a share, and the backend does not know its memory.
+            InputError: ``memory`` is not such a number.
+            ConfigError: ``memory`` is a share, but the backend cannot report its memory.
         """
         share = 0 < finite("memory", memory) < 1
         info = self.backend.memory_info() if share else None
         if share and info is None:
             raise ConfigError(
-                f"memory={memory!r} is a share, and backend {self.backend.name!r} cannot tell the "
-                f"memory of its device; give a number of bytes"
+                f"memory={memory!r} is a share, but backend {self.backend.name!r} cannot report "
+                f"the memory of its device. Pass a number of bytes."
             )
         with self.lock:
             self.require_free("give a budget to a pool")
             self.recordings.limit(int(memory * info[1] if info else memory))
 
     def register(self, buffers: StaticBuffers) -> None:
-        """Let regions touch ``buffers``, and what is bound there, in every recording."""
+        """Allow regions to access ``buffers`` and the tensors bound there in every recording."""
         self._static = [*(ref for ref in self._static if ref() is not None), weakref.ref(buffers)]
 
     @property
     def registered(self) -> list[torch.Tensor]:
-        """The tensors of registered static buffers, bound ones included."""
+        """The tensors of registered static buffers, including bound tensors."""
         alive = [buffers for ref in self._static if (buffers := ref()) is not None]
         return [tensor for b in alive for tensor in (*b.values(), *b.bound.values())]
 
     @property
     def bytes(self) -> int:
-        """Device memory that the pool holds, without recordings."""
+        """Device memory of the pool in bytes, without recordings."""
         return 0
 
     @property
     def segments(self) -> Sequence[int]:
-        """The sizes in which that memory was taken from the device; no block lies in two."""
+        """Sizes of the segments that the pool allocated; a block never spans two segments."""
         return [self.bytes]
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same memory that does not keep this pool's block from reuse.
+        """Return a tensor over the same memory that does not prevent reuse of the pool's block.
 
-        Memory that is not the pool's is returned as it is, owned.
+        A tensor outside the pool's memory is returned unchanged and keeps its memory.
         """
         return tensor
 
     def bare(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``alias`` for a tensor that is known to be the pool's, or whose owner outlives the use:
-        nothing is looked up."""
+        """Return an alias of ``tensor`` without a lookup of its address.
+
+        The tensor's memory must belong to the pool, or its owner must outlive the alias.
+        """
         return self.alias(tensor)
 
     def graph_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what allocates from the pool outside captures, between segments of one. What is
-        freed before the last segment ends is reused by later segments, and by other graphs."""
+        """Return a context that allocates from the pool outside captures, between segments.
+
+        Later segments and other graphs reuse memory that is freed before the last segment ends.
+        """
         return contextlib.nullcontext()
 
     def order(self) -> None:
-        """Make the current stream wait for the pool's last replay. Called under ``lock``."""
+        """Make the current stream wait for the pool's last replay; the caller holds ``lock``."""
 
     def __reduce__(self) -> Any:
         raise TypeError("a Pool owns device memory and cannot be pickled or copied")
 
     def check(self, backend: Device) -> None:
-        """Raise StateError when the pool belongs to another backend."""
+        """Raise StateError if the pool belongs to another backend."""
         if self.backend is not backend:
             raise StateError(
-                f"this pool belongs to backend {self.backend.name!r} and was given to "
-                f"{backend.name!r}; make one with backend.make_pool()"
+                f"this pool belongs to backend {self.backend.name!r} but was passed to "
+                f"{backend.name!r}; create a pool with backend.make_pool()"
             )

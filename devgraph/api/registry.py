@@ -1,4 +1,4 @@
-"""The registry of backends: built-ins by name, third parties through entry points, all lazy."""
+"""The registry of backends: built-ins by name, others through entry points, loaded on demand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "devgraph.backends"
 
-# Preference order of "auto": real devices first. The value is (module, class, how to get it).
+# Preference order of "auto": real devices first. Each value is (module, class, remedy).
 BUILT_IN = {
     "cuda": ("devgraph.cuda", "CudaBackend", "install a CUDA build of torch"),
     "npu": ("devgraph.npu", "NpuBackend", "install CANN and devgraph[npu] (torch-npu)"),
@@ -45,36 +45,37 @@ BUILT_IN = {
     "cpu": ("devgraph.cpu", "CpuBackend", "it is part of devgraph"),
 }
 _LAST = 2
-"""So many of them come after the backends of other packages."""
+"""Number of built-ins at the end of the order that come after the backends of other packages."""
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""Environment variable: whether ``import torch`` loads the packages of vendors."""
+"""Environment variable that decides whether ``import torch`` loads packages of vendors."""
 
 AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
-"""Set by the command line where it turned that off for itself; other programs do load them."""
+"""Environment variable that the command line sets if it turned autoload off for itself. Other
+programs then still load the packages."""
 
 OTHER_NAMES = {
     **dict.fromkeys(("nvidia", "gpu"), "cuda"),
     **dict.fromkeys(("ascend", "huawei", "cann", "torch_npu"), "npu"),
     **dict.fromkeys(("amd", "hip"), "rocm"),
 }
-"""What people call a built-in backend whose name they do not know, for hints."""
+"""Other common names of built-in backends, for hints in errors."""
 
 
 @attrs.frozen(kw_only=True)
 class BackendInfo:
-    """One registered backend as ``dg.backends()`` reports it."""
+    """A registered backend, as reported by ``dg.backends()``."""
 
     name: str
     available: bool
     reason: str
-    """Why it cannot be used here; empty when it can."""
+    """Why the backend cannot be used here; empty if it can."""
     device: str
     version: str
 
 
 class _Registry:
-    """Factories by name and the instances made so far: one per process and name."""
+    """Backend factories by name, and one instance per name and process."""
 
     def __init__(self) -> None:
         self._factories: dict[str, Callable[[], Backend]] = {}
@@ -82,7 +83,7 @@ class _Registry:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Forget who makes a backend: that thread is not in the child."""
+        """Replace the lock, because the thread that held it does not exist in the child."""
         self._lock = threading.RLock()
 
     def register(self, name: str, factory: Callable[[], Backend]) -> None:
@@ -102,7 +103,7 @@ class _Registry:
             return self._instances[name]
 
     def factory(self, name: str) -> Callable[[], Backend]:
-        """Return what makes the backend; for most it is its class."""
+        """Return the factory of a backend, usually its class."""
         if name in self._factories:
             return self._factories[name]
         if name in BUILT_IN:
@@ -143,8 +144,10 @@ def _load_plugin(entry: importlib.metadata.EntryPoint) -> Callable[[], Backend]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a package as its module says, if that is loaded, which knows which
-    build it is, or else its metadata; None if it is not installed."""
+    """Return the version of a package, or None if it is not installed.
+
+    A loaded module takes precedence over the metadata, because its version names the build.
+    """
     module = sys.modules.get(name)
     if hasattr(module, "__version__"):
         return str(module.__version__)  # type: ignore[union-attr]
@@ -155,7 +158,7 @@ def installed_version(name: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of devgraph among the user's caches, which may not exist."""
+    """Return devgraph's folder in the user's cache folder; it may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "devgraph"
 
 
@@ -172,7 +175,7 @@ def _made(name: str, factory: Callable[[], Backend]) -> Backend:
 
     if not isinstance(backend, Backend):
         raise BackendUnavailableError(
-            f"what is registered as backend {name!r} returned {brief(backend)}, which is no "
+            f"the factory of backend {name!r} returned {brief(backend)}, which is not a "
             f"devgraph.api.backend.Backend"
         )
     _require_update_hooks(backend)
@@ -188,9 +191,9 @@ def _require_update_hooks(backend: Backend) -> None:
     missing = [name for name in names if getattr(graph_type, name) is getattr(DeviceGraph, name)]
     if backend.capabilities.region_update and missing:
         raise CapabilityError(
-            f"backend {backend.name!r} declares region_update, and its {graph_type.__name__} "
-            f"implements no {' and no '.join(missing)}: implement them as docs/backends.md says, "
-            f"or declare it when they are there"
+            f"backend {backend.name!r} declares region_update, but its {graph_type.__name__} "
+            f"does not implement {' and '.join(missing)}. Implement these methods as described in "
+            f"docs/backends.md, or do not declare region_update."
         )
 
 
@@ -200,12 +203,13 @@ names = _registry.names
 
 
 def declaration(name: str) -> type[Backend] | None:
-    """Return the class of a backend: what it declares is known where its device is not.
+    """Return the class of a backend, whose declarations can be read without its device.
 
-    None for a backend that is registered as a function, or whose package cannot be loaded here.
+    The result is None if the backend is registered as a function, or if its package cannot be
+    loaded here.
 
     Raises:
-        UnknownBackendError: nothing of that name is registered (a ValueError).
+        UnknownBackendError: no backend of that name is registered (a ValueError).
     """
     from devgraph.api.backend import Backend  # imports torch, which names and reasons do not need
 
@@ -220,11 +224,12 @@ def register(name: str, factory: Callable[[], Backend]) -> None:
     """Register ``factory`` under ``name`` in this process (packages use the entry point).
 
     Args:
-        name: what users pass to ``get_backend`` and on the command line.
-        factory: returns the backend or raises BackendUnavailableError with the way to fix it.
+        name: name of the backend in ``get_backend`` and on the command line.
+        factory: returns the backend, or raises BackendUnavailableError with a remedy.
 
     Raises:
-        InputError: the name cannot be a backend's. InputTypeError: an argument is of another kind.
+        InputError: the name is empty or reserved.
+        InputTypeError: an argument has the wrong type.
     """
     if not isinstance(name, str) or not callable(factory):
         raise InputTypeError(
@@ -232,13 +237,16 @@ def register(name: str, factory: Callable[[], Backend]) -> None:
             f"{brief(factory)}"
         )
     if not name or name == "auto":
-        raise InputError(f"{name!r} is no name for a backend: 'auto' stands for the best one")
+        raise InputError(
+            f"{name!r} cannot name a backend. Pass a name that is not empty, and not 'auto', which "
+            f"stands for the best backend."
+        )
     _registry.register(name, factory)
 
 
 def backends() -> list[BackendInfo]:
-    """Return every registered backend, usable or not, in the order in which "auto" tries them."""
-    found = []
+    """Return all registered backends, usable or not, in the order in which "auto" tries them."""
+    infos = []
     for name in _registry.names():
         reason = device = version = ""
         try:
@@ -247,26 +255,26 @@ def backends() -> list[BackendInfo]:
         except Exception as error:
             logger.debug("backend %s is not available", name, exc_info=True)
             reason = str(error) or type(error).__name__
-        found.append(
+        infos.append(
             BackendInfo(
                 name=name, available=not reason, reason=reason, device=device, version=version
             )
         )
-    return found
+    return infos
 
 
 def get_backend(name: str = "auto") -> Backend:
-    """Return the backend of that name; "auto" prefers a real device, then "cpu".
+    """Return a backend by name; "auto" selects a real device if there is one, else "cpu".
 
-    A plugin that runs on the host is taken by its name only.
+    "auto" never selects a third-party backend that runs on the host.
 
     Raises:
-        UnknownBackendError: nothing of that name is registered (a ValueError).
-        BackendUnavailableError: it is registered and cannot be used here; says how to fix it.
+        UnknownBackendError: no backend of that name is registered (a ValueError).
+        BackendUnavailableError: the backend cannot be used here; the message has the remedy.
     """
     if not isinstance(name, str):
         raise InputTypeError(
-            f"a backend is named by a string, got {brief(name)}. "
+            f"the name of a backend must be a string, got {brief(name)}. "
             f"{did_you_mean('', _registry.names())}"
         )
     if name != "auto":

@@ -123,7 +123,7 @@ def test_entry_point_is_loaded_on_first_use_only(tmp_path: Any, monkeypatch: pyt
         ),
         ("odd_vendor:nothing", "AttributeError: module 'odd_vendor' has no attribute 'nothing'"),
         ("odd_vendor:number", "failed to start: TypeError: 'int' object is not callable"),
-        ("odd_vendor:returns_number", "returned 3, which is no devgraph.api.backend.Backend"),
+        ("odd_vendor:returns_number", "returned 3, which is not a devgraph.api.backend.Backend"),
         ("odd_vendor:raises", "failed to start: OSError: libodd.so.7"),
     ],
 )

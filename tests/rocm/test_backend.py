@@ -102,7 +102,7 @@ def test_break_on_a_side_stream_is_refused(how: str):
 
         x = noise()
         want = x.clone()
-        with pytest.raises(dg.UnjoinedStreamError, match="another one is current"):
+        with pytest.raises(dg.UnjoinedStreamError, match="another stream is current"):
             captured(be, inside, x, policy="breakable")
         assert torch.equal(x, want)
         assert_usable(be)

@@ -918,7 +918,7 @@ def test_a_share_of_the_memory_is_a_budget_in_bytes(monkeypatch):
     monkeypatch.setattr(backend, "memory_info", lambda: (1, 1000))
     assert double_runner(config={"executable_budget": 0.25}).stats().executables.budget_bytes == 250
     monkeypatch.setattr(backend, "memory_info", lambda: None)
-    with pytest.raises(dg.ConfigError, match="give a number of bytes"):
+    with pytest.raises(dg.ConfigError, match="Pass a number of bytes"):
         double_runner(config={"executable_budget": 0.25})
 
 

@@ -230,7 +230,7 @@ def test_declared_update_without_its_hooks_is_one_error_that_names_them(run):
     result = run(_capabilities(), "--devgraph-backend", "fake", conftest=HOOKLESS)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     said = result.stderr.str()
-    assert said.count("declares region_update, and its Graph implements no _record and no") == 1
+    assert said.count("declares region_update, but its Graph does not implement _record and") == 1
     assert "docs/backends.md" in said
 
 

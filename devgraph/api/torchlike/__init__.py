@@ -1,0 +1,1 @@
+"""The shared base of backends whose device is a torch namespace."""

@@ -1,7 +1,8 @@
-"""A device that devgraph has no room for, through the graph that it registers with torch.
+"""A backend for devices without a vendor room, through the graph that they register with torch.
 
-``torch.accelerator.Graph`` (torch 2.12 and newer) captures and replays on whatever device torch
-calls the accelerator. What a graph may hold there is not known, so nothing is claimed of it.
+``torch.accelerator.Graph`` (torch 2.12 and newer) captures and replays on torch's current
+accelerator. The content that such a graph may hold is unknown, so the backend declares no
+capabilities.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from devgraph.api.torchlike.base import TorchBackend
 
 
 class _Graph:
-    """The accelerator's graph with the calls of a vendor's own; the device chooses its mode."""
+    """The accelerator's graph with the interface of a vendor's graph; the device sets the mode."""
 
     def __init__(self) -> None:
         self._native = torch.accelerator.Graph()
@@ -30,15 +31,15 @@ class _Graph:
 
 
 class AcceleratorBackend(TorchBackend):
-    """Whatever device torch calls the accelerator, where no other backend is named after it."""
+    """torch's current accelerator, if no other backend has its name."""
 
     name = "accelerator"
-    graph_class_name = "MemPool"  # what the namespace must have; the graph is torch's own
+    graph_class_name = "MemPool"  # required in the namespace; the graph is ``torch.accelerator``'s
     capabilities = Capabilities(capture_error_modes=("global",))
 
     def __init__(self) -> None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        self.device_type = "" if found is None else found.type
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        self.device_type = "" if accelerator is None else accelerator.type
         super().__init__()
 
     def check_available(self) -> None:
@@ -47,16 +48,16 @@ class AcceleratorBackend(TorchBackend):
         if self.device_type in registry.names():
             raise BackendUnavailableError(
                 f"the accelerator {self.device_type!r} has a backend of its own: "
-                f"get_backend({self.device_type!r}) says what it lacks."
+                f"get_backend({self.device_type!r}) reports why it is unavailable."
             )
         super().check_available()
         try:
             _Graph()
         except Exception as error:
             raise BackendUnavailableError(
-                f"torch.accelerator.Graph cannot be made for {self.device_type!r} "
-                f"({type(error).__name__}: {error}): it takes torch 2.12 and a device that "
-                f"registers its graph there (this is {torch.__version__})."
+                f"torch.accelerator.Graph cannot be created for {self.device_type!r} "
+                f"({type(error).__name__}: {error}). It needs torch 2.12 or newer and a device "
+                f"that registers its graph (this is torch {torch.__version__})."
             ) from error
 
     def make_native_graph(self) -> Any:

@@ -1,7 +1,7 @@
 """The base of backends whose device is a torch namespace (``torch.<device type>``).
 
-A vendor names its namespace and graph class and declares capabilities; everything that torch's
-device modules share is here: streams, memory pools, aliases, capture and replay.
+A vendor names its namespace and graph class and declares capabilities. This module implements
+everything that torch's device modules share: streams, memory pools, aliases, capture and replay.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ FULL_BUILD = Capabilities(
     node_ranges=True,
     remakes_executables=True,
 )
-"""What a vendor declares whose captures are graphs of nodes and whose torch lacks nothing."""
+"""Capabilities of a vendor with a complete torch whose captures are graphs of nodes."""
 
 
 class Pages(Protocol):
-    """Device memory whose addresses stay while what is behind them goes and comes back."""
+    """An allocator that can release device memory and map it again at the same addresses."""
 
     @property
     def allocator(self) -> Any:
-        """What a MemPool of the namespace takes."""
+        """The allocator argument of a MemPool of the namespace."""
 
     def release(self, addresses: Sequence[int]) -> None:
-        """Give the memory of segments back, of which some may have none; the device is idle."""
+        """Release the memory of segments; some may have none, and the device is idle."""
 
     def restore(self, addresses: Sequence[int]) -> None:
-        """Take memory for segments, of which some may have theirs.
+        """Map memory for segments; some may still have theirs.
 
         Raises:
-            ResourceError: there is none.
+            ResourceError: the device has too little memory.
         """
 
 
 class TorchPool(Pool):
-    """Graph memory in a private pool of torch's caching allocator, and the stream to capture on.
+    """Graph memory in a private pool of torch's caching allocator, and the stream for captures.
 
-    A bare pool handle dies with its last graph, and torch then trips an internal assertion at the
-    next capture. Two owners held here keep it alive: a MemPool for device memory, and a one-node
-    graph for the pinned host memory that belongs to the same handle. All captures use one stream
-    because the allocator reuses blocks only within one stream.
+    A pool handle without an owner ends with its last graph, and the next capture then fails an
+    internal assertion of torch. Therefore the pool holds two owners: a MemPool for device memory,
+    and a one-node graph for the pinned host memory of the same handle. All captures use one stream,
+    because the allocator reuses blocks only within a stream.
     """
 
     backend: TorchBackend
@@ -92,28 +92,33 @@ class TorchPool(Pool):
         self._stuck: list[Any] = []
         self.keeper: Any = None
         """The one-node graph that owns the handle; None before the first capture."""
-        self._word: torch.Tensor | None = None  # what it writes: ``draws_random`` launches it
+        # The keeper writes this tensor; it must stay alive because ``draws_random`` may launch it.
+        self._word: torch.Tensor | None = None
 
     def _make_memory(self) -> Any:
-        """Return a MemPool."""
+        """Create a MemPool."""
         make = self.backend.namespace.MemPool
         return make() if self._pages is None else make(self._pages.allocator)
 
     def _segments(self, *memories: Any) -> dict[int, int]:
-        """Return what the allocator holds of MemPools: sizes by address."""
-        found = [self.snapshot(memory) for memory in memories if memory is not None]
-        return {each["address"]: each["total_size"] for segments in found for each in segments}
+        """Return the sizes of the allocator's segments in MemPools, by address."""
+        snapshots = [self.snapshot(memory) for memory in memories if memory is not None]
+        return {
+            segment["address"]: segment["total_size"]
+            for segments in snapshots
+            for segment in segments
+        }
 
     def _release(self) -> None:
         assert self._pages is not None
-        # Of memory that is free between replays a replay writes what it reads.
+        # Blocks that are free between replays need no copy: a replay writes them before reading.
         device = self.backend.device
-        blocks = (block for each in self.snapshot(self._memory) for block in each["blocks"])
+        blocks = (block for segment in self.snapshot(self._memory) for block in segment["blocks"])
         alive = {b["address"]: b["size"] for b in blocks if b["state"].startswith("active")}
         for address, size in {**alive, **self._segments(self._region_memory)}.items():
             storage = torch._C._construct_storage_from_data_pointer(address, device, size)
-            there = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-            self._saved.append((there, there.cpu()))
+            memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            self._saved.append((memory, memory.cpu()))
         self._pages.release([*self._segments(self._memory, self._region_memory)])
 
     def _restore(self) -> None:
@@ -123,18 +128,18 @@ class TorchPool(Pool):
             try:
                 self._pages.restore(addresses)
             except ResourceError:
-                self.backend.namespace.empty_cache()  # what torch keeps for itself
+                self.backend.namespace.empty_cache()  # releases the free blocks that torch keeps
                 self._pages.restore(addresses)
         except ResourceError:
             self._pages.release(addresses)
             raise
-        for there, saved in self._saved:
-            there.copy_(saved)
+        for memory, saved in self._saved:
+            memory.copy_(saved)
         self._saved.clear()
-        self.backend.synchronize()  # whichever stream is the next
+        self.backend.synchronize()  # the next stream that uses the memory is unknown
 
     def keep_alive(self) -> None:
-        """Capture the ``keeper``; called on the capture stream."""
+        """Capture the ``keeper``, unless it exists; called on the capture stream."""
         if self.keeper is not None:
             return
         keeper = self.backend.make_native_graph()
@@ -152,10 +157,10 @@ class TorchPool(Pool):
 
     @property
     def stream(self) -> Any:
-        """The stream that graphs of this pool are captured on."""
-        # One for all pools: libraries keep a workspace for every stream that they have seen (32
-        # MiB of cuBLAS on an H200), and the allocator what warm-up runs used for their stream
-        # alone; only one thread captures at a time anyway.
+        """The stream for captures into this pool."""
+        # All pools share one stream. Libraries keep a workspace for every stream that they have
+        # seen (cuBLAS on an H200: 32 MiB), and the allocator keeps the memory of warm-up runs for
+        # their stream only. Only one thread captures at a time anyway.
         return self.backend.capture_stream
 
     @property
@@ -167,9 +172,9 @@ class TorchPool(Pool):
         return [*self._segments(self._memory, self._region_memory).values()]
 
     def snapshot(self, memory: Any) -> Any:
-        """Return the allocator's segments of ``memory``, a MemPool, as torch describes them."""
-        # Not memory.snapshot(): torch drops a reference too many to each value that it is given
-        # (pytorch/pytorch#196366), so that the numbers of pools from 257 on were freed in use.
+        """Return torch's description of the segments of ``memory``, a MemPool."""
+        # memory.snapshot() cannot be used: torch drops one reference too many to each number in its
+        # argument (pytorch/pytorch#196366), so that pool numbers from 257 on were freed in use.
         backend = self.backend
         if backend.drops_references is None:
             backend.drops_references = self._drops_references()
@@ -179,18 +184,18 @@ class TorchPool(Pool):
         return backend.namespace.memory_snapshot(number)
 
     def _drops_references(self) -> bool:
-        """Ask for a pool that does not exist, by a number that nobody else holds."""
+        """Test for the fault with a pool that does not exist and a number without other users."""
         number = int("987654321987")
-        given = (0, number)
-        _add_references(given)
+        absent_pool = (0, number)
+        _add_references(absent_pool)
         before = sys.getrefcount(number)
-        self.backend.namespace.memory_snapshot(given)
+        self.backend.namespace.memory_snapshot(absent_pool)
         return sys.getrefcount(number) < before
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
+        with contextlib.suppress(AttributeError):  # the constructor failed before it had memory
             self.backend.bury(self._memory, self._region_memory, self.keeper, *self._stuck)
-            # A memory pool gives its memory back only as the last of its owners.
+            # A MemPool releases its memory only if it is the last owner.
             self.keeper = None
             self._stuck.clear()
 
@@ -200,7 +205,8 @@ class TorchPool(Pool):
             self._switch(current)
 
     def _switch(self, current: int) -> None:
-        # Recorded only when the stream changes: it covers more than the last replay, never less.
+        # Waiting for the whole previous stream covers at least the last replay, so the stream is
+        # stored only when it changes.
         stream = self.backend.namespace.current_stream(self.backend.device)
         if self._last_stream is not None:
             self.backend.join(stream, self._last_stream)
@@ -208,16 +214,21 @@ class TorchPool(Pool):
 
     @property
     def uses(self) -> int:
-        """How many graphs and owners torch counts for the pool's memory."""
+        """Number of graphs and owners that torch counts for the pool's memory."""
         return int(self._memory.use_count())
 
     def renew(self, stuck: Any) -> None:
-        """Use new memory for later captures: ``stuck``, whose begin or end failed, keeps the old.
+        """Use new memory for later captures, and keep the old memory.
 
-        The next capture makes its keeper: the stream may be stuck as well, and is retired only now.
+        The next capture creates the new keeper, because the stream may be stuck until it is
+        retired.
+
+        Args:
+            stuck: a native graph whose begin or end failed, which still owns the old memory.
         """
         if stuck is not None:
-            self.backend.keep_memory()  # torch counts a capture as under way, and asserts none
+            # torch still counts the capture as running, and freeing would fail its assertion.
+            self.backend.keep_memory()
         self._stuck.append((stuck, self._memory, self.keeper))
         self._memory = self._make_memory()
         self.handle = self._memory.id
@@ -255,10 +266,10 @@ class TorchPool(Pool):
         return at >= 0 and address < self._starts[at] + self._sizes[at]
 
     def forget_addresses(self) -> None:
-        """Drop what is known of addresses: memory may have changed hands since the last capture.
+        """Clear the cache of addresses if memory may have changed owner since the last capture.
 
-        A segment is one pool's until it is freed, which the allocator counts where it counts at
-        all; looking takes 0.2 ms an address.
+        A segment belongs to one pool until the allocator frees it. If the allocator counts frees
+        and the count is unchanged, the cache stays, because a lookup takes 0.2 ms per address.
         """
         look = getattr(self.backend.namespace, "memory_stats_as_nested_dict", None)
         stats = {} if look is None else look(self.backend.device)
@@ -268,8 +279,10 @@ class TorchPool(Pool):
             self._foreign.clear()
 
     def region_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Route this thread's allocations to the region pool: re-run regions never take blocks
-        that a graph believes to be its own."""
+        """Route this thread's allocations to the region pool.
+
+        Re-run regions therefore never receive blocks that belong to a graph.
+        """
         if self._region_memory is None:
             self._region_memory = self._make_memory()
         return self.allocating_in(self._region_memory)
@@ -277,8 +290,8 @@ class TorchPool(Pool):
     def allocating_in(self, memory: Any) -> contextlib.AbstractContextManager[Any]:
         """Route this thread's allocations to ``memory``, a MemPool.
 
-        Other threads must leave pools alone meanwhile, and so must the garbage collector: a pool
-        that is given back while allocations go to another one ends the process.
+        In the block, neither other threads nor the garbage collector may free a pool, which would
+        end the process.
         """
         routed: contextlib.AbstractContextManager[Any] = self.backend.namespace.use_mem_pool(
             memory, self.backend.device
@@ -287,13 +300,13 @@ class TorchPool(Pool):
 
 
 def _add_references(number: tuple[int, int]) -> None:
-    # True is what memory_snapshot adds by itself on some vendors; before Python 3.12 it is counted.
+    # Some vendors' memory_snapshot also passes True, whose references count before Python 3.12.
     for value in (*number, True):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 class TorchGraph(DeviceGraph):
-    """A graph object of the vendor's torch namespace behind the DeviceGraph contract."""
+    """A DeviceGraph over the graph class of the vendor's torch namespace."""
 
     backend: TorchBackend
     pool: TorchPool
@@ -308,9 +321,9 @@ class TorchGraph(DeviceGraph):
     def end(self, *, allow_empty: bool = False) -> None:
         if self.backend.current_stream_id() != self._begun_on:
             raise UnjoinedStreamError(
-                "a capture ends, or breaks, on the stream that it began on, and another one is "
-                "current. Leave the block of the side stream, and join that "
-                "(current_stream.wait_stream(side)), before the capture or segment ends."
+                "a capture must end or break on the stream that it began on, but another stream "
+                "is current. Leave the block of the side stream and join it "
+                "(current_stream.wait_stream(side)) before the capture or segment ends."
             )
         super().end(allow_empty=allow_empty)
 
@@ -343,7 +356,7 @@ class TorchGraph(DeviceGraph):
         return Call(self._native.replay)
 
     def _close_capture(self) -> None:
-        """End the capture under way."""
+        """End the current capture."""
         self.backend.end_native(self._native)
 
     def _abort(self) -> None:
@@ -361,11 +374,11 @@ class TorchGraph(DeviceGraph):
             native.reset()
 
     def _recover(self, native: Any) -> None:
-        """Undo what an end that the driver refused leaves behind in torch.
+        """Restore torch's state after the driver refused the end of a capture.
 
         Some versions of torch then keep routing allocations to the pool and keep the random
         generator in capture mode. Ending a new, empty capture through the same object runs the
-        part of its end that was skipped.
+        steps that were skipped.
         """
         if self.pool.uses == self._uses:
             return  # This torch cleaned up itself.
@@ -374,7 +387,7 @@ class TorchGraph(DeviceGraph):
             self.backend.end_native(native)
         except Exception as error:
             logger.warning(
-                "%s: a failed capture could not be undone (%s); its memory stays reserved and "
+                "%s: a failed capture could not be undone (%s); its memory stays reserved, and "
                 "later captures of this pool use new memory",
                 self.backend.name,
                 error,
@@ -397,15 +410,15 @@ class TorchBackend(Backend):
     """
 
     device_type: str = ""
-    """torch's name of the device type, which is also the namespace's: torch.<device_type>."""
+    """torch's name of the device type and of the namespace (torch.<device_type>)."""
     graph_class_name: str = ""
     """Name of the native graph class in the namespace."""
     graph_type: type[TorchGraph] = TorchGraph
     pool_type: type[TorchPool] = TorchPool
     sticky_errors: frozenset[int] = frozenset()
-    """The driver's error codes after which every later call of the process fails."""
+    """Error codes of the driver after which every later call of the process fails."""
     drops_references: bool | None = None
-    """Whether torch's snapshots drop references to what they are given; None before the first."""
+    """Whether torch's snapshots drop references to their argument; None before the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,11 +437,11 @@ class TorchBackend(Backend):
         return self._capture_stream
 
     def fresh_stream(self) -> Any:
-        """Return a stream that no failed capture has left capturing."""
+        """Return a stream that is not stuck in a failed capture."""
         return self.namespace.Stream(self._device)
 
     def check_available(self) -> None:
-        """Raise BackendUnavailableError, with the way to fix it, if the device cannot be used."""
+        """Raise BackendUnavailableError with a remedy if the device cannot be used."""
         namespace = self.namespace
         if namespace is None:
             raise BackendUnavailableError(
@@ -437,8 +450,8 @@ class TorchBackend(Backend):
             )
         if not namespace.is_available():
             raise BackendUnavailableError(
-                f"torch.{self.device_type} sees no device: check the driver, and that this is a "
-                f"build of torch with {self.device_type} (this is {torch.__version__})."
+                f"torch.{self.device_type} sees no device: check the driver, and check that this "
+                f"build of torch supports {self.device_type} (this is {torch.__version__})."
             )
         if not hasattr(namespace, self.graph_class_name):
             raise BackendUnavailableError(
@@ -458,12 +471,14 @@ class TorchBackend(Backend):
         return self.pool_type(self, releasable=releasable)
 
     def make_pages(self) -> Pages:
-        """Return what gives the memory of pools back and takes it again.
+        """Return an allocator that can release pool memory and map it again.
 
         Raises:
-            CapabilityError: there is none after all.
+            CapabilityError: the allocator cannot be created on this host.
         """
-        raise NotImplementedError(f"backend {self.name!r} declares releasable_memory and has none")
+        raise NotImplementedError(
+            f"backend {self.name!r} declares releasable_memory but does not implement make_pages"
+        )
 
     def make_graph(self, pool: Pool | None = None) -> TorchGraph:
         pool = own_pool(self, pool)
@@ -471,25 +486,25 @@ class TorchBackend(Backend):
         return self.graph_type(self, pool)
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
-        """Begin the capture of ``native`` into ``pool``; a refused one leaves nothing behind."""
+        """Begin the capture of ``native`` into ``pool``; a refusal changes nothing."""
         native.capture_begin(pool=pool.handle, capture_error_mode=mode)
 
     def end_native(self, native: Any) -> None:
-        """End the capture of ``native``; torch's warning of an empty one is not shown."""
+        """End the capture of ``native`` without torch's warning about an empty graph."""
         with warnings.catch_warnings():
-            # Empty segments between two breaks are legal here; GraphInfo counts nodes instead.
+            # Empty segments between two breaks are legal; other empty graphs are detected later.
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")
             native.capture_end()
 
     def reopen_capture(self) -> None:
-        """Begin a bare capture on the current stream, or raise where that is not possible."""
+        """Begin a raw stream capture on the current stream, or raise if that is not possible."""
         raise NotImplementedError(f"backend {self.name!r} has no raw stream capture")
 
     def prepare_stream(self) -> None:
-        """Create what must exist before a capture on the current stream (library handles)."""
+        """Create library handles, which a capture on the current stream could not create."""
 
     def make_native_graph(self) -> Any:
-        """Return a new, empty graph of the vendor."""
+        """Create an empty graph of the vendor."""
         return getattr(self.namespace, self.graph_class_name)()
 
     def synchronize(self) -> None:
@@ -506,7 +521,7 @@ class TorchBackend(Backend):
         keep_forever(*self.capture_lock.buried)
 
     def bury(self, *objects: Any) -> None:
-        """Keep ``objects`` alive until no capture is under way, or forever after ``keep_memory``.
+        """Keep ``objects`` alive until no capture is running, or forever after ``keep_memory``.
 
         Freeing device memory during a capture would abort the process.
         """
@@ -519,7 +534,7 @@ class TorchBackend(Backend):
         return self.fence_of(self.namespace.current_stream(self._device))
 
     def fence_of(self, stream: Any) -> Callable[[], bool]:
-        """Return what tells, without waiting, whether the work of ``stream`` so far is done."""
+        """Return a callable that reports, without blocking, whether ``stream`` is done so far."""
         event = self.namespace.Event()
         event.record(stream)
         done: Callable[[], bool] = event.query
@@ -545,9 +560,9 @@ class TorchBackend(Backend):
         return context
 
     def register_generators(self, native: Any, generators: Iterable[torch.Generator]) -> None:
-        """Let a native graph advance random generators of the caller at each replay.
+        """Register the caller's random generators, so that each replay advances them.
 
-        A torch that cannot raises an error when the capture draws from one.
+        A version of torch without this raises an error when the capture draws from a generator.
         """
         register = getattr(native, "register_generator_state", None)
         for generator in generators:
@@ -577,12 +592,15 @@ class TorchBackend(Backend):
         return str(error).partition("\n")[0] if lost else None
 
     def is_unjoined(self, error: BaseException) -> bool:
-        """Whether ``error`` of an ended capture means that a forked stream was not joined."""
+        """Whether ``error`` at the end of a capture means that a forked stream was not joined."""
         return "unjoined" in str(error).lower()
 
     def retire_if_capturing(self, stream: Any) -> bool:
-        """After a failed capture: never capture on ``stream`` again if it is stuck in that, or
-        cannot be asked; return whether that is so."""
+        """Retire ``stream`` if it is stuck in a failed capture, or if its state is unknown.
+
+        Returns:
+            True if ``stream`` was retired.
+        """
         with contextlib.suppress(Exception), self.namespace.stream(stream):
             if not self.namespace.is_current_stream_capturing():
                 return False
@@ -619,35 +637,38 @@ class TorchBackend(Backend):
                 with self.guard():
                     yield
         except BaseException:
-            # A stream that waits for one that is stuck would become part of its capture.
+            # Waiting for a stuck stream would make the current stream part of its capture.
             if not self.retire_if_capturing(side):
                 with contextlib.suppress(Exception):
                     self.join(current, side)
             raise
         self.join(current, side)
         if pool.ordered_stream is not None and pool._last_stream == side:
-            # Nothing may wait for a stream that the next capture, perhaps another thread's, is on.
+            # The next capture, perhaps on another thread, may use ``side``; no replay may wait for
+            # a capturing stream.
             pool._last_stream, pool.ordered_stream = current, self.current_stream_id()
 
     def captures_on(self, stream: Any) -> bool:
-        """Whether captures may be made on ``stream``, a caller's, instead of the pool's own."""
-        # A device need not tell which stream is the default one: what is passed is taken then.
+        """Whether captures may use the caller's ``stream`` instead of the pool's stream."""
+        # On a device that does not report its default stream, every stream is accepted.
         default = getattr(self.namespace, "default_stream", lambda device: None)
         return stream is not None and bool(stream != default(self._device))
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what looks at the operations of a session, and refuses those that no graph of
-        this device can hold: random numbers, unless ``rng`` is declared."""
+        """Return a guard that refuses operations of a session that graphs of this device lack.
+
+        This guard refuses random numbers, unless the backend declares ``rng``.
+        """
         if self.capabilities.rng:
             return contextlib.nullcontext()
         return RandomGuard(
-            f"backend {self.name!r} does not declare that replays draw new ones. Draw them before "
-            f"the step into a bound tensor, or in a function marked @dg.no_graph under "
+            f"backend {self.name!r} does not declare that replays draw new ones (rng). Draw them "
+            f"before the step into a bound tensor, or in a function marked @dg.no_graph under "
             f"policy='breakable'."
         )
 
     def join(self, current: Any, side: Any) -> None:
-        """Make ``current`` wait for ``side``, on which captures or replays were made."""
+        """Make ``current`` wait for ``side``, the stream of captures or replays."""
         current.wait_stream(side)
 
     def bind_worker(self, index: int) -> None:

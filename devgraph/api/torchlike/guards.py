@@ -1,4 +1,4 @@
-"""What a capture must not hold: random numbers that replays do not draw, streams left unjoined."""
+"""Guards against random numbers and unjoined streams in captures."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from devgraph.api.marks.source import user_line
 from devgraph.api.torchlike.node_calls import Capture, NodeRuntime
 
 MOST_STREAMS = 64
-"""torch hands out 32 streams per priority in turn; this many requests see each of them."""
+"""Requests that return every stream at least once: torch cycles through 32 per priority."""
 
 
 def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call of an operation draws random numbers; a dropout of 0 does not."""
+    """Whether this call of an operation draws random numbers; dropout with p=0 does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[index] if index < len(args) else kwargs.get("dropout_p")
-            return bool(argument.default_value if given is None else given)
+            probability = args[index] if index < len(args) else kwargs.get("dropout_p")
+            return bool(argument.default_value if probability is None else probability)
     return True
 
 
 class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that draw random numbers while this thread captures.
+    """A mode that refuses operations that draw random numbers while this thread captures.
 
-    A graph would draw the numbers of capture for ever. Warm-up runs and the eager bodies of breaks
-    draw as ever. ``why``, the reason and what to do instead, ends the message of ``error``.
+    A graph would repeat the numbers of the capture in every replay. Warm-up runs and the eager
+    bodies of breaks may draw random numbers.
+
+    Args:
+        why: end of the message: the reason and the remedy.
+        error: class of the exception.
     """
 
     def __init__(self, why: str, error: type[DeviceGraphError] = CaptureError) -> None:
@@ -56,8 +60,13 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SideStreams:
-    """The streams of one device, which ``make`` hands out in turn for each priority, searched for
-    forks of a capture."""
+    """A search of a device's streams for forks of a capture.
+
+    Args:
+        runtime: the driver's node calls.
+        make: returns the streams of a ``priority`` in turn.
+        handle_of: returns the driver's handle of a stream.
+    """
 
     def __init__(
         self, runtime: NodeRuntime, make: Callable[..., Any], handle_of: Callable[[Any], int]
@@ -68,18 +77,18 @@ class SideStreams:
         self._handles: tuple[int, ...] = ()
 
     def unjoined(self, stream: int, capture: Capture) -> list[int]:
-        """Return the streams that forked from ``capture``, the one on ``stream``, and hold work of
-        it that ``stream`` does not wait for.
+        """Return the streams that forked from ``capture`` with work that ``stream`` does not join.
 
-        A fork without work counts only if no other is found: the driver tells them apart, and
-        this is asked before it does, because it knows no stream of a capture that it has ended.
+        ``capture`` is the capture on ``stream``. Forks without work are returned only if there are
+        no others. The driver tells both apart at the end of the capture, but then it no longer
+        knows the streams. Therefore this search runs before the end.
         """
         capture_id, graph, joined = capture
         forked = {}
-        for other in self._runtime.capturing(self._known()):
-            found = self._runtime.capture_of(other) if other != stream else None
-            if found is not None and found[0] == capture_id:
-                forked[other] = found[2]
+        for other in self._runtime.capturing(self._all_handles()):
+            other_capture = self._runtime.capture_of(other) if other != stream else None
+            if other_capture is not None and other_capture[0] == capture_id:
+                forked[other] = other_capture[2]
         if not forked:
             return []
         sources, _, _ = self._runtime.edges(graph)
@@ -87,24 +96,24 @@ class SideStreams:
         loose = [other for other, last in forked.items() if ends.intersection(last)]
         return loose or list(forked)
 
-    def _known(self) -> tuple[int, ...]:
+    def _all_handles(self) -> tuple[int, ...]:
         if not self._handles:
-            found: dict[int, None] = {}
+            handles: dict[int, None] = {}
             for priority in (0, -1):
                 for _ in range(MOST_STREAMS):
                     handle = self._handle_of(self._make(priority=priority))
-                    if handle in found:
+                    if handle in handles:
                         break
-                    found[handle] = None
-            self._handles = tuple(found)
+                    handles[handle] = None
+            self._handles = tuple(handles)
         return self._handles
 
 
 def name_streams(streams: Sequence[int]) -> str:
-    """Return the message for streams that were not joined."""
+    """Return the error message for streams that were not joined."""
     names = ", ".join(f"{stream:#x}" for stream in streams)
-    which = "streams" if len(streams) > 1 else "stream"
+    noun = "streams" if len(streams) > 1 else "stream"
     return (
-        f"side {which} {names} forked inside the capture and did not join. Make the capturing "
+        f"side {noun} {names} forked inside the capture and did not join. Make the capturing "
         f"stream wait for it (current_stream.wait_stream(side)) before the capture ends or breaks."
     )
