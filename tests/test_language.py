@@ -20,7 +20,6 @@ PENDING = (
     "devgraph/runners/prove.py",
     "docs/benchmarks.md",
     "docs/fast-replay.md",
-    "docs/vllm.md",
 )
 """Patterns of files whose prose has not been rewritten yet."""
 
