@@ -18,8 +18,6 @@ PENDING = (
     "devgraph/api/torchlike/*.py",
     "devgraph/cpu/*.py",
     "devgraph/runners/prove.py",
-    "docs/benchmarks.md",
-    "docs/fast-replay.md",
 )
 """Patterns of files whose prose has not been rewritten yet."""
 
