@@ -1,7 +1,7 @@
-"""What mkdocs does before it reads the pages.
+"""Work of mkdocs before it reads the pages.
 
-The README is the front page and other documents of the repository's root are pages too; links to
-files that are no page lead to the repository.
+The README is the front page, and other documents of the repository's root are pages too. Links to
+files that are not pages become plain text.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links of a page lead to pages of the site, or else to the repository."""
+    """Point links to pages of the site; links to other files become their text."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
     folder = ROOT if page.file.src_uri in PAGES.values() else ROOT / "docs"
 
     def target(match: re.Match[str]) -> str:
-        path, hash_, anchor = match.group(1).partition("#")
+        label, path, hash_, anchor = match[1], *match[2].partition("#")
         place = PurePosixPath((folder / path).resolve().relative_to(ROOT).as_posix())
         if str(place) in PAGES:
             path = PAGES[str(place)]
         elif place.parts[0] == "docs":
             path = str(place.relative_to("docs"))
         else:
-            path = f"{config.extra['source']}/blob/main/{place}"
-        return f"]({path}{hash_}{anchor})"
+            return label
+        return f"[{label}]({path}{hash_}{anchor})"
 
-    return re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", target, markdown)
+    return re.sub(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", target, markdown)

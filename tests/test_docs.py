@@ -169,6 +169,32 @@ def test_links_of_a_document_lead_somewhere(path: Path):
     assert missing == []
 
 
+def _anchors(path: Path) -> set[str]:
+    """Return the anchors of a document's headings, as mkdocs makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", heading) for heading in words}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_anchors_of_a_document_exist(path: Path):
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]*\.md#[^)\s]+|#[^)\s]+)\)", path.read_text("utf-8")):
+        file, _, anchor = target.partition("#")
+        if "://" not in target and anchor not in _anchors(path.parent / file if file else path):
+            missing.append(target)
+    assert missing == []
+
+
+def test_each_page_is_in_the_menu_of_the_site():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert {
+        page for page in pages if not re.search(rf"[ :]{re.escape(page)}$", menu, re.M)
+    } == set()
+
+
 def _tests_by_file() -> dict[str, dict[str, set[int]]]:
     """Return, for each test file, its tests and the rows of faults that each one names."""
     found: dict[str, dict[str, set[int]]] = {}
