@@ -15,7 +15,6 @@ PENDING = (
     "devgraph/api/capture.py",
     "devgraph/api/inputs.py",
     "devgraph/api/prove.py",
-    "devgraph/api/torchlike/*.py",
     "devgraph/cpu/*.py",
     "devgraph/runners/prove.py",
 )

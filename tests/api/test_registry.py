@@ -157,7 +157,7 @@ def test_register_refuses_what_cannot_be_a_backend():
         with pytest.raises(dg.InputTypeError, match="a name and a function that returns"):
             dg.register(name, factory)
     for name in ("", "auto"):
-        with pytest.raises(dg.InputError, match="no name for a backend"):
+        with pytest.raises(dg.InputError, match="cannot name a backend"):
             dg.register(name, CpuBackend)
 
 

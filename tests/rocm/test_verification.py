@@ -268,7 +268,7 @@ def test_executable_that_cannot_be_freed_is_told_and_the_replay_goes_on(
 
 
 def test_one_stale_packet_is_found_by_prove():
-    """The word behind the regions tells of executables; a single node takes a comparison."""
+    """The word after the regions covers executables; a single node needs a comparison."""
     with on_fake() as be:
         x = noise()
         with captured(be, step, x) as cap:

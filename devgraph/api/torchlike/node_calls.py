@@ -1,8 +1,8 @@
-"""The node calls of a driver, bound by ctypes: one table, one binding for every vendor.
+"""The node calls of a driver, bound by ctypes from one table for all vendors.
 
-Drivers whose captures are graphs of nodes give their calls the same names behind a prefix and
-nearly the same arguments. What one of them has besides, or otherwise, is in its own room.
-Whatever is built on them calls plain functions on raw handles.
+Drivers whose captures are graphs of nodes use the same names after a prefix and nearly the same
+arguments. Additional and different calls are in the vendor's room. The callers of this module use
+plain functions on raw handles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UPDATABLE = (KERNEL, MEMCPY, MEMSET)
 
 
 class RuntimeCallError(DeviceGraphError):
-    """A driver call failed; the message has the vendor's code and text."""
+    """A failed driver call; the message has the vendor's code and text."""
 
     def __init__(self, message: str, error_code: int) -> None:
         super().__init__(message)
@@ -30,42 +30,43 @@ class RuntimeCallError(DeviceGraphError):
 
 
 class DriverMemoryError(RuntimeCallError, ResourceError):
-    """A driver call failed for want of memory."""
+    """A driver call that failed because of insufficient memory."""
 
 
 class Update(NamedTuple):
-    """New parameters for one node. A tuple, because a recording makes hundreds."""
+    """New parameters for one node; a tuple for speed, because a recording has hundreds."""
 
     node: int
-    """The captured graph's node."""
+    """The node of the captured graph."""
     kind: str
     params: Any
-    """As the driver gave them; they point into the recording's own graph, which must live."""
+    """Parameters as the driver returned them; they point into the recording's graph, which must
+    stay alive."""
     source: int
-    """The node they were read from."""
+    """The node from which the parameters were read."""
     exact: bool
-    """Whether an existing executable takes them; else only a new one does."""
+    """Whether an existing executable accepts the parameters; otherwise only a new one does."""
 
 
 Capture = tuple[int, int, list[int]]
-"""A capture in progress as one of its streams sees it: id, graph, and the nodes that the stream
-goes on from."""
+"""A capture in progress on one of its streams: id, graph, and the nodes that precede the stream's
+next work."""
 
 Edges = tuple[Sequence[int], Sequence[int], Sequence[Hashable]]
-"""The edges of a graph as three sequences of one length: the node where each begins, the node where
-it ends, and its kind, which is only compared."""
+"""The edges of a graph as three sequences of equal length: source nodes, target nodes and kinds.
+Kinds are only compared."""
 
 
 Read = Callable[[str, Any, int], tuple[Any, bool, bool] | None]
-"""Called with a kind, what an executable's node of that kind keeps for ever, and a node; returns
-the node's parameters, whether that executable's node takes them, and whether they point to host
-memory, or None for a node of another kind."""
+"""A function of a kind, the fixed properties of an executable's node of that kind, and a node. It
+returns the node's parameters, whether the executable's node accepts them, and whether they point to
+host memory; or None for a node of another kind."""
 
 Arguments = tuple[Any, ...]
-"""The kinds of a call's arguments; every call returns an error code, 0 for success."""
+"""The ctypes types of a call's arguments; every call returns an error code, 0 for success."""
 
 _P = ctypes.c_void_p
-"""A handle, an address, or where the call writes to."""
+"""A handle, an address, or a pointer to a result."""
 
 BRIEF: Mapping[str, Arguments] = {
     "StreamIsCapturing": (_P, _P),
@@ -85,8 +86,8 @@ BRIEF: Mapping[str, Arguments] = {
     "GraphMemsetNodeSetParams": (_P, _P),
     "GraphExecMemsetNodeSetParams": (_P,) * 3,
 }
-"""Calls that are shorter than it takes to give the interpreter's lock up, and keep it: another
-thread that got it in between would have it for milliseconds."""
+"""Calls that keep the GIL, because they are shorter than a release of it. Another thread that got
+the GIL in between would hold it for milliseconds."""
 
 WAITING: Mapping[str, Arguments] = {
     "StreamBeginCapture": (_P, c_int),
@@ -97,11 +98,11 @@ WAITING: Mapping[str, Arguments] = {
     "GraphLaunch": (_P, _P),
     "GraphExecDestroy": (_P,),
 }
-"""Calls that take long or may wait for the device; other threads run meanwhile."""
+"""Calls that take long or may wait for the device; they release the GIL."""
 
 
 def structure(name: str, **fields: Any) -> Any:
-    """Return the ctypes structure that a driver's header calls ``name``."""
+    """Return a ctypes structure; ``name`` is its name in the driver's header."""
     return type(name, (ctypes.Structure,), {"_fields_": tuple(fields.items())})
 
 
@@ -109,42 +110,42 @@ KINDS = (
     *(KERNEL, MEMCPY, MEMSET, "host", "graph", "empty", "wait_event", "event_record"),
     *("ext_semas_signal", "ext_semas_wait", "mem_alloc", "mem_free"),
 )
-"""The values of a node's type, in this order."""
+"""Kinds of nodes in the order of the driver's values for node types."""
 
 _GETTERS = {kind: f"Graph{kind.title()}NodeGetParams" for kind in (KERNEL, MEMCPY, MEMSET)}
 
 THREAD_LOCAL = 1
-"""The capture mode in which other threads may do what they like."""
+"""The capture mode that does not restrict other threads."""
 
 _OUT_OF_MEMORY = 2
-"""The error code of every driver here."""
+"""Error code for insufficient memory in all drivers."""
 
 _NOT_CAPTURING, _ACTIVE = 0, 1
-"""Capture states of a stream; others mean a capture that was invalidated."""
+"""Capture states of a stream; other values mean an invalidated capture."""
 
 
 class NodeRuntime:
     """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``.
 
-    A vendor sets the attributes below and implements ``fixed``, ``judge`` and ``error_text``, and
-    ``looping`` for loops.
+    A vendor sets the class attributes and implements ``fixed``, ``judge`` and ``error_text``, and
+    ``looping`` if it supports loops.
 
     Args:
-        brief: the library as ``ctypes.PyDLL`` loads it.
-        waiting: the same as ``ctypes.CDLL`` loads it.
+        brief: the library as loaded by ``ctypes.PyDLL``, which keeps the GIL.
+        waiting: the library as loaded by ``ctypes.CDLL``, which releases the GIL.
     """
 
     prefix: ClassVar[str]
-    """What the names of all calls begin with."""
+    """Prefix of the names of all calls."""
     suffixes: ClassVar[Mapping[str, str]] = {}
-    """What the library's names of some calls end with, besides."""
+    """Suffixes of the library's names of some calls."""
     calls: ClassVar[Mapping[str, Arguments]] = {}
-    """Brief calls that the driver has besides the tables, or with other arguments."""
+    """Brief calls of this driver that the tables lack or that have other arguments there."""
     structures: ClassVar[Mapping[str, type[Any]]]
     """The ctypes structure of the parameters of each kind of node."""
     instantiate_flags: ClassVar[int]
-    """Those with which torch makes its own executables: others would run other priorities, or
-    keep the memory that a graph allocates."""
+    """Flags of torch's own executables. Other flags would change priorities or keep memory that a
+    graph allocates."""
 
     def __init__(self, brief: Any, waiting: Any) -> None:
         self._functions: dict[str, Any] = {}
@@ -154,13 +155,13 @@ class NodeRuntime:
                 if function is not None:
                     function.argtypes = arguments
                     self._functions[name] = function
-        known = {**BRIEF, **self.calls, **WAITING}
-        self.missing = frozenset(map(self._symbol, known.keys() - self._functions.keys()))
+        all_calls = {**BRIEF, **self.calls, **WAITING}
+        self.missing = frozenset(map(self._symbol, all_calls.keys() - self._functions.keys()))
         """The functions that the library lacks."""
         self.kinds = dict(enumerate(KINDS))
-        """What the values of a node's type mean."""
-        self._info_words = len(known["StreamGetCaptureInfo"]) - 1
-        self._edge_columns = len(known["GraphGetEdges"]) - 2
+        """Kind of node per value of the driver's node type."""
+        self._info_words = len(all_calls["StreamGetCaptureInfo"]) - 1
+        self._edge_columns = len(all_calls["GraphGetEdges"]) - 2
 
     def _symbol(self, name: str) -> str:
         return self.prefix + name + self.suffixes.get(name, "")
@@ -168,31 +169,31 @@ class NodeRuntime:
     # Calls by name.
 
     def function(self, name: str) -> Callable[..., int]:
-        """Return a call that returns its error code."""
-        found: Callable[..., int] = self._functions[name]
-        return found
+        """Return the function of a call, which returns an error code."""
+        function: Callable[..., int] = self._functions[name]
+        return function
 
     def call(self, name: str, *args: Any) -> None:
-        """Make a call; an address given for a result is written to.
+        """Make a call, which may write results to addresses in ``args``.
 
         Raises:
-            RuntimeCallError: it failed.
+            RuntimeCallError: the call failed.
         """
         error = self._functions[name](*args)
         if error:
             self.failed(error, name, *args)
 
     def made(self, name: str, *args: Any) -> int:
-        """Make a call that writes a handle to its first argument, and return that."""
+        """Make a call that writes a handle to its first argument, and return the handle."""
         handle = c_uint64()
         self.call(name, addressof(handle), *args)
         return handle.value
 
     def failed(self, error: int, name: str, *args: Any) -> None:
-        """Raise the error of a call, or make it again if it can succeed now.
+        """Repeat a failed call if it can succeed now, and otherwise raise its error.
 
         Raises:
-            RuntimeCallError: it failed for good.
+            RuntimeCallError: the call failed finally.
         """
         if self.recovers():
             error = self._functions[name](*args)
@@ -204,66 +205,79 @@ class NodeRuntime:
         kind = DriverMemoryError if error == _OUT_OF_MEMORY else RuntimeCallError
         raise kind(f"{self.prefix}{name} failed ({error}: {self.error_text(error)})", error)
 
-    # What a vendor may add.
+    # Methods that a vendor implements or overrides.
 
     def error_text(self, error: int) -> str:
-        """Return the driver's words for an error code."""
+        """Return the driver's text for an error code."""
         raise NotImplementedError
 
     def recovers(self) -> bool:
-        """Whether a call that failed lacked something which it now has."""
+        """Provide a missing precondition of a failed call; return whether to repeat the call."""
         return False
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
-        """Return what an executable's node keeps for ever."""
+        """Return the properties of a node that an executable cannot change."""
         raise NotImplementedError
 
     def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
-        """Return the parameters of ``node``, whether an executable's node of which ``fixed`` is
-        fixed takes them, and whether they point to host memory."""
+        """Judge whether an executable's node can take the parameters of ``node``.
+
+        Args:
+            kind: kind of both nodes.
+            fixed: fixed properties of the executable's node.
+            node: the node with the new parameters.
+            params: parameters of ``node``.
+
+        Returns:
+            The parameters, whether the executable's node accepts them, and whether they point to
+            host memory.
+        """
         raise NotImplementedError
 
     def arguments(self, kind: str, params: Any) -> tuple[Any, ...]:
-        """Return what setting the parameters of a node takes behind the node."""
+        """Return the arguments that follow the node in a call that sets its parameters."""
         return (addressof(params),)
 
     def context(self) -> tuple[Any, ...]:
-        """Return what writing a copy or a fill into an executable takes at the end."""
+        """Return the last arguments of a call that writes a copy or fill into an executable."""
         return ()
 
     def looping(
         self, stream: int, body: int, going: int, prepare: Callable[[], None]
     ) -> contextlib.AbstractContextManager[Callable[[], int]]:
-        """Record what the block launches on the stream ``body`` as a loop in the capture on
-        ``stream``, repeated while the byte at the address ``going`` is not zero.
+        """Record the launches of the block as a loop in the capture on ``stream``.
 
         Args:
-            prepare: called while ``body`` captures nothing, and may allocate.
+            stream: the capturing stream.
+            body: the stream for the launches of the block.
+            going: address of a byte; replays repeat the loop while the byte is not zero.
+            prepare: called before ``body`` captures; it may allocate.
 
-        Yields what counts, behind the block, the nodes of the body.
+        Yields:
+            A callable that returns the number of nodes of the body after the block.
         """
         raise NotImplementedError
 
     def copy_attributes(self, source: int, target: int) -> None:
-        """Give a kernel node the launch attributes of another."""
+        """Copy the launch attributes of kernel node ``source`` to ``target``."""
         self.call("GraphKernelNodeCopyAttributes", source, target)
 
     # Captures in progress.
 
     def capturing(self, streams: Sequence[int]) -> list[int]:
-        """Return those of ``streams`` that are part of a capture, be it an invalidated one."""
-        found, state = [], c_int()
-        where = addressof(state)  # an int converts twice as fast as a reference
+        """Return the members of ``streams`` that are part of a capture, valid or not."""
+        capturing, state = [], c_int()
+        address = addressof(state)  # an int converts twice as fast as a reference
         for stream in streams:
-            self.call("StreamIsCapturing", stream, where)
+            self.call("StreamIsCapturing", stream, address)
             if state.value != _NOT_CAPTURING:
-                found.append(stream)
-        return found
+                capturing.append(stream)
+        return capturing
 
     def capture_of(self, stream: int) -> Capture | None:
-        """Return the capture that ``stream`` is part of, or None if it is part of no valid one."""
-        # What the call writes, each to a word: state (an int, in the lower half), id, graph,
-        # nodes, where they have any the kinds of their edges, number of nodes.
+        """Return the valid capture that ``stream`` is part of, or None."""
+        # The call writes one word per result: state (an int, in the lower half), id, graph, nodes,
+        # kinds of their edges (on drivers with edge data), number of nodes.
         words = (c_uint64 * self._info_words)()
         at = addressof(words)
         self.call("StreamGetCaptureInfo", stream, *range(at, at + ctypes.sizeof(words), 8))
@@ -274,7 +288,7 @@ class NodeRuntime:
         return words[1], words[2], nodes
 
     def begin_capture(self, stream: int) -> None:
-        """Begin a thread-local capture on ``stream`` that torch does not know of."""
+        """Begin a thread-local capture on ``stream`` without torch's knowledge."""
         self.call("StreamBeginCapture", stream, THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
@@ -292,16 +306,16 @@ class NodeRuntime:
         return count.value
 
     def nodes(self, graph: int) -> list[int]:
-        """Return all nodes, in the order in which they were captured."""
+        """Return all nodes in capture order."""
         count = c_size_t(self.count(graph))
         if not count.value:
-            return []  # no driver takes an array without room
-        found = (c_uint64 * count.value)()
-        self.call("GraphGetNodes", graph, found, addressof(count))
-        return found[:]  # a slice is four times as fast as list()
+            return []  # drivers refuse an empty array
+        nodes = (c_uint64 * count.value)()
+        self.call("GraphGetNodes", graph, nodes, addressof(count))
+        return nodes[:]  # a slice is 4x faster than list()
 
     def edges(self, graph: int) -> Edges:
-        """Return every edge, in three columns."""
+        """Return all edges in three columns."""
         count, none = c_size_t(), (None,) * self._edge_columns
         self.call("GraphGetEdges", graph, *none, addressof(count))
         if not count.value:
@@ -318,27 +332,27 @@ class NodeRuntime:
     # Nodes.
 
     def kind(self, node: int) -> str:
-        """Return the kind: one of ``UPDATABLE``, "empty", or the vendor's word for another."""
+        """Return the kind of a node: a member of ``UPDATABLE``, "empty", or another name."""
         value = c_int()
         self.call("GraphNodeGetType", node, addressof(value))
         return self.kinds.get(value.value) or f"type-{value.value}"
 
     def params(self, kind: str, node: int) -> Any:
-        """Return the parameters of a node of a kind in ``UPDATABLE``."""
+        """Return the parameters of a node whose kind is in ``UPDATABLE``."""
         params = self.structures[kind]()
         self.call(_GETTERS[kind], node, addressof(params))
         return params
 
     def reader(self) -> Read:
-        """Return a function that reads nodes, for one thread."""
-        # A recording reads hundreds of nodes, with no more than their calls.
+        """Return a function that reads nodes, for use by one thread."""
+        # A recording reads hundreds of nodes, so the function does little more than driver calls.
         functions, structures, kinds = self._functions, self.structures, self.kinds
-        ask, value, judge = functions["GraphNodeGetType"], c_int(), self.judge
-        where = addressof(value)
+        get_type, value, judge = functions["GraphNodeGetType"], c_int(), self.judge
+        address = addressof(value)
 
         def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-            if error := ask(node, where):
-                self.failed(error, "GraphNodeGetType", node, where)
+            if error := get_type(node, address):
+                self.failed(error, "GraphNodeGetType", node, address)
             if kinds.get(value.value) != kind:
                 return None
             params, name = structures[kind](), _GETTERS[kind]
@@ -349,8 +363,8 @@ class NodeRuntime:
         return read
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
-        """Return a copy of ``graph`` with new parameters; the caller owns it."""
-        self.context()  # to set a node's kernel without one can end the process
+        """Return a copy of ``graph`` with new parameters; the caller owns the copy."""
+        self.context()  # without a context, setting a node's kernel can end the process
         copy = self.made("GraphClone", graph)
         try:
             for update in updates:
@@ -366,11 +380,10 @@ class NodeRuntime:
         return copy
 
     def _relaunch(self, node: int, update: Update) -> None:
-        """Give a node the kernel of ``update`` with its launch attributes, which an executable
-        that exists cannot take.
+        """Set the kernel and launch attributes of a node that is not in an executable yet.
 
-        A node refuses attributes that do not fit the kernel which it holds, and a kernel that does
-        not fit the attributes: one order or the other passes.
+        A node refuses attributes that do not fit its current kernel, and a kernel that does not fit
+        its current attributes. Therefore both orders are tried.
         """
         params = addressof(update.params)
         try:
@@ -383,9 +396,9 @@ class NodeRuntime:
     # Executables.
 
     def write(self, updates: Sequence[Update], executable: int) -> None:
-        """Write parameters into an executable of the captured graph; seen by later launches.
+        """Write parameters into an executable of the captured graph, for all later launches.
 
-        If it fails, the executable holds a part of them.
+        After a failure the executable holds a part of the new parameters.
         """
         set_kernel, context = self._functions["GraphExecKernelNodeSetParams"], self.context()
         for node, kind, params, _, _ in updates:
@@ -396,11 +409,11 @@ class NodeRuntime:
                 self.failed(error, "GraphExecKernelNodeSetParams", executable, node, at)
 
     def instantiate(self, graph: int) -> int:
-        """Return an executable of ``graph``, made as torch makes its own."""
+        """Create an executable of ``graph`` with torch's flags."""
         return self.made("GraphInstantiateWithFlags", graph, self.instantiate_flags)
 
     def destroy_executable(self, executable: int) -> None:
-        """Free an executable, once it is no longer in flight."""
+        """Free an executable; the driver defers that while a launch is in flight."""
         self.call("GraphExecDestroy", executable)
 
     def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:

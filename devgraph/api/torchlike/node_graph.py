@@ -1,7 +1,7 @@
 """NodeGraph, a torch graph whose regions are updated node by node, and its backend.
 
-For every vendor whose captures become graphs of nodes with parameters; what its driver has to
-offer for that is ``devgraph.api.torchlike.node_calls.NodeRuntime``.
+Both serve all vendors whose captures are graphs of nodes with parameters.
+``devgraph.api.torchlike.node_calls.NodeRuntime`` defines the driver calls that they need.
 """
 
 from __future__ import annotations
@@ -47,31 +47,37 @@ from devgraph.api.torchlike.recording import (
 logger = logging.getLogger(__name__)
 
 _USES_WITH_ROOM = 2
-"""A key gets an executable of its own at this use while the budget has room: a key that came back
-once tends to come back, and the executable saves the update at each return."""
+"""Use at which a key gets a separate executable while the budget has room. A key that returned once
+tends to return, and each return then needs no update."""
 
 _USES_WHEN_FULL = 16
-"""... and at this use when another key has to give up its own: making one costs the host time of
-some 12 updates (docs/benchmarks.md), so that from here on the exchange has paid."""
+"""Use at which a key gets a separate executable if another key must give up its own. Creating one
+costs the host time of about 12 updates (docs/benchmarks.md), so 16 uses repay it."""
 
 
 @attrs.define
 class _Call:
-    """One call of a region in a capture."""
+    """A call of a region in a capture."""
 
     lane: Any
-    """The stream that it was called on, or None for the capture stream."""
+    """The stream of the call, or None for the capture stream."""
     last: frozenset[int]
-    """What the capture stream newly goes on from: one of them at least is the region's own."""
+    """Nodes that precede the capture stream's next work only since the call. At least one belongs
+    to the region."""
     start: int
-    """The first of its nodes, without those of loops."""
+    """Position of the call's first node, not counting nodes of loops."""
     nodes: tuple[int, ...] = ()
-    """Known from the end of the capture on."""
+    """The call's nodes; empty until the end of the capture."""
 
 
 class _Direct:
-    """An executable of the driver; ``prologue`` is torch's part of a replay, where the graph draws
-    random numbers."""
+    """An executable of the driver.
+
+    Args:
+        backend: the backend.
+        handle: the driver's executable.
+        prologue: torch's part of a replay, or None for a graph without random numbers.
+    """
 
     def __init__(
         self, backend: NodeBackend, handle: int, prologue: Callable[[], None] | None
@@ -84,7 +90,7 @@ class _Direct:
         self.launch = backend.guarded(self._launch)
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return the launch, for a stream the driver's own call."""
+        """Return the launch or, for a given stream, the driver's own call."""
         if stream is None:
             return self._launch
         return self._behind_prologue(self._runtime.bound(self._handle, stream))
@@ -102,9 +108,10 @@ class _Direct:
 
 
 class _Own:
-    """What was captured, and the executable of it, which a ``EvictableExecutable`` makes and drops.
+    """The captured graph and its own executable.
 
-    The executable holds the parameters of one recording at a time.
+    An ``EvictableExecutable`` creates and drops the executable, which holds the parameters of one
+    recording at a time.
     """
 
     def __init__(self, graph: NodeGraph, raw: int) -> None:
@@ -112,20 +119,20 @@ class _Own:
         self._backend = graph.backend
         self._executable = 0
         self.raw: RawGraph | None = RawGraph(self._backend.driver, raw)
-        """None once the graph is freed."""
+        """The captured graph, or None after it was freed."""
         self.prologue: Callable[[], None] | None = None
-        """Torch's part of a replay, where the graph draws random numbers."""
+        """The part of a replay that torch does, or None for a graph without random numbers."""
         self.captured: NodeRecording | None = None
-        """The recording that the capture is."""
+        """The recording with the parameters of the capture."""
         self.held: NodeRecording | None = None
-        """The recording that is launched."""
+        """The recording that the executable launches."""
 
     def make(self) -> Executable:
-        """Make the executable of what was captured, with the parameters of ``held``."""
+        """Create the executable of the captured graph with the parameters of ``held``."""
         backend, graph = self._backend, dereference(self._graph)
         if self.raw is None:
             raise StateError("cannot replay a graph that was closed or reset.")
-        self.drop()  # what an interrupt left
+        self.drop()  # frees an executable that an interrupt left
         self._executable = backend.driver.instantiate(self.raw.graph)
         recording = None if self.held is self.captured else self.held
         try:
@@ -137,18 +144,18 @@ class _Own:
         return graph.update_strategy.launches(graph, direct, recording, own=True)
 
     def close(self) -> None:
-        """Free everything; what was bound may keep this object."""
+        """Free everything, because bound launches may keep this object alive."""
         self.drop()
         self.raw = None
 
     def drop(self) -> None:
-        """Free the executable, if there is one; safe while it is in flight."""
+        """Free the executable, if any, even if a launch of it is in flight."""
         executable, self._executable = self._executable, 0
         if executable:
             free_executable(self._backend.driver, executable)
 
     def write(self, recording: NodeRecording) -> None:
-        """Launch ``recording`` from now on."""
+        """Make ``recording`` the one that later launches use."""
         self.held = None
         if self._executable:
             self._backend.driver.write(recording.updates, self._executable)
@@ -156,23 +163,24 @@ class _Own:
 
 
 class UpdateStrategy:
-    """What one graph does to apply a recording; a vendor may do more.
+    """Steps by which one graph applies recordings; a vendor may add steps.
 
-    Each call is handed the graph, which owns this object.
+    Each method receives the graph, which owns this object.
     """
 
     def prepare(self, graph: NodeGraph) -> None:
-        """Prepare for a capture, which may hold updatable regions."""
+        """Prepare for a capture that may have updatable regions."""
 
     def close_regions(self, graph: NodeGraph, number: int) -> None:
-        """Do device work that is recorded behind the regions, for each recording anew.
+        """Launch device work that each recording includes after its regions.
 
         Args:
-            number: the recording's number; 0 is the capture.
+            graph: the graph.
+            number: number of the recording; 0 is the capture.
         """
 
     def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
-        """Whether ``recording``, which has no executable of its own, shall get one."""
+        """Whether to create a separate executable for ``recording``, which has none."""
         if not recording.exact:
             return True
         if recording.executable_bytes <= graph.pool.recordings.room:
@@ -192,29 +200,31 @@ class UpdateStrategy:
         *,
         own: bool,
     ) -> Executable:
-        """Return what launches ``executable``, which was just made.
+        """Return the launch target for a new executable.
 
         Args:
-            recording: whose parameters it holds; None for those of the capture.
-            own: whether it is the graph's own, into which others are written.
+            graph: the graph.
+            executable: the new executable.
+            recording: the recording whose parameters it holds; None for the capture's.
+            own: whether it is the graph's own executable, into which other recordings are written.
         """
         return executable
 
 
 class NodePool(TorchPool):
-    """A pool that results of eager bodies share with the graphs around them."""
+    """A pool from which eager bodies also allocate their results."""
 
     def graph_memory(self) -> contextlib.AbstractContextManager[Any]:
         return self.allocating_in(self._memory)
 
 
 class NodeGraph(TorchGraph):
-    """One captured graph, its executable, and the recordings of its regions.
+    """A captured graph, its executable, and the recordings of its regions.
 
-    torch has the capture's memory and random numbers, and a capture without work: the driver's
-    graph is this object's, which makes the *own* executable of it. So executables can go and come
-    back, and torch's replay, which launches nothing, is what must come before a launch of a graph
-    that draws random numbers, because only torch advances the generators.
+    torch owns the memory pool and the random state and ends an empty capture. This object owns the
+    driver's graph and instantiates its *own* executable, so executables can be dropped and
+    rebuilt. A replay by torch launches no work, but only torch advances random generators. So
+    torch's replay precedes each launch of a graph that draws random numbers.
     """
 
     backend: NodeBackend
@@ -222,7 +232,7 @@ class NodeGraph(TorchGraph):
     def __init__(self, backend: NodeBackend, pool: TorchPool) -> None:
         super().__init__(backend, pool)
         self._runtime = backend.driver
-        self._made = 0
+        self._last_number = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -258,21 +268,21 @@ class NodeGraph(TorchGraph):
         own = self._own
         assert own is not None and own.raw is not None
         self._nodes = runtime.count(own.raw.graph) + self._repeated
-        if self._repeated:  # a driver says only now what it does not repeat
+        if self._repeated:  # the driver refuses unsupported loops only at instantiation
             try:
                 runtime.destroy_executable(runtime.instantiate(own.raw.graph))
             except RuntimeCallError as error:
                 raise LoopError("failed", f"a loop has no executable: {error}") from error
         if self._nodes and self.backend.draws_random(self._native, self.pool, self.generators):
-            if self._repeated:  # each turn would draw the numbers of the first
+            if self._repeated:  # all turns would draw equal numbers
                 raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
-        else:  # what torch made, of an empty graph, is never launched
+        else:  # torch's executable of the empty graph is never launched
             native, self._native = self._native, None
             native.reset()
         if self._nodes and self.hits:
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
-            regions.append(("(behind the regions)", self._closing))
+            regions.append(("(after the regions)", self._closing))
             self._pattern = RegionPattern(runtime, own.raw.graph, regions)
         size = executable_bytes(self._nodes)
         self._own_executable = EvictableExecutable(
@@ -283,7 +293,7 @@ class NodeGraph(TorchGraph):
     def _close_capture(self) -> None:
         stream = self.backend.current_stream_id()
         self._own = _Own(self, self._runtime.end_capture(stream))
-        self._runtime.begin_capture(stream)  # for torch to end, whose executable stays
+        self._runtime.begin_capture(stream)  # an empty capture, because torch must end one
         super()._close_capture()
 
     def _abort(self) -> None:
@@ -307,20 +317,20 @@ class NodeGraph(TorchGraph):
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         backend, stream = self.backend, self.backend.current_stream_id()
-        other, where, before = backend.loop_stream, going.data_ptr(), self._repeated
+        other, address, before = backend.loop_stream, going.data_ptr(), self._repeated
         looping = functools.partial(self._runtime.looping, stream, backend.stream_handle(other))
         captured = backend.namespace.current_stream(backend.device)
         with (
             backend.namespace.stream(other),
-            looping(where, backend.prepare_stream) as count,
-            # A graph's pool takes allocations from the capture that torch knows of only, and torch
-            # 2.14 gives another pool to no other capture.
+            looping(address, backend.prepare_stream) as count,
+            # The pool accepts allocations only from torch's own capture, and torch 2.14 routes no
+            # other capture to another pool. So the region pool is entered on the capture stream.
             backend.namespace.stream(captured),
             self.pool.region_memory(),
             backend.namespace.stream(other),
         ):
-            if self.names is not None and (around := self._runtime.capture_of(stream)):
-                self._repeated += self._runtime.count(around[1])  # the body is a graph of its own
+            if self.names is not None and (outer := self._runtime.capture_of(stream)):
+                self._repeated += self._runtime.count(outer[1])  # the body is a separate graph
             body()
         nodes = count()
         self._repeated = before + nodes
@@ -339,12 +349,12 @@ class NodeGraph(TorchGraph):
         hit.note = _Call(lane, frozenset(last).difference(before), start)
 
     def _captured_so_far(self) -> tuple[int, Sequence[int]]:
-        """Return how many nodes the capture has, and those that its stream goes on from."""
+        """Return the capture's number of nodes and the nodes that precede its next work."""
         capture = self._runtime.capture_of(self.backend.stream_handle(self._stream))
         return (0, ()) if capture is None else (self._runtime.count(capture[1]), capture[2])
 
     def _find_region_nodes(self) -> None:
-        """Turn the bounds of every region into nodes, while the capture is still open."""
+        """Find the nodes of each region from its bounds while the capture is still open."""
         before, _ = self._captured_so_far()
         self.update_strategy.close_regions(self, 0)
         capture = self._runtime.capture_of(self.backend.stream_handle(self._stream))
@@ -352,25 +362,24 @@ class NodeGraph(TorchGraph):
         for hit in self.hits:
             assert hit.nodes is not None
             start, last = hit.note.start, hit.note.last
-            hit.note.nodes = found = tuple(nodes[start : start + len(hit.nodes)])
-            if found and last and last.isdisjoint(found):
+            hit.note.nodes = region_nodes = tuple(nodes[start : start + len(hit.nodes)])
+            if region_nodes and last and last.isdisjoint(region_nodes):
                 raise CaptureError(
-                    f"the driver lists captured nodes in another order than they were made, so "
-                    f"that the nodes of region {hit.mark.name} cannot be told; use "
-                    f"policy='breakable'."
+                    f"the driver does not list captured nodes in capture order, so the nodes of "
+                    f"region {hit.mark.name} cannot be identified. Use policy='breakable'."
                 )
         self._closing = tuple(nodes[before:])
 
     # Recordings.
 
     def _own_recording(self) -> NodeRecording:
-        """Record the capture's own key: proves, while it can be refused, that updates will work."""
+        """Record the capture's key, so that impossible updates fail already at capture."""
         try:
             recording = self._recorded(self._host)
         except (UpdateError, RuntimeCallError) as error:
             raise CaptureError(
-                f"{error} (Its regions were recorded once more after the capture, as every new "
-                f"host argument will do.)"
+                f"{error} (The regions were recorded again after the capture, as for every new "
+                f"host argument.)"
             ) from error
         assert self._own is not None
         self._own.captured = self._own.held = recording
@@ -386,21 +395,21 @@ class NodeGraph(TorchGraph):
             except RuntimeCallError as error:
                 recording.close()
                 raise UpdateTopologyError(
-                    f"for these host arguments a region launches a kernel in another way, and the "
-                    f"driver made no executable of the captured graph with it: {error}"
+                    f"for these host arguments a region launches a kernel in another way, but the "
+                    f"driver cannot instantiate the captured graph with it: {error}"
                 ) from error
         return recording
 
     def _give_executable(self, recording: NodeRecording) -> None:
         build, recordings = functools.partial(self._build, recording), self.pool.recordings
-        if not recording.exact:  # no other executable can take it
+        if not recording.exact:  # the graph's own executable cannot take it
             recordings.made(build)
         else:
             try:
                 with recordings.making():
                     build()
             except RuntimeCallError as error:
-                recording.shrink()  # an update serves as well; the next try comes later
+                recording.shrink()  # the graph's own executable is updated instead
                 logger.info("no executable for recording %d: %s", recording.number, error)
                 return
         recordings.recharge(recording)
@@ -419,11 +428,14 @@ class NodeGraph(TorchGraph):
             graph, bounds = self._capture_regions(host)
         scratch = RawGraph(self._runtime, graph)
         updates = self._pattern.match(graph, bounds)
-        return NodeRecording(self._runtime, self._nodes, updates, scratch, self._made)
+        return NodeRecording(self._runtime, self._nodes, updates, scratch, self._last_number)
 
     def _capture_regions(self, host: Mapping[Mark, dict[str, Any]]) -> tuple[int, list[int]]:
-        """Capture all regions, and what closes them, into a new graph; return it and its node
-        counts after each of them."""
+        """Capture all regions and the closing work into a new graph.
+
+        Returns:
+            The graph, and its number of nodes after each region and after the closing work.
+        """
         runtime, stream = self._runtime, self.backend.stream_handle(self._stream)
         bounds = []
         runtime.begin_capture(stream)
@@ -435,8 +447,8 @@ class NodeGraph(TorchGraph):
                     for hit in hits:
                         self._run_again(hit, host[mark])
                         bounds.append(runtime.count(capture[1]))
-            self._made += 1
-            self.update_strategy.close_regions(self, self._made)
+            self._last_number += 1
+            self.update_strategy.close_regions(self, self._last_number)
             bounds.append(runtime.count(capture[1]))
         except BaseException:
             with contextlib.suppress(RuntimeCallError):
@@ -448,20 +460,20 @@ class NodeGraph(TorchGraph):
             names = ", ".join(dict.fromkeys(hit.mark.name for hit in self.hits))
             raise UpdateError(
                 f"recording {names} again failed: {error}. A region must join every stream that "
-                f"it forks, and must not use one that was forked before it."
+                f"it forks, and must not use a stream that was forked before the region."
             ) from error
 
     def _run_again(self, hit: MarkedCall, host: dict[str, Any]) -> None:
         try:
             self._run_in_lane(hit, host)
         except RuntimeError:
-            # torch draws no random numbers in a capture that it does not know of, and says so in
-            # the words of its version. Run once more, the operation that draws is told.
-            why = (
+            # torch refuses random numbers in a capture that it did not begin, with a message that
+            # depends on its version. A second run under a guard names the operation.
+            reason = (
                 f"an update of region {hit.mark.name} cannot keep their order. Draw them outside "
                 f"the region and pass the tensor, or use policy='breakable'."
             )
-            with contextlib.suppress(RuntimeError), RandomGuard(why, UpdateError):
+            with contextlib.suppress(RuntimeError), RandomGuard(reason, UpdateError):
                 self._run_in_lane(hit, host)
             raise
 
@@ -499,28 +511,28 @@ class NodeGraph(TorchGraph):
         self.use(Call(apply_and_launch))
 
     def mark_dirty(self) -> None:
-        """Be dirty: what the last launch did was wrong."""
+        """Make the graph dirty after a launch with wrong results."""
         self._leave_for(GraphState.DIRTY)
 
 
 class NodeBackend(TorchBackend):
-    """What graphs with node parameters need besides a torch namespace.
+    """A torch namespace with driver calls for graphs of nodes.
 
-    A vendor names what its stream objects call the driver's handle, or overrides the method that
-    asks them, and calls ``use_runtime`` once; without a runtime graphs are plain ones of torch,
-    with neither updates nor counts, and their executables stay.
+    A vendor sets ``stream_handle_name`` or overrides ``stream_handle``, and calls ``use_runtime``
+    once. Without a runtime, graphs are torch's own: they have no updates and no node counts, and
+    their executables cannot be evicted.
     """
 
     graph_type: type[TorchGraph] = NodeGraph
     pool_type = NodePool
     update_strategy_type: Callable[[], UpdateStrategy] = UpdateStrategy
-    """Makes the object by which a graph applies its recordings."""
+    """Factory of the object by which a graph applies its recordings."""
     stream_handle_name: str = ""
-    """Name of the attribute that is the handle of a stream."""
+    """Attribute of a torch stream that holds the driver's handle."""
     runtime: NodeRuntime | None = None
 
     def use_runtime(self, runtime: NodeRuntime | None) -> None:
-        """Take the driver's graph calls from ``runtime``."""
+        """Use the driver calls of ``runtime``."""
         self.runtime = runtime
         self._lazy_generators: bool | None = None
         self._loop_stream: Any = None
@@ -533,21 +545,21 @@ class NodeBackend(TorchBackend):
 
     @property
     def driver(self) -> NodeRuntime:
-        """The driver's graph calls, for the graphs that are made of nodes."""
+        """The driver calls of the backend, which must have a runtime."""
         assert self.runtime is not None
         return self.runtime
 
     @property
     def loop_stream(self) -> Any:
-        """The stream that the bodies of loops are captured on, while another captures the rest."""
+        """The stream for captures of loop bodies, which is not the capture stream."""
         if self._loop_stream is None:
-            made = [self.namespace.Stream(self._device) for _ in range(2)]  # handed out in turn
-            self._loop_stream = next(one for one in made if one != self.capture_stream)
+            streams = [self.namespace.Stream(self._device) for _ in range(2)]  # never equal
+            self._loop_stream = next(s for s in streams if s != self.capture_stream)
         return self._loop_stream
 
     def bind_worker(self, index: int) -> None:
         super().bind_worker(index)
-        self.use_runtime(self.runtime)  # streams and memory are those of the device
+        self.use_runtime(self.runtime)  # drops streams of the previous device
 
     def stream_handle(self, stream: Any) -> int:
         """Return the driver's handle of a stream."""
@@ -557,7 +569,7 @@ class NodeBackend(TorchBackend):
         namespace, device, handle = self.namespace, self._device, self.stream_handle
         return lambda: handle(namespace.current_stream(device))
 
-    # What goes through the driver.
+    # Methods that use the driver.
 
     def reopen_capture(self) -> None:
         if self.runtime is None:
@@ -566,7 +578,7 @@ class NodeBackend(TorchBackend):
         self.runtime.begin_capture(self.current_stream_id())
 
     def guarded(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Return ``launch`` made safe for a thread whose current device is another one."""
+        """Return ``launch`` in a form that is safe while another device is current."""
         elsewhere, on_device = self.elsewhere, self.on_device
 
         def run() -> None:
@@ -581,14 +593,19 @@ class NodeBackend(TorchBackend):
     def draws_random(
         self, native: Any, pool: TorchPool, own: Iterable[torch.Generator] = ()
     ) -> bool:
-        """Whether what ``native`` captured draws random numbers; a replay of it launches nothing.
-        Called in the session, behind the capture.
+        """Whether the capture of ``native`` draws random numbers.
 
-        Before such a graph torch writes where its generators are, by operations. A torch that
-        registers the default generator with every capture writes always, and tells by that
-        generator's offset (another could not be captured).
+        Called in the session after the capture. A replay of ``native`` launches no captured work.
+        Before such a graph, torch writes the generators' offsets by operations. A version of torch
+        that registers the default generator with every capture always writes them. There, only a
+        changed offset shows that the capture draws numbers.
+
+        Args:
+            native: torch's graph.
+            pool: the pool, whose keeper draws no random numbers.
+            own: the caller's generators.
         """
-        # A capture that failed has taken the keeper along; then it is left open which torch it is.
+        # After a failed capture there is no keeper, so the version of torch stays undetermined.
         if self._lazy_generators is None and pool.keeper is not None:
             self._lazy_generators = not _replay_calls_operations(pool.keeper)
         if self._lazy_generators is not False:
@@ -604,17 +621,17 @@ class NodeBackend(TorchBackend):
 
 
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses the first operation, and knows of it."""
+    """A mode that refuses the first operation and remembers it."""
 
     refused = False
 
     def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
         self.refused = True
-        raise RuntimeError("a replay is only asked for its operations")
+        raise RuntimeError("this replay only tests whether it calls operations")
 
 
 def _replay_calls_operations(native: Any) -> bool:
-    """Replay ``native``, up to the first operation of torch; whether it came that far."""
+    """Replay ``native`` up to its first torch operation; return whether there was one."""
     refusing = _Refusing()  # type: ignore[no-untyped-call]
     try:
         with refusing:
@@ -626,7 +643,7 @@ def _replay_calls_operations(native: Any) -> bool:
 
 
 def compilers() -> tuple[str, ...]:
-    """Return what may compile pieces for a device for which Inductor generates Triton code."""
+    """Return the compilers for a device for which Inductor generates Triton code."""
     return ("eager", "inductor") if importlib.util.find_spec("triton") else ("eager",)
 
 

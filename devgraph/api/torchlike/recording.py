@@ -1,4 +1,4 @@
-"""Recordings: the parameters of a graph's region nodes for one key, paired with the graph's own."""
+"""Recordings: new parameters for a graph's region nodes, one set per key."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from devgraph.api.torchlike.node_calls import (
 logger = logging.getLogger(__name__)
 
 _HOST_BYTES_PER_NODE = 2048
-"""Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
+"""Host memory that the driver uses per recorded node (docs/benchmarks.md)."""
 
 _EXECUTABLE_BYTES = 104 * 1024
-"""Device memory of an executable, however few nodes it has (101 to 109 KiB in segments of three
-models) ..."""
+"""Device memory of an executable in addition to its nodes (101 to 109 KiB in segments of three
+models)."""
 
 _DEVICE_BYTES_PER_NODE = 3100
-"""... and of each node: 3020, 3080 and 3270 bytes in decode graphs of three models, and 2700 in
-small elementwise kernels (one H200, docs/costs.md). What the driver reports free does not tell it:
-making an executable also loads kernels, and takes what earlier ones left."""
+"""Device memory per node of an executable: 3020, 3080 and 3270 bytes in decode graphs of three
+models, and 2700 in small elementwise kernels (one H200, docs/costs.md). The driver's free memory
+does not show the size, because creating an executable also loads kernels and reuses memory of
+earlier executables."""
 
 
 def executable_bytes(nodes: int) -> int:
-    """Return what an executable of ``nodes`` nodes takes."""
+    """Return the estimated device memory of an executable with ``nodes`` nodes."""
     return _EXECUTABLE_BYTES + nodes * _DEVICE_BYTES_PER_NODE
 
 
 def free_executable(runtime: NodeRuntime, executable: int) -> None:
-    """Free an executable; safe while it is in flight."""
+    """Free an executable, even if a launch of it is in flight."""
     try:
         runtime.destroy_executable(executable)
     except RuntimeCallError as error:
@@ -50,8 +51,11 @@ def free_executable(runtime: NodeRuntime, executable: int) -> None:
 
 
 class RawGraph:
-    """A graph of the driver that lives as long as this object: what was captured, or regions that
-    were captured again, of which recordings read their parameters."""
+    """A graph of the driver that lives as long as this object.
+
+    It is either the captured graph, or holds regions that were captured again and whose parameters
+    a recording uses.
+    """
 
     def __init__(self, runtime: NodeRuntime, graph: int) -> None:
         self._runtime = runtime
@@ -63,11 +67,12 @@ class RawGraph:
 
 
 class _Node(NamedTuple):
-    """One node of the captured graph, with what an executable's node keeps for ever."""
+    """A node of the captured graph."""
 
     node: int
     kind: str
     fixed: Any
+    """Properties that an executable cannot change."""
 
 
 @attrs.frozen
@@ -75,25 +80,26 @@ class _Region:
     name: str
     nodes: tuple[_Node, ...]
     edges: frozenset[tuple[int, int, Hashable]]
-    """Between its nodes, by position."""
+    """Edges between nodes of the region, by position."""
 
 
 class RegionPattern:
-    """What the regions of a captured graph are made of: the pattern of every recording.
+    """The nodes and edges of a captured graph's regions, which every recording must match.
 
     Args:
+        runtime: the driver's node calls.
         graph: the captured graph.
         regions: name and nodes of each region, in capture order.
 
     Raises:
-        UpdateError: a region holds a kind of node that cannot be updated.
+        UpdateError: a region has a kind of node that cannot be updated.
     """
 
     def __init__(
         self, runtime: NodeRuntime, graph: int, regions: Sequence[tuple[str, Sequence[int]]]
     ) -> None:
         self._runtime = runtime
-        self._right: object = None
+        self._checked_edges: object = None
         inner = _inner(runtime.edges(graph), [nodes for _, nodes in regions])
         self.regions = [
             _Region(name, tuple(self._describe(name, node) for node in nodes), edges)
@@ -101,24 +107,24 @@ class RegionPattern:
         ]
 
     def match(self, graph: int, bounds: Sequence[int]) -> list[Update]:
-        """Pair the nodes of ``graph``, into which the regions were captured again, with those of
-        the pattern; read their parameters.
+        """Pair the nodes of ``graph`` with the pattern's nodes and read their parameters.
 
         Args:
-            bounds: for each region, how many nodes ``graph`` had after it.
+            graph: the graph into which the regions were captured again.
+            bounds: number of nodes in ``graph`` after each region.
 
         Raises:
-            UpdateTopologyError: another number, kind or order of nodes.
+            UpdateTopologyError: the number, kinds or order of nodes differ.
             UpdateError: a node uses host memory.
         """
         nodes = self._runtime.nodes(graph)
         spans, start = [], 0
-        for number, (known, stop) in enumerate(zip(self.regions, bounds, strict=True)):
+        for number, (region, stop) in enumerate(zip(self.regions, bounds, strict=True)):
             spans.append(nodes[start:stop])
-            if stop - start != len(known.nodes):
+            if stop - start != len(region.nodes):
                 raise UpdateTopologyError(
-                    f"region {known.name} (number {number}) needs {stop - start} nodes for these "
-                    f"host arguments and had {len(known.nodes)} at capture. Reduce the argument "
+                    f"region {region.name} (number {number}) needs {stop - start} nodes for these "
+                    f"host arguments but had {len(region.nodes)} at capture. Reduce the argument "
                     f"to values that run the same kernels, or capture with policy='full' through "
                     f"dg.capture, which makes a copy for the other topology."
                 )
@@ -132,20 +138,19 @@ class RegionPattern:
 
     def _pair(self, number: int, span: Sequence[int], read: Read, updates: list[Update]) -> None:
         region = self.regions[number]
-        for known, source in zip(region.nodes, span, strict=True):
-            node, kind, fixed = known
+        for (node, kind, fixed), source in zip(region.nodes, span, strict=True):
             if kind == EMPTY:
                 if self._runtime.kind(source) != EMPTY:
                     self._refuse_shape(number, span)
                 continue
-            found = read(kind, fixed, source)
-            if found is None:
+            reading = read(kind, fixed, source)
+            if reading is None:
                 self._refuse_shape(number, span)
-            params, exact, host = found
+            params, exact, host = reading
             if host:
                 raise UpdateError(
                     f"region {region.name} copies from or to host memory. The copy would run at "
-                    f"every replay, long after the recording that owns that memory. Pass the "
+                    f"every replay, when that memory may have been freed or reused. Pass the "
                     f"values as host arguments, or copy them into a device tensor before the step."
                 )
             updates.append(Update(node, kind, params, source, exact))
@@ -153,26 +158,26 @@ class RegionPattern:
     def _check_edges(
         self, graph: int, nodes: Sequence[int], spans: Sequence[Sequence[int]]
     ) -> None:
-        """Raise UpdateTopologyError where a region has other edges."""
+        """Raise UpdateTopologyError if a region has other edges than in the pattern."""
         position_of = dict(zip(nodes, range(len(nodes)), strict=True)).__getitem__
         sources, targets, kinds = edges = self._runtime.edges(graph)
-        # Two captures of the same regions list nodes and edges alike: what was found right once
-        # need not be taken apart again.
-        whole = list(map(position_of, sources)), list(map(position_of, targets)), kinds
-        if whole == self._right:
+        # Captures of the same regions list nodes and edges in the same order, so edges that passed
+        # once need no second check by region.
+        positions = list(map(position_of, sources)), list(map(position_of, targets)), kinds
+        if positions == self._checked_edges:
             return
         for number, inner in enumerate(_inner(edges, spans)):
             if inner != self.regions[number].edges:
                 self._refuse_shape(number, spans[number])
-        self._right = whole
+        self._checked_edges = positions
 
     def _refuse_shape(self, number: int, span: Sequence[int]) -> NoReturn:
-        known = self.regions[number]
+        region = self.regions[number]
         raise UpdateTopologyError(
-            f"region {known.name} (number {number}) needs other kinds of nodes or another "
+            f"region {region.name} (number {number}) needs other kinds of nodes or another "
             f"order for these host arguments than at capture "
             f"({', '.join(map(self._runtime.kind, span))}, was "
-            f"{', '.join(node.kind for node in known.nodes)})."
+            f"{', '.join(node.kind for node in region.nodes)})."
         )
 
     def _describe(self, name: str, node: int) -> _Node:
@@ -183,7 +188,7 @@ class RegionPattern:
         if kind not in UPDATABLE:
             raise UpdateError(
                 f"region {name} holds a {kind} node, which cannot be updated; capture it with "
-                f"policy='breakable', or take that call out of the region."
+                f"policy='breakable', or move that call out of the region."
             )
         return _Node(node, kind, runtime.fixed(kind, node, runtime.params(kind, node)))
 
@@ -198,23 +203,26 @@ def _inner(
         for position, node in enumerate(span)
     }
     inner: list[list[tuple[int, int, Hashable]]] = [[] for _ in spans]
-    for source, target, what in zip(*edges, strict=True):
+    for source, target, kind in zip(*edges, strict=True):
         tail, head = place.get(source), place.get(target)
         if tail is not None and head is not None and tail[0] == head[0]:
-            inner[tail[0]].append((tail[1], head[1], what))
+            inner[tail[0]].append((tail[1], head[1], kind))
     return list(map(frozenset, inner))
 
 
 class NodeRecording(Recording):
     """All region parameters of one graph for one key.
 
-    At first they are written into the graph's own executable when the key is used. A key that is
-    used again gets an executable of its own (``build``), which costs memory and no update.
+    At the first uses of the key, the parameters are written into the graph's own executable. A key
+    that is used again gets a separate executable (``build``), which costs memory but needs no
+    update.
 
     Args:
+        runtime: the driver's node calls.
         nodes: number of nodes in the whole graph.
-        scratch: owns the memory that ``updates`` point to.
-        number: which recording of the graph this is.
+        updates: the new parameters.
+        scratch: owner of the memory that ``updates`` point to.
+        number: number of the recording in its graph.
     """
 
     def __init__(
@@ -228,16 +236,16 @@ class NodeRecording(Recording):
         self.number = number
         self._runtime = runtime
         self.executable_bytes = executable_bytes(nodes)
-        """What an executable of its own would take."""
+        """Device memory of a separate executable in bytes."""
         self.updates = updates
         self._scratch: RawGraph | None = scratch
         self.exact = all(update.exact for update in updates)
-        """Whether the graph's own executable can take the parameters."""
+        """Whether the graph's own executable accepts the parameters."""
         self.uses = 0
-        """Times that it was written or launched since it last lost its executable."""
+        """Number of uses since the recording last lost its executable."""
         self.executable = 0
         self.direct: Executable | None = None
-        """What launches the executable of its own, if there is one."""
+        """Launch target of the separate executable, or None if there is none."""
 
     @property
     def bytes(self) -> int:
@@ -245,8 +253,8 @@ class NodeRecording(Recording):
         return own + _HOST_BYTES_PER_NODE * len(self.updates)
 
     def build(self, graph: int) -> None:
-        """Make an executable of its own from the captured graph."""
-        self.shrink()  # what an interrupt left
+        """Create a separate executable from the captured graph."""
+        self.shrink()  # frees an executable that an interrupt left
         runtime, updates = self._runtime, self.updates
         changed = RawGraph(runtime, runtime.clone(graph, updates)) if updates else None
         self.executable = runtime.instantiate(changed.graph if changed else graph)
