@@ -6,9 +6,10 @@
 ...     print(engine.generate(["The capital of France is"])[0].text)
  Paris.
 
-A model runs unmodified if its whole state is a cache of keys and values, be its attention that of
-transformers' attention-function registry, which is replaced here, or its own; ``docs/models.md``
-lists the exceptions. Everything else raises ``UnsupportedModelError`` at construction.
+A model runs unmodified if its whole state is a cache of keys and values, of recurrent state, or of
+both. Attention that calls the attention-function registry of transformers runs in kernels of this
+package; other models keep their own attention. ``docs/models.md`` lists the exceptions. Every other
+model raises ``UnsupportedModelError`` at construction.
 """
 
 from __future__ import annotations
