@@ -494,18 +494,20 @@ class CausalModel:
             torch.randint(self.shape.vocabulary, (n,), generator=generator, device="cpu").tolist()
             for n in (7, 6)[: self.max_requests]
         ]
-        try:
-            with torch.no_grad(), replaced(overriding(self.model, pad_token_id=None)):
-                alone = [self._alone(torch.tensor([text], device=self.device)) for text in texts]
-            want = torch.stack([logits[at] for at in (0, 1) for logits in alone]).float()
-            limit = (1e-3 if self.dtype == torch.float32 else 5e-2) * want.abs().max()
-            for carries in (True, False) if self.states else (True,):
-                self.states.carries = carries
+        cause: Exception | None = None
+        for carries in (True, False) if self.states else (True,):
+            self.states.carries = carries
+            try:
+                with torch.no_grad(), replaced(overriding(self.model, pad_token_id=None)):
+                    alone = [self._alone(torch.tensor([t], device=self.device)) for t in texts]
+                want = torch.stack([logits[at] for at in (0, 1) for logits in alone]).float()
+                limit = (1e-3 if self.dtype == torch.float32 else 5e-2) * want.abs().max()
                 if (self._logits(texts).float() - want).abs().max() <= limit:
                     return
-        except Exception as error:
-            raise refusal(self.model, f"{own} fails on whole slots ({error})") from error
-        raise refusal(self.model, f"{own} gives other logits on whole slots")
+                failure, cause = "gives other logits on whole slots", None
+            except Exception as error:
+                failure, cause = f"fails on whole slots ({error})", error
+        raise refusal(self.model, f"{own} {failure}") from cause
 
     def _alone(self, ids: Tensor) -> Tensor:
         """Return the logits of the last two tokens of a text from the unchanged model."""
