@@ -209,8 +209,10 @@ class Bound:
         self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
         self._alike: dict[bool, Callable[..., bool]] = {}
         """Guards that compare the tensors, by inference mode."""
-        self._sources = [(name, fn, tensors_in(fn())) for name, fn in owners.items() if _calls(fn)]
-        held = {name: owner for name, owner in owners.items() if not _calls(owner)}
+        self._sources = [
+            (name, fn, tensors_in(fn())) for name, fn in owners.items() if returns_tree(fn)
+        ]
+        held = {name: owner for name, owner in owners.items() if not returns_tree(owner)}
         kept = (torch.Tensor, *PLAIN) if values else torch.Tensor
         leaves = [entry for name, owner in held.items() for entry in tree_entries(name, owner)]
         objects = (leaf for name, owner in held.items() for leaf in leaves_of(name, owner))
@@ -286,7 +288,7 @@ class Bound:
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
 
 
-def _calls(owner: Any) -> bool:
+def returns_tree(owner: Any) -> bool:
     """Whether ``owner`` is a function that returns a tree."""
     return inspect.isroutine(owner) or isinstance(owner, functools.partial)
 
@@ -309,7 +311,7 @@ def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         InputTypeError: a leaf is not a strided tensor.
     """
-    if _calls(owner):
+    if returns_tree(owner):
         owner = owner()
     for path, leaf in leaves_of(name, owner):
         if isinstance(leaf, torch.nn.Module):

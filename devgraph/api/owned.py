@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import Bound, bound_in
+from devgraph.api.buffers import Bound, bound_in, returns_tree
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphWarning,
@@ -251,7 +251,9 @@ class Owned:
     def watch(self) -> list[Callable[[], None]]:
         """Return the checks that every replay makes; each raises StateError."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
-        owners, places = dict(self.arguments), []
+        # Functions among the arguments are the step's to call, unlike those in ``bound``.
+        owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
+        places = []
         owner = self._fn if isinstance(self._fn, torch.nn.Module) else _receiver(self._fn)
         if isinstance(owner, torch.nn.Module):
             modules.append(owner)

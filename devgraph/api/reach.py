@@ -262,9 +262,16 @@ _BUILTINS = frozenset(vars(builtins))
 
 
 def _has_state(value: Any) -> bool:
-    """Whether ``value`` is an object of the user's, and not one of Python's or of torch's."""
+    """Whether ``value`` is an object of the user, not of Python, torch or devgraph.
+
+    A backend, a pool or a runner of a user's own class is devgraph's: a capture changes it.
+    """
+    if fields_of(value):
+        return True
+    if any(kind.__module__.startswith("devgraph.") for kind in type(value).__mro__):
+        return False
     module = type(value).__module__
-    return bool(fields_of(value)) or module == "collections" or not is_machinery_module(module)
+    return module == "collections" or not is_machinery_module(module)
 
 
 def _is_users(module: types.ModuleType) -> bool:

@@ -30,8 +30,12 @@ def test_random_steps_equal_eager_under_every_policy(first: int) -> None:
     counts = Counter[str]()
     for seed in range(first, first + 20):
         counts += run("steps" if seed % 8 else "piecewise", seed)
+    # A RegionError refuses a result that a region also stores, which random regions often do.
+    stored = sum(number for what, number in counts.items() if what.endswith("RegionError"))
     refused = sum(number for what, number in counts.items() if what.startswith("refused"))
     assert counts["replays"] > 60
+    assert stored < counts["captured"] / 2, counts
+    refused -= stored
     assert refused < counts["captured"] / 4, counts
 
 

@@ -8,7 +8,6 @@ import copy
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,9 +258,8 @@ def test_replaced_weights_are_refused_inside_a_capture() -> None:
     model = make_model("llama")
     fusion = fusion_of(model)
     model.model.layers[1].mlp.gate_proj.weight.data = torch.ones(64, 48)
-    scope: Any = SimpleNamespace(refusal=None)
     with (
-        marks.entered(scope),
+        marks.entered(marks.Scope()),
         pytest.raises(CaptureError, match="were replaced"),
         fusion.active(),
     ):
