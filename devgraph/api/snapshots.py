@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -17,6 +19,16 @@ DEFAULT_LIMIT = 2**30
 
 _CHUNK = 2**20
 """Words of memory that are hashed at a time."""
+
+
+_restores: Counter[int] = Counter()
+"""Number of restored random states by thread."""
+
+
+def restores_elsewhere() -> int:
+    """Return how often other threads have put the default random state back."""
+    here = threading.get_ident()
+    return sum(count for thread, count in [*_restores.items()] if thread != here)
 
 
 class _Saved(NamedTuple):
@@ -157,6 +169,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Give tensors and generators their contents back, and tensors their layouts."""
+        _restores[threading.get_ident()] += 1
         self._backend.set_rng_state(self._random)
         torch.set_rng_state(self._host_random)
         for generator, state in self._generators:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import attrs
 import torch
 
+from devgraph.api.snapshots import restores_elsewhere
 from devgraph.cpu.metadata import UnrecordableError
 
 Record = Callable[[str, Callable[[], object]], None]
@@ -69,6 +70,7 @@ class Sequence:
         self._generator = generator
         self._record = record
         self._original = generator.get_state()
+        self._restores = restores_elsewhere()
         self._positions: list[_Position] = []
         self._now: _Position
         self._advance()
@@ -95,6 +97,10 @@ class Sequence:
                     return
             seeded = torch.Generator().manual_seed(self._generator.initial_seed()).get_state()
             if not torch.equal(state, seeded):
+                if restores_elsewhere() != self._restores:
+                    # Another thread has put the state of a capture of its own back.
+                    self._now = _Position(self._generator, state)
+                    return
                 raise UnrecordableError(
                     "the step sets the state of a random generator, or another thread draws from "
                     "it. A replay would set the state of capture again. Set it before the replay"
@@ -141,7 +147,7 @@ class Randomness:
         self._record = record
         # By the address of the generator, because each operation gets an object of its own.
         self._sequences: dict[int, Sequence] = {}
-        self._callers: dict[int, weakref.ref[torch.Generator]] = {}
+        self._callers: dict[int, Callable[[], torch.Generator | None]] = {}
         self._stand_ins: dict[int, _StandIn] = {}
         self._has_claim = _claim.acquire(blocking=False)
         if self._has_claim:
@@ -150,7 +156,10 @@ class Randomness:
 
     def note(self, generator: torch.Generator) -> None:
         """Note the object by which the user's code holds a generator."""
-        self._callers[_address(generator)] = weakref.ref(generator)
+        try:
+            self._callers[_address(generator)] = weakref.ref(generator)
+        except TypeError:  # torch 2.11
+            self._callers[_address(generator)] = lambda: generator
 
     def source(self, generator: torch.Generator | None) -> torch.Generator:
         """Return the generator that replays draw from in place of ``generator``.

@@ -333,16 +333,16 @@ class Proof:
     ) -> list[tuple[str, str]]:
         """Return the differences of a graph from eager on the unpadded batch.
 
-        Of state, only rows count that the unpadded batch wrote and that one row of it wrote alone.
+        Of state, only elements count that the unpadded batch wrote and that one row wrote alone.
         """
         state: dict[str, Any] = {}
         graphs: dict[str, Any] = {}
         for name, (now, saved, rows) in alone.state.items():
             other = got.state[name][0] if name in got.state else saved
-            written = _changed_rows(saved, now)
-            if rows is None and now.dim():
-                written[[*scratch(now)]] = False
             if now.dim():
+                written = _changed(saved, now)
+                if rows is None:
+                    written[[*scratch(now)]] = False
                 now, other = now[written], other[written]
             state[name], graphs[name] = (now, now, rows), (other, other, rows)
         return self._compared.differences(
@@ -523,13 +523,15 @@ def _pads(slot: InputSlot, data: Sequence[int]) -> list[int]:
     return [int(slot.pad.value)]
 
 
+def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Return a bool for each element: whether any byte of it differs."""
+    one, other = (t.contiguous().view(torch.uint8) for t in (saved, now))
+    return (one != other).view(*now.shape, now.element_size()).any(-1)
+
+
 def _changed_rows(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """Return a bool per row: whether any byte of it differs."""
-    if not now.dim():
-        return torch.ones((), dtype=torch.bool, device=now.device)
-    sides = (t.contiguous().view(len(t), -1).view(torch.uint8) for t in (saved, now))
-    one, other = sides
-    return (one != other).any(1)
+    """Return a bool for each row: whether any byte of it differs."""
+    return _changed(saved, now).flatten(1).any(1) if now.dim() > 1 else _changed(saved, now)
 
 
 def _last_inputs(

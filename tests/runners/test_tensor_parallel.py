@@ -43,7 +43,7 @@ def test_two_ranks_generate_the_tokens_of_one(tmp_path):
     assert "2 ranks generate the tokens of one device: True" in done.stdout
     for phase in ("decode", "prefill"):
         assert f"{phase} (breakable on cpu): " in done.stdout
-    assert done.stdout.count("batches: graphs equal eager") == 2
+    assert done.stdout.count("cases: graphs equal eager") == 2
     assert done.stdout.count("in graphs (100 %)") == 2
     tokens = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))
     assert [len(one) for one in tokens] == [6, 3, 6, 3, 6, 3, 6]
