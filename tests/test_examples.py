@@ -49,7 +49,7 @@ def test_recurrent_model_generates_what_it_does_without_graphs():
 
 def test_quickstart_of_the_readme_runs(tmp_path: Path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    quick = re.search(r"## Twenty lines\n+```python\n(.*?)```", readme, re.DOTALL)
+    quick = re.search(r"## A step with host values\n+```python\n(.*?)```", readme, re.DOTALL)
     assert quick is not None
     assert "assert captured.prove(" in quick.group(1)
     path = tmp_path / "quick.py"
