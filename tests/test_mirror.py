@@ -24,6 +24,7 @@ WHOLE = {
     "api/test_interrupts.py": "an interrupt at any instruction of any module",
     "cpu/test_check.py": "all that a device refuses or freezes of a step, found in one run",
     "cpu/test_model.py": "a whole model through the recorder and the tape",
+    "cpu/test_operator_database.py": "every operator of torch's own database against eager",
     "cuda/test_bench.py": "benchmarks/run.py beside the public package for breakable graphs",
     "cuda/test_breakable.py": "breaks on a device: side streams, failures, stale graphs",
     "cuda/test_faults.py": "what only the texts of its own runtime can show",
