@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -365,15 +366,17 @@ def summed(x: torch.Tensor, times: torch.Tensor, turn: Callable[..., torch.Tenso
 
 def test_loop_is_repeated_by_the_device_and_counts_its_nodes(be: AcmeBackend) -> None:
     turns: list[int] = []
+    backend = weakref.ref(be)  # the capture examines objects that a step refers to
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        turns.append(be.namespace.current_stream().address)
+        turns.append(backend().namespace.current_stream().address)  # type: ignore[union-attr]
         return x * 3
 
     x, times = noise(), torch.tensor([2])
     pool = be.make_pool()
     pool.limit(0)
-    with dg.capture(summed, x, times, turn, backend=be, pool=pool, warmup=1) as cap:
+    fn = lambda x, times: summed(x, times, turn)  # noqa: E731
+    with dg.capture(fn, x, times, backend=be, pool=pool, warmup=1) as cap:
         assert turns[4:] == [be.loop_stream.address] != [be.capture_stream.address]
         assert cap.stats() == {"loops": 1, "loop_nodes": 7}
         assert cap.info().nodes == 7 + 5
