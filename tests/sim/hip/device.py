@@ -290,6 +290,9 @@ class Device:
 class Recorder(TorchDispatchMode):
     """Records this thread's operations on a capturing stream; the rest runs as always."""
 
+    # It stands for the device, so it must not count as a mode of the user.
+    __module__ = "devgraph.rocm.fake"
+
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device = device
