@@ -146,6 +146,16 @@ class Engine:
                 f"the model is on {self.model.device} and backend {self.backend.name!r} captures "
                 f"{self.backend.device}; move the model there or choose another backend"
             )
+        if (
+            self.model.states
+            and self.config.prefill.policy == "full"
+            and self.backend.name != "cpu"
+            and not self.config.prefill.emulate
+        ):
+            raise InputError(
+                f"prefill with policy full is not supported for models with recurrent layers on "
+                f"backend {self.backend.name!r}; use breakable for prefill"
+            )
         self._scheduler = Scheduler(
             max_requests, max_step_tokens=max_step_tokens, alone=self.model.own is not None
         )
