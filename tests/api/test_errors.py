@@ -51,8 +51,11 @@ def _decode(forward: Any = lambda batch: batch.x * 2, inputs: Any = (SLOT,), **o
 
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "step": (lambda: _capture(3), "fn must be a callable, got 3"),
-    "backend": (lambda: _capture(backend=3), "named by a string, got 3"),
-    "name of a backend": (lambda: dg.get_backend(None), "named by a string, got None"),
+    "backend": (lambda: _capture(backend=3), "name of a backend must be a string, got 3"),
+    "name of a backend": (
+        lambda: dg.get_backend(None),
+        "name of a backend must be a string, got None",
+    ),
     "kwargs": (lambda: _capture(kwargs=[1]), "kwargs must be a mapping"),
     "host_args": (lambda: _capture(host_args=["n"]), "host_args must be a mapping of names"),
     "pool": (lambda: _capture(pool=3), "make_pool"),
@@ -104,7 +107,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "function of a mark": (lambda: dg.no_graph(fake=3)(print), "fake of a mark must be a function"),
     "backend of a runner": (
         lambda: dg.DecodeRunner(len, [SLOT], backend=None, max_requests=2),
-        "named by a string, got None",
+        "name of a backend must be a string, got None",
     ),
     "group of a runner": (lambda: _decode(group=3), "RankGroup or a process group"),
     "variants of a runner": (lambda: _decode(variants=None), "variants is a list of mappings"),

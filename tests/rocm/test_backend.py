@@ -198,7 +198,7 @@ def test_stream_that_is_stuck_takes_no_other_along(monkeypatch: pytest.MonkeyPat
 def test_process_whose_streams_are_all_stuck_says_so():
     with on_fake() as be:
         be.retired.update(stream.cuda_stream for stream in be.namespace._streams)
-        with pytest.raises(dg.BackendUnavailableError, match="start a new process"):
+        with pytest.raises(dg.BackendUnavailableError, match="Start a new process"):
             be.make_pool().stream  # noqa: B018
 
 
