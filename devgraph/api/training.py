@@ -14,7 +14,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
-from devgraph.api.owned import Owned, require_place
+from devgraph.api.owned import Owned, require_place, without_history
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Failure, Report, compare, randomize
 from devgraph.api.reach import entries
@@ -208,7 +208,11 @@ class TrainingGraphs:
             held.begin(self._backward, arguments=tuple(self._output_grads))
             self._grads = self._gradients(self._differentiable, self._output_grads)
             held.end()
-        fresh = [tensor.detach() for tensor in self._tensors]
+        self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
+        # Without history: an AccumulateGrad node of the capture stream that stays alive would make
+        # later backwards of the caller synchronise with that stream.
+        fresh = self._tensors = [tensor.detach() for tensor in self._tensors]
+        self._outputs, self._differentiable = without_history(self._outputs), []
         self._results = Results(fresh, self.static_inputs, clone=self._clone)
 
     def _gradients(
@@ -247,7 +251,7 @@ class TrainingGraphs:
     @property
     def constant(self) -> list[int]:
         """Positions of outputs that take no part in autograd."""
-        return [index for index, t in enumerate(self._tensors) if not t.requires_grad]
+        return [index for index, needed in enumerate(self._needs_grad) if not needed]
 
     def backward(self, epoch: int, grads: Sequence[Any]) -> list[torch.Tensor | None]:
         """Replay the backward graph; return the gradients of the inputs of ``_Function``.
@@ -266,11 +270,7 @@ class TrainingGraphs:
             self._epoch = -epoch
             self._release_grads()
             self.pool.order()
-            given = [
-                grad
-                for grad, tensor in zip(grads, self._tensors, strict=True)
-                if tensor.requires_grad
-            ]
+            given = [grad for grad, needed in zip(grads, self._needs_grad, strict=True) if needed]
             for target, grad in zip(self._output_grads, given, strict=True):
                 if grad is None:
                     target.zero_()

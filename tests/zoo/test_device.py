@@ -23,9 +23,9 @@ SMALL = {
 }
 OTHERWISE = {
     "FalconForCausalLM": {UNCAPTURED},  # indexes with a list, which is copied from the host
-    "JambaForCausalLM": {REFUSED},
+    "JambaForCausalLM": {RUNS, REFUSED},  # by its dtype
     "MoshiForCausalLM": {RUNS, REFUSED},  # before transformers 5.23
-    "Qwen3NextForCausalLM": {REFUSED},
+    "Qwen3NextForCausalLM": {RUNS, REFUSED},  # by its dtype
 }
 
 
