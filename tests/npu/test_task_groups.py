@@ -272,15 +272,16 @@ def test_interrupt_anywhere_in_a_step_leaves_the_next_right(
 def test_refused_update_that_was_told_is_not_raised_by_another_graphs_capture(
     driver: Driver, backend: Any
 ) -> None:
-    held: list[torch.Tensor] = []
+    seen: set[int] = set()
 
     @dg.region(host_args=("n",))
-    def kept(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        held[:] = [x + n]  # at another address each time: neither taken nor taken back
-        return held[0]
+    def spoiled(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        seen.add(n)
+        # 3 needs other kernels, and so does every value after it: the update cannot be undone.
+        return (x + n) * n if 3 in seen else x + n
 
     x = torch.ones(4).to("npu")
-    fn = lambda x, *, n: kept(x, n=n) * 2  # noqa: E731
+    fn = lambda x, *, n: spoiled(x, n=n) * 2  # noqa: E731
     budget = UpdateBudget(copies=0, may_capture=lambda: False)
     with dg.capture(fn, x, backend=backend, host_args={"n": 2}, budget=budget) as captured:
         captured.replay(n=2)
