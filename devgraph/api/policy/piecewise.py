@@ -764,8 +764,8 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
             f"Use {cure}policy='breakable', which compiles nothing."
         ) from error
     reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-    # The second is the tracer's error for a marked method: it inspects the mark itself.
-    if "args/kwargs to proxy" in reason or "ContextVar" in reason:
+    # The last two are the tracer's errors for a marked method: it traces the mark itself.
+    if any(sign in reason for sign in ("args/kwargs to proxy", "ContextVar", "get_ident")):
         raise CaptureError(
             f"policy 'piecewise' needs the whole step in one trace, and the call at {line} passes "
             f"an object that no trace holds. A marked function (no method) takes tensors, plain "
