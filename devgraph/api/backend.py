@@ -172,13 +172,7 @@ class Backend(Device):
 
 
 def own_pool(backend: Backend, pool: Pool | None, *, releasable: bool = False) -> Pool:
-    """Return ``pool``, or a new pool of ``backend`` if it is None.
-
-    Raises:
-        InputTypeError: the argument is not a pool.
-        StateError: the pool belongs to another backend.
-        CapabilityError: as ``Backend.make_pool``.
-    """
+    """Return ``pool``, or a new pool of ``backend`` if it is None."""
     if pool is None:
         return backend.make_pool(releasable=True) if releasable else backend.make_pool()
     if not isinstance(pool, Pool):

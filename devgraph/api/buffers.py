@@ -184,15 +184,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
 
 class Bound:
-    """Tensors that graphs use in place, with their places.
-
-    Args:
-        named: pairs of a name for errors and a tensor.
-        owners: holders by name: trees, objects, modules, and functions that return trees.
-        values: whether plain values in trees must not change.
-        weights: whether parameters and buffers of modules are compared.
-        places: further places whose tensors must not change.
-    """
+    """Tensors that graphs use in place, with their places."""
 
     def __init__(
         self,
@@ -306,11 +298,7 @@ def _text(place: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, 
 
 
 def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the named tensors of a tree, a module or the result of a function.
-
-    Raises:
-        InputTypeError: a leaf is not a strided tensor.
-    """
+    """Yield the named tensors of a tree, a module or the result of a function."""
     if returns_tree(owner):
         owner = owner()
     for path, leaf in leaves_of(name, owner):

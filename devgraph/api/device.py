@@ -152,11 +152,7 @@ class Device(abc.ABC):
 
 @contextlib.contextmanager
 def locked(device: Device, lock: Any) -> Iterator[None]:
-    """Hold ``lock``, which a capture of another thread may hold.
-
-    Raises:
-        CaptureBusyError: another thread holds it for too long.
-    """
+    """Hold ``lock``, which a capture of another thread may hold."""
     if not lock.acquire(timeout=device.capture_lock_timeout):
         who = getattr(device.capture_lock.owner, "name", "")
         raise CaptureBusyError(

@@ -182,13 +182,7 @@ __all__ = sorted(
 
 
 def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
-    """Return a sentence that lists the ``known`` names and suggests the one closest to ``name``.
-
-    Args:
-        name: the name that was not found.
-        known: the valid names.
-        habits: maps other common words to valid names.
-    """
+    """Return a sentence that lists the ``known`` names and suggests the one closest to ``name``."""
     names = sorted(known)
     spellings = {word: valid for word, valid in (habits or {}).items() if valid in names}
     spellings |= {valid.lower(): valid for valid in names}
@@ -201,14 +195,7 @@ def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | No
 def whole(
     what: str, value: object, least: int = 0, kind: type[DeviceGraphError] = InputError
 ) -> int:
-    """Return ``value`` as an int if it is a whole number of at least ``least``.
-
-    Raises:
-        InputError: the value is less than ``least``.
-        InputTypeError: the value is not an integer.
-        ConfigError: instead of InputError, if ``kind`` is ConfigError.
-        ConfigTypeError: instead of InputTypeError, if ``kind`` is ConfigError.
-    """
+    """Return ``value`` as an int if it is a whole number of at least ``least``."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -222,12 +209,7 @@ def whole(
 
 
 def finite(what: str, value: object) -> float:
-    """Return ``value`` if it is a finite number of at least 0.
-
-    Raises:
-        InputError: the number is negative or not finite.
-        InputTypeError: the value is not a number.
-    """
+    """Return ``value`` if it is a finite number of at least 0."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise InputTypeError(f"{what} must be a number, got {brief(value)}")
     number: float = value  # type: ignore[assignment]  # numpy has numbers too

@@ -77,11 +77,7 @@ def call_weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def dereference(reference: Callable[[], _Referent | None]) -> _Referent:
-    """Return the graph, or the method, that a weak reference of a kept replay refers to.
-
-    Raises:
-        StateError: the graph no longer exists.
-    """
+    """Return the graph, or the method, that a weak reference of a kept replay refers to."""
     referent = reference()
     if referent is None:
         raise StateError("cannot replay a graph that is gone: keep the graph, not its replay.")
@@ -253,11 +249,7 @@ class Recordings:
         self._seconds += time.perf_counter() - started
 
     def made(self, make: Callable[[], Executable]) -> Executable:
-        """Return the executable that ``make`` returns; evict others if there is no memory for it.
-
-        Raises:
-            ExecutableError: there is not enough memory even so.
-        """
+        """Return the executable that ``make`` returns; evict others if memory runs out."""
         self.require_memory()
         with self.making():
             try:
@@ -381,13 +373,6 @@ class EvictableExecutable(Recording):
     Callables returned by ``bound`` survive evictions: each call looks up the executable and
     rebuilds it on demand. Each launch leaves a stamp, by which the least recently used one is
     found.
-
-    Args:
-        graph: the graph, which is referred to weakly.
-        recordings: the budget of its pool.
-        make: returns the launch target.
-        drop: frees the target; safe while a launch of it is in flight.
-        nbytes: memory that the target takes.
     """
 
     def __init__(
@@ -415,11 +400,7 @@ class EvictableExecutable(Recording):
         return self._bytes
 
     def launch(self) -> None:
-        """Launch once; make the target before if need be.
-
-        Raises:
-            ExecutableError: there is no memory to make it; nothing was launched.
-        """
+        """Launch once; make the target before if need be."""
         executable = self._executable
         if executable is None:
             self._make_and_launch()

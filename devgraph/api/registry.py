@@ -207,9 +207,6 @@ def declaration(name: str) -> type[Backend] | None:
 
     The result is None if the backend is registered as a function, or if its package cannot be
     loaded here.
-
-    Raises:
-        UnknownBackendError: no backend of that name is registered (a ValueError).
     """
     from devgraph.api.backend import Backend  # imports torch, which names and reasons do not need
 

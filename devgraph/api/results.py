@@ -46,13 +46,7 @@ class ResultCheck:
             self.refuse(*map(str, (returned, expected)))
 
     def layout(self, value: Any, target: torch.Tensor, *, strides: bool = True) -> None:
-        """Raise the error if ``value`` is not a tensor with the layout of ``target``.
-
-        Args:
-            value: a leaf of the later result.
-            target: the tensor at the fixed address.
-            strides: compare the effective strides and the device as well.
-        """
+        """Raise the error if ``value`` is not a tensor with the layout of ``target``."""
         if (
             not isinstance(value, torch.Tensor)
             or not has_place(value)
@@ -80,10 +74,6 @@ class Outputs:
     Graphs of a pool reuse each other's memory: replaying an older graph overwrites the outputs of a
     newer one unless they are moved out. The last warm-up run returned equal tensors in memory of
     their own, so the outputs are moved there.
-
-    Args:
-        pool: the pool of the capture.
-        arguments: the caller's tensors.
     """
 
     def __init__(self, pool: Pool, arguments: Iterable[torch.Tensor]) -> None:
@@ -141,12 +131,7 @@ class Outputs:
         return target
 
     def deliver(self, targets: Any, outputs: Any) -> None:
-        """Copy the outputs of another capture of the step into ``targets``.
-
-        Raises:
-            RegionError: the outputs have another structure, layout or value, or share memory in
-                another way.
-        """
+        """Copy the outputs of another capture of the step into ``targets``."""
         check = ResultCheck(
             "the step",
             now="for these host arguments",

@@ -149,9 +149,6 @@ def supported_error_mode(backend: Device, mode: str) -> str:
     """Return the capture error mode that the backend uses for ``mode``.
 
     That is the strictest mode of the backend if it does not support ``mode``.
-
-    Raises:
-        InputError: there is no such mode.
     """
     if mode not in CAPTURE_ERROR_MODES:
         raise InputError(f"capture_error_mode {mode!r} is none of {', '.join(CAPTURE_ERROR_MODES)}")

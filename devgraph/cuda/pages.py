@@ -43,11 +43,7 @@ def compiler() -> list[str] | None:
 
 
 def compiled(command: Sequence[str], folder: Path) -> Path:
-    """Compile the source with ``command`` into ``folder``, unless it is there, and return its path.
-
-    Raises:
-        CapabilityError: the library cannot be compiled.
-    """
+    """Compile the source into ``folder``, unless it is there, and return its path."""
     text = _SOURCE.read_bytes() + repr((command, os.uname().machine)).encode()
     library = folder / f"pages-{hashlib.sha256(text).hexdigest()[:16]}.so"
     if library.exists():
@@ -74,12 +70,7 @@ def compiled(command: Sequence[str], folder: Path) -> Path:
 
 
 class MappedPages:
-    """The memory segments of all releasable pools of a process; see ``Pages``.
-
-    Args:
-        library: path of the compiled library.
-        driver: name of the driver's library.
-    """
+    """The memory segments of all releasable pools of a process; see ``Pages``."""
 
     def __init__(self, library: Path, driver: str) -> None:
         self._calls = calls = ctypes.CDLL(str(library))
@@ -100,11 +91,7 @@ class MappedPages:
     @classmethod
     @functools.cache
     def of_process(cls) -> MappedPages:
-        """Return the instance of this process.
-
-        Raises:
-            CapabilityError: the library cannot be compiled.
-        """
+        """Return the instance of this process."""
         command = compiler()
         assert command is not None
         return cls(compiled(command, cache_folder()), "libcuda.so.1")

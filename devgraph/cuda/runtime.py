@@ -135,11 +135,6 @@ class Runtime(NodeRuntime):
     The getter of CUDA's runtime library can fail for kernels that the driver loaded (Triton,
     cuBLAS), so this class calls the driver. Driver calls need a current context. A thread that is
     new to CUDA gets its context when its first call fails.
-
-    Args:
-        brief: the driver's library for short calls, which keep the GIL.
-        waiting: the driver's library for calls that may wait, which release the GIL.
-        enter: makes a context current in this thread, as the first call of CUDA's runtime does.
     """
 
     prefix = "cu"

@@ -72,13 +72,7 @@ class Job:
 
 
 class UpdateChannel:
-    """The update thread and stream of one device.
-
-    Args:
-        namespace: ``torch.npu``.
-        index: index of the device.
-        timeout: seconds after which a job, or a replay whose events were recorded, counts as stuck.
-    """
+    """The update thread and stream of one device."""
 
     def __init__(self, namespace: Any, index: int, timeout: float = 60.0) -> None:
         self._namespace = namespace
@@ -141,11 +135,7 @@ class UpdateChannel:
             raise
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """Queue ``work`` after all queued jobs.
-
-        Raises:
-            UpdateError: the thread has ended.
-        """
+        """Queue ``work`` after all queued jobs."""
         self.require_alive()
         job = Job(work)
         self.queue(job)
@@ -167,11 +157,7 @@ class UpdateChannel:
             )
 
     def finish(self, job: Job, what: str) -> None:
-        """Wait until ``job`` was issued and re-raise its exception.
-
-        Raises:
-            UpdateError: the job was not issued in time.
-        """
+        """Wait until ``job`` was issued and re-raise its exception."""
         if self.on_thread():
             return
         deadline = time.monotonic() + self.timeout

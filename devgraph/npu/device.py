@@ -173,13 +173,7 @@ class NpuDevice(TorchBackend):
     def retire(
         self, native: Any, fence: Callable[[], Callable[[], bool]], regions: TaskGroups | None
     ) -> None:
-        """Destroy a captured graph and release its streams and events after its last replay.
-
-        Args:
-            native: the captured graph.
-            fence: returns a callable that reports whether the pool's replays have ended.
-            regions: the graph's updatable regions.
-        """
+        """Destroy a captured graph and release its streams and events after its last replay."""
         self._retired.append(_Retired(native, regions, fence))
         self.free_buried()
 
@@ -211,11 +205,7 @@ class NpuDevice(TorchBackend):
             lock.release()
 
     def _free(self, *, may_wait: bool) -> None:
-        """Free graphs whose last replay has ended and, with ``may_wait``, buried memory.
-
-        Args:
-            may_wait: no replay waits for the host, so that this thread may wait for the device.
-        """
+        """Free graphs whose last replay has ended and, with ``may_wait``, buried memory."""
         if self._freeing:
             return  # A destructor called this; the outer call processes the new entry.
         self._freeing = True
@@ -281,12 +271,7 @@ class NpuDevice(TorchBackend):
         return lambda: int(current(index)[0])
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all work.
-
-        Raises:
-            UpdateError: the record of an event was lost, and a replay waited for it longer than the
-                channel's timeout. The device has been released and the graph is dirty.
-        """
+        """Wait until the device has finished all work."""
         for regions in self.channel.settle():
             self.channel.unwatch(regions)
             if regions.lost is not None:

@@ -36,11 +36,6 @@ class TaskGroups:
 
     An instance references no graph, so that the update thread never drops the last reference to
     one.
-
-    Args:
-        channel: the update channel of the device.
-        namespace: ``torch.npu``.
-        memory: returns a context that routes the update thread's allocations to the region pool.
     """
 
     def __init__(

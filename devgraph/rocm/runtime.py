@@ -124,12 +124,6 @@ class Runtime(NodeRuntime):
     the square of the number of nodes (11069). Instead, nodes are written one at a time, which
     reports errors. ``hipGraphUpload`` is not called either, because it has no effect where it is
     supported.
-
-    Args:
-        path: path of the library.
-
-    Raises:
-        BackendUnavailableError: the library lacks functions that devgraph needs.
     """
 
     prefix = "hip"
@@ -175,11 +169,7 @@ class Runtime(NodeRuntime):
 
     @staticmethod
     def find() -> Runtime:
-        """Return the runtime that torch uses.
-
-        Raises:
-            BackendUnavailableError: no libamdhip64 is mapped into this process.
-        """
+        """Return the runtime that torch uses."""
         path = mapped_library()
         if path is None:
             raise BackendUnavailableError(

@@ -191,11 +191,7 @@ class _VerifiedLaunch:
         """Whether a launch has proved that the runtime used the written parameters."""
 
     def launch(self) -> None:
-        """Launch the executable once.
-
-        Raises:
-            UpdateError: the runtime used other parameters.
-        """
+        """Launch the executable once."""
         self._launch()
         if self.expected is not None:
             self._how.verify(dereference(self._graph), self, self.expected)

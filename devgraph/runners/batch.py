@@ -190,13 +190,7 @@ def end_batch(batch: Batch) -> None:
 
 
 class HostArgs:
-    """The declared host arguments.
-
-    Args:
-        declared: Maps a name to its value at capture, or to a ``HostSlot`` for a sequence with one
-            entry per request or token.
-        partly: Whether runs may omit names, because the engine plans them.
-    """
+    """The declared host arguments."""
 
     def __init__(self, declared: Mapping[str, Any] | None, *, partly: bool = False) -> None:
         self.declared = declared_names(declared)
@@ -221,19 +215,9 @@ class HostArgs:
     def resolve(
         self, given: Mapping[str, Any] | None, real: Size, padded: Size
     ) -> Mapping[str, Any]:
-        """Return a value for every declared argument, with sequences padded to ``padded``.
+        """Return a value for every declared argument of a batch of ``real``, padded to ``padded``.
 
         If runs may omit names, the result has the given ones only.
-
-        Args:
-            given: Values by name.
-            real: The size for which sequences have one entry per row.
-            padded: The size of the graph.
-
-        Raises:
-            HostArgumentError: A name is missing or unknown, or a value does not have the declared
-                type (a TypeError).
-            InputError: A sequence does not have one entry per row of ``real``.
         """
         # This runs in every step. Values of exactly the declared types need no closer check.
         if type(given) is dict:

@@ -152,14 +152,7 @@ _AS_MANY_ROWS = "Give the slots of 'requests' and 'tokens' as many rows as the b
 
 
 class ByTokens:
-    """Counting for requests of different lengths: buckets count tokens.
-
-    Args:
-        phase: The phase, for messages.
-        requests: Number of request slots of a graph.
-        limit: Maximum number of requests of a batch in a graph, or None if graphs do not depend on
-            it.
-    """
+    """Counting for requests of different lengths: buckets count tokens."""
 
     counts = "tokens"
 
@@ -173,11 +166,7 @@ class ByTokens:
         return Size(self.requests, bucket)
 
     def size(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:
-        """Return the size of a real batch; one of the numbers may be None, which is unknown.
-
-        Raises:
-            InputError: The numbers contradict each other, or a necessary one is missing.
-        """
+        """Return the size of a real batch; one of the numbers may be None, which is unknown."""
         if tokens is None:
             raise InputError(f"{self.phase} needs the number of tokens: can_run(requests, tokens)")
         if requests is None:

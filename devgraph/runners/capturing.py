@@ -98,15 +98,7 @@ class RankOutcome:
 
 
 class CaptureScheduler:
-    """Captures the graphs of a runner in rounds; all ranks take part in each round.
-
-    Args:
-        facts: settings that all ranks must have in common.
-        share: the scheduler of the runner whose buffers this runner uses.
-
-    Attributes:
-        rounds: number of rounds so far; it keeps the exchanges between ranks apart.
-    """
+    """Captures the graphs of a runner in rounds; all ranks take part in each round."""
 
     def __init__(
         self,
@@ -159,12 +151,6 @@ class CaptureScheduler:
 
         It is the largest pending graph. With ``capture="lazy"``, graphs that enough batches of a
         rank wanted come first. If ``max_graphs`` is reached, only such graphs are elected.
-
-        Args:
-            ready: whether this rank has time for a capture.
-
-        Raises:
-            AgreementError: ranks differ in their pending graphs, or a rank did not vote.
         """
         ready = ready and not self._pool.recordings.released
         all_graphs, has_room = list(self._graphs), bool(self.pending)
@@ -185,17 +171,7 @@ class CaptureScheduler:
         return config.capture == "lazy" and graph.wants >= config.lazy_hits
 
     def round(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
-        """Capture ``graphs``, which are ordered largest first.
-
-        Args:
-            graphs: the graphs to capture.
-            profile: folder for traces of the captures.
-
-        Raises:
-            ResourceError: memory or another resource ran out and the runner is strict.
-            AgreementError: another rank failed, is late, or is gone.
-            Exception: an error of the step. Earlier captures of the round are kept.
-        """
+        """Capture ``graphs``, which are ordered largest first."""
         self._begin(graphs)
         if graphs and not self.pending:  # ``max_graphs`` is reached: evict the oldest graph.
             oldest = min(self._graphs.captured, key=lambda other: other.used)
@@ -242,12 +218,7 @@ class CaptureScheduler:
         )
 
     def _require_unwritten(self, graphs: Sequence[BucketGraph], before: Snapshot) -> None:
-        """Raise if a capture wrote a tensor above the limit for copies, on this rank or another.
-
-        Raises:
-            CaptureError: this rank; ``graphs`` are closed.
-            AgreementError: another rank.
-        """
+        """Raise if a capture wrote a tensor above the limit for copies, on this rank or another."""
         tag, mine = f"{self._name}/state{self.rounds}", RankOutcome(Outcome.CAPTURED)
         try:
             before.require_unwritten()
@@ -282,11 +253,7 @@ class CaptureScheduler:
         self.rounds += 1
 
     def learn_together(self) -> None:
-        """Learn the outputs of the step on all ranks, in a round without captures.
-
-        Raises:
-            AgreementError: another rank failed, is late, or is gone.
-        """
+        """Learn the outputs of the step on all ranks, in a round without captures."""
         self._begin(())
         tag = f"{self._name}/outputs{self.rounds}"
         try:
@@ -309,9 +276,7 @@ class CaptureScheduler:
     def _run_largest(self, barrier: Callable[[], None]) -> None:
         """Run every variant once at its largest size and allocate the outputs.
 
-        Args:
-            barrier: called after each run, and instead of each run that is already done here, so
-                that every rank meets the same number of barriers.
+        ``barrier`` is called as often on a rank that has done its runs already.
         """
         step = self._step
         if self._share is not None:  # The lender's outputs determine which buffers exist.
@@ -366,10 +331,6 @@ class CaptureScheduler:
         """Capture one graph on every rank, after ``runs`` warm-up runs.
 
         A capture that fails after fewer than two warm-up runs is retried once, after two.
-
-        Returns:
-            the reason why this graph and the rest of the round are dropped, with its explanation;
-            None if the graph was captured.
         """
         ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
         barrier = self._barrier(tag)
@@ -436,12 +397,7 @@ class CaptureScheduler:
     ) -> Captured | EmulatedGraph:
         """Capture one graph into ``pool``: the only place where a step becomes a capture.
 
-        Args:
-            graph: the graph to capture.
-            barrier: called after each warm-up run, the last one included, and before each eager
-                body of a breakable capture.
-            pool: memory of the capture.
-            runs: number of warm-up runs.
+        ``barrier`` is called after every warm-up run and before every eager body.
         """
         step, config, options = self._step, self._config, self._options
         write = step.outputs.writer(graph.key.variant, graph.size)

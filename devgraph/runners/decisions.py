@@ -187,11 +187,7 @@ def reason_of(error: UpdateError | ExecutableError) -> Reason:
 
 
 def canonical_variant(options: Mapping[str, Any]) -> Variant:
-    """Return the form of a variant that keys use.
-
-    Raises:
-        InputTypeError: a value cannot be hashed.
-    """
+    """Return the form of a variant that keys use."""
     check_mapping(options)
     items = [(k, v) for k, v in options.items() if not (k == "width" and v == 1)]
     variant = tuple(sorted(items, key=lambda item: item[0]))
@@ -213,12 +209,7 @@ def check_mapping(variant: object, error: type[DeviceGraphError] = InputTypeErro
 
 
 def check_values(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
-    """Check the values of a variant.
-
-    Raises:
-        DeviceGraphError: the width is not a positive integer; the class is ``error``.
-        InputTypeError: a value cannot be compared, such as a tensor or nan.
-    """
+    """Check the values of a variant."""
     for name, value in options.items():
         if isinstance(value, torch.Tensor) or (isinstance(value, float) and math.isnan(value)):
             raise InputTypeError(
@@ -233,14 +224,7 @@ def check_values(options: Mapping[str, Any], error: type[DeviceGraphError]) -> N
 def check_variants(
     variants: Sequence[Mapping[str, Any]], *, with_width: bool
 ) -> dict[Variant, Mapping[str, Any]]:
-    """Return the declared variants by canonical form.
-
-    Raises:
-        ConfigError: there is no variant, a duplicate, a bad ``width``, or a ``width`` although
-            requests differ in length.
-        ConfigTypeError: a variant is not a mapping.
-        InputTypeError: a variant cannot be a key.
-    """
+    """Return the declared variants by canonical form."""
     declared: dict[Variant, Mapping[str, Any]] = {}
     if isinstance(variants, str | Mapping) or not isinstance(variants, Iterable):
         raise ConfigTypeError(

@@ -303,14 +303,6 @@ def packed(
     pack with more padding, packings of the same number of even packs are tried too. An item over
     the largest budget, or longer than ``longest``, is alone. The packs, and the items of each, are
     in the order of the items.
-
-    Args:
-        items: Numbers of the items.
-        lengths: Rows of each item, by number.
-        budgets: Sizes of packs, ascending.
-        max_items: Maximum number of items in a pack.
-        max_padding: Maximum factor of padded to real rows of a pack in a graph.
-        longest: Maximum rows of an item in a graph, or None.
     """
     most = budgets[-1] if longest is None else min(budgets[-1], longest)
     order = sorted(items, key=lambda item: -lengths[item])
@@ -394,11 +386,7 @@ class _Shares:
         lengths: Sequence[int],
         outputs: OutputStore,
     ) -> list[Any]:
-        """Return the output of every item, exchanged by one all-gather per tensor.
-
-        Raises:
-            AgreementError: Another rank raised, or has other items.
-        """
+        """Return the output of every item, exchanged by one all-gather per tensor."""
         texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
         odd = [rank for rank, text in enumerate(texts) if text != texts[self.rank]]
         if odd:

@@ -26,11 +26,7 @@ from devgraph.runners.timing import ReplayTimer
 
 
 class EmulatedGraph:
-    """A stand-in for a capture that runs the step eagerly at each replay.
-
-    Args:
-        run: the step over the static buffers; takes host arguments as keywords.
-    """
+    """A stand-in for a capture that runs the step eagerly at each replay."""
 
     exact = True
     capture_seconds = 0.0
@@ -187,12 +183,7 @@ class Graphs:
         return self._by_key[GraphKey(variant, self.buckets.maximum)]
 
     def asked(self, variant: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Check the variant that a batch asks for; return it, or an empty mapping for None.
-
-        Raises:
-            InputError: no declared variant has a name in it, or its ``width`` is not positive.
-            InputTypeError: it is not a mapping, or a value cannot be compared.
-        """
+        """Check the variant that a batch asks for; return it, or an empty mapping for None."""
         if variant is None:
             return {}
         check_mapping(variant)
@@ -217,9 +208,6 @@ class Graphs:
         """Return how a batch would run now. Changes nothing.
 
         This is the only rule of eligibility.
-
-        Raises:
-            InputError: ``longest`` is missing where it is needed, or negative.
         """
         config = self._config
         if not size.requests or not size.tokens:
@@ -276,12 +264,7 @@ class Graphs:
         return Decision.eager(reason, decision.key)
 
     def require_fit(self, decision: Decision, size: Size, options: Mapping[str, Any]) -> None:
-        """Raise an error unless the graph of ``decision`` can run a batch of ``size`` now.
-
-        Raises:
-            StateError: the graph cannot be launched.
-            InputError: the batch does not fit the bucket or has another variant.
-        """
+        """Raise an error unless the graph of ``decision`` can run a batch of ``size`` now."""
         graph, now = self.get(decision.key), self.launchable(decision)
         if graph is None or not now.ok:
             raise StateError(

@@ -31,18 +31,7 @@ of its own. Larger padding is filled in place, which saves the memory."""
 
 
 class InputArena:
-    """The static buffers of a runner's input slots.
-
-    Args:
-        slots: Input slots by name.
-        largest: The largest batch that the buffers must hold.
-        backend: The backend of the buffers' device.
-        run_slots: Names of the slots that belong to a run and not to its graph.
-        share: Buffers of another runner, used for slots of the same name, dtype and row shape.
-
-    Raises:
-        ConfigError: A buffer of ``share`` is too small.
-    """
+    """The static buffers of a runner's input slots."""
 
     def __init__(
         self,
@@ -71,11 +60,7 @@ class InputArena:
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
-        """Return the buffers that another runner can use for its ``slots``, by name.
-
-        Raises:
-            ConfigError: A buffer is too small for that runner's ``largest`` batch.
-        """
+        """Return the buffers that another runner can use for its ``slots``, by name."""
         lent = {}
         for slot in slots:
             own = self.slots.get(slot.name)
@@ -158,11 +143,6 @@ class InputArena:
 
         Tensors in the static buffers are copied first, and gradient history is dropped. All others
         are returned unchanged.
-
-        Raises:
-            InputError: The inputs are not a mapping of exactly the declared slots, or one does not
-                have the shape, dtype, layout or device that is declared for this batch. The message
-                names it. ``InputTypeError``: It is not a tensor.
         """
         self.require(inputs, self.given)
         return [self.admit_one(slot, inputs[name], real) for name, slot in self.given.items()]
@@ -261,10 +241,6 @@ class Staging:
     """A packed transfer of host tensors of fixed shapes and dtypes to the device.
 
     A transfer of its own for each tensor would cost about 25 us of host time.
-
-    Args:
-        memory: The blocks to pack into.
-        layouts: Shape and dtype of each tensor.
     """
 
     def __init__(

@@ -40,19 +40,7 @@ class _Group:
 
 
 class CopyPlan:
-    """Loads batches of one real size into the static views of one padded size.
-
-    Args:
-        arena: the static buffers.
-        real: size of the caller's batch.
-        padded: size of the graph.
-        run_tensors: targets of the slots that belong to the run and not to the graph, at the real
-            size.
-        join: copy slots of different dtypes together where that is cheaper. By default on devices
-            only, where a copy is a launch.
-        bare: returns a tensor over the same memory that does not own it, or the tensor itself if
-            the device has none; see ``Pool.bare``.
-    """
+    """Loads batches of one real size into the static views of one padded size."""
 
     def __init__(
         self,

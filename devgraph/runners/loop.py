@@ -234,15 +234,7 @@ def _repeated(
     repeat: Repeat,
     like: Any,
 ) -> LoopResult:
-    """Return the result of up to ``most`` steps; a replay repeats the step while a request runs.
-
-    Args:
-        step: one step; returns the running requests and its outputs.
-        most: maximum number of steps.
-        running: the running requests.
-        repeat: records the repeated part.
-        like: tensors with the layout of the step's outputs.
-    """
+    """Return the result of up to ``most`` steps; a replay repeats the step while a request runs."""
     taken = torch.zeros_like(running, dtype=torch.int64)
     at = taken.new_zeros(1)
     going = running.any()

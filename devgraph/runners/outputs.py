@@ -67,15 +67,6 @@ class Layout:
 class OutputStore:
     """The output buffers of a runner.
 
-    Args:
-        slots: A pytree of ``OutputSlot``s like the step's result. One slot in the place of a tree
-            is for all tensors of the tree.
-        share: The store of another runner. Its buffers are used for outputs of the same position,
-            dtype and row shape if they are large enough.
-
-    Attributes:
-        shares: Whether it uses any of them.
-
     Call ``learn`` once per variant with a result of the largest size, then ``allocate`` once, then
     ``writer`` for each graph and ``views`` for each size.
     """
@@ -100,12 +91,7 @@ class OutputStore:
         return 0 if self.buffers is None else self.buffers.nbytes
 
     def learn(self, variant: Variant, result: Any, size: Size) -> None:
-        """Learn the structure of the outputs from a result of the variant's largest size.
-
-        Raises:
-            ConfigError: The result does not match the declared output slots. The message names the
-                output.
-        """
+        """Learn the structure of the outputs from a result of the variant's largest size."""
         self._layouts[variant] = self.layout_of(result, size)
 
     def layout_of(self, result: Any, size: Size) -> Layout:
@@ -123,14 +109,7 @@ class OutputStore:
     def empty(
         self, variant: Variant, run: Callable[[], Any], size: Size, device: torch.device
     ) -> Any:
-        """Return a result without rows, in new tensors; outputs of fixed shape hold zeros.
-
-        Args:
-            variant: The variant of the batch.
-            run: Returns a result of ``size``; called once for a variant that was not learnt.
-            size: Size of that result.
-            device: Device of the tensors.
-        """
+        """Return a result without rows, in new tensors; outputs of fixed shape hold zeros."""
         layout = self._layouts.get(variant) or self._shown.get(variant)
         if layout is None:
             layout = self._shown[variant] = self.layout_of(run(), size)
@@ -145,10 +124,6 @@ class OutputStore:
         """Return the part of each item in the result of a pack, as views.
 
         Raises as ``learn``.
-
-        Args:
-            result: The result of the packed items.
-            lengths: The tokens of each item.
         """
         layout = self.layout_of(result, Size(len(lengths), sum(lengths)))
         parts: list[Sequence[Any]] = []
@@ -181,12 +156,7 @@ class OutputStore:
     def lent(
         self, kinds: Mapping[str, set[tuple[Any, ...]]], needed: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Return the buffers that another runner can use for its outputs.
-
-        Args:
-            kinds: Dtypes and row shapes of its outputs by position.
-            needed: Bytes of its outputs by position.
-        """
+        """Return the buffers that another runner can use for its outputs."""
         assert self.buffers is not None
         own = self._kinds()
         return {
@@ -290,11 +260,7 @@ def copied(outputs: Any) -> Any:
 
 
 def slots_by_leaf(slots: Any, result: Any) -> list[OutputSlot]:
-    """Return the slot of every leaf of ``result``; see ``OutputStore``.
-
-    Raises:
-        ConfigError: The slots are declared for another structure.
-    """
+    """Return the slot of every leaf of ``result``; see ``OutputStore``."""
     try:
         spread = pytree.tree_map(
             lambda slot, part: pytree.tree_map(lambda _: slot, part), slots, result
@@ -351,11 +317,7 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
 
 
 class LeaseClock:
-    """Counts the runs of one runner.
-
-    Attributes:
-        caller: The thread that received outputs of the last run without a copy.
-    """
+    """Counts the runs of one runner."""
 
     __slots__ = ("_callers", "caller", "name", "now")
 
@@ -436,11 +398,7 @@ def lease(tree: Any, clock: LeaseClock) -> Any:
 
 
 def released(tensor: LeasedTensor) -> torch.Tensor:
-    """Return the plain tensor of a lease that has not expired.
-
-    Raises:
-        StaleOutputError: The lease has expired.
-    """
+    """Return the plain tensor of a lease that has not expired."""
     _require_current(tensor)
     return _plain(tensor)  # type: ignore[no-any-return]
 

@@ -675,11 +675,7 @@ class Runner:
             self._steps.clear()
 
     def _verify(self, chosen: Sequence[BucketGraph], cases: int) -> None:
-        """Compare graphs with eager, and drop those that differ on any rank.
-
-        Raises:
-            CaptureError: a graph differs and the runner is strict.
-        """
+        """Compare graphs with eager, and drop those that differ on any rank."""
         proof = self._proof(Terms(cases=cases, quick=True))
         report = proof.of(self.graphs, chosen)
         self._checked_at = self._steps_so_far
@@ -1046,12 +1042,7 @@ def _check_config(options: Options) -> None:
 
 
 def _pool_with(share: object, pool: Pool | None) -> Pool:
-    """Return the pool for a runner that shares buffers; both runners must use the same pool.
-
-    Raises:
-        ConfigError: another pool was given.
-        ConfigTypeError: ``share`` is not a runner.
-    """
+    """Return the pool for a runner that shares buffers; both runners must use the same pool."""
     if not isinstance(share, Runner):
         raise ConfigTypeError(f"share must be another runner, got {brief(share)}")
     share._require_open("share its buffers")

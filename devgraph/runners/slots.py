@@ -316,17 +316,7 @@ ROW_PER_TOKEN = OutputSlot(rows="tokens")
 def check_slots(
     slots: Sequence[InputSlot], own: Sequence[InputSlot] = (), state: InputSlot | None = None
 ) -> dict[str, InputSlot]:
-    """Return the slots by name, followed by the runner's ``own``.
-
-    Args:
-        slots: The slots of the engine.
-        own: The slots of the runner.
-        state: The slot of the state of requests, if there is any. It reserves the name ``state``.
-
-    Raises:
-        ConfigError: A name is declared twice or reserved, or no slot shows the size of a batch.
-            ``ConfigTypeError``: Something is not an input slot.
-    """
+    """Return the slots by name, followed by the runner's ``own``."""
     by_name: dict[str, InputSlot] = {}
     if isinstance(slots, InputSlot) or not isinstance(slots, Iterable):
         raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {brief(slots)}")
@@ -386,14 +376,7 @@ class Padding:
         template: torch.Tensor | None = None,
         last: torch.Tensor | None = None,
     ) -> None:
-        """Register ``part`` as padding.
-
-        Args:
-            part: The rows to pad.
-            pad: Their rule.
-            template: A flat tensor of the constant of ``pad``, if there is one.
-            last: The real row before the part, read at every write, or None if there is none.
-        """
+        """Register ``part`` as padding."""
         source = None
         if pad.kind == "last" and last is not None:
             source = raw(last).expand(part.shape)

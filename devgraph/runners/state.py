@@ -71,13 +71,7 @@ class StateSlot:
 
 
 class StateStore:
-    """The state buffers of a runner, and of the runners that share them.
-
-    Args:
-        slots: State slots by name.
-        rows: Number of request slots.
-        backend: The backend of the buffers' device.
-    """
+    """The state buffers of a runner, and of the runners that share them."""
 
     def __init__(self, slots: Mapping[str, StateSlot], rows: int, backend: Backend) -> None:
         self.slots = dict(slots)
@@ -107,20 +101,7 @@ class StateStore:
         share: Any,
         width: int = 1,
     ) -> StateStore | None:
-        """Return the store for the declared ``slots``, or None without any.
-
-        Args:
-            slots: The declared state slots.
-            requests: Maximum number of requests of a batch.
-            rows: Number of request slots, ``requests`` by default.
-            backend: The backend of the buffers' device.
-            share: The runner to share with, or None.
-            width: Tokens per request of the widest step.
-
-        Raises:
-            ConfigError: A declaration cannot work, or cannot be shared. ``ConfigTypeError``:
-                Something is not a state slot.
-        """
+        """Return the store for the declared ``slots``, or None without any."""
         if isinstance(slots, StateSlot) or not isinstance(slots, Iterable):
             raise ConfigTypeError(f"state must be a list of StateSlot objects, got {brief(slots)}")
         by_name: dict[str, StateSlot] = {}
@@ -223,12 +204,7 @@ class StateStore:
         return step
 
     def admit(self, slots: Any) -> tuple[int, ...]:
-        """Return the request slots of a batch, checked.
-
-        Raises:
-            InputError: A request slot is missing, does not exist or occurs twice.
-                ``InputTypeError``: It is not an integer.
-        """
+        """Return the request slots of a batch, checked."""
         rows = _integers(slots)
         if rows not in self._cached:
             for slot in rows:
@@ -252,16 +228,7 @@ class StateStore:
         return tensor.to(self._backend.device, non_blocking=True)
 
     def roll_back(self, slots: tuple[int, ...], accepted: Any) -> None:
-        """Make the state after the accepted tokens of their last step the current one.
-
-        Args:
-            slots: Admitted request slots.
-            accepted: For each the accepted tokens of its last step, or None for all.
-
-        Raises:
-            InputError: A row cannot be rolled back so far. ``InputTypeError``: An entry is not an
-                integer.
-        """
+        """Make the state after the accepted tokens of their last step the current one."""
         if isinstance(accepted, torch.Tensor) or not isinstance(accepted, Sequence):
             raise InputTypeError(f"accepted must be a list of integers or None: {brief(accepted)}")
         if len(accepted) != len(slots):
@@ -334,12 +301,7 @@ class StateStore:
         return {n: raw(tensor).clone().view(tensor.dtype) for n, tensor in tensors.items()}
 
     def load(self, slot: int, rows: object) -> None:
-        """Write the state of a request slot, as ``export`` returned it.
-
-        Raises:
-            InputError: A state is missing, unknown, or has another shape or dtype; nothing is
-                written. ``InputTypeError``: It is not a tensor.
-        """
+        """Write the state of a request slot, as ``export`` returned it."""
         if not isinstance(rows, Mapping):
             raise InputTypeError(f"state must be a mapping of names to tensors: {brief(rows)}")
         if rows.keys() != self.slots.keys():

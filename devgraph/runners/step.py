@@ -165,10 +165,6 @@ class Step:
         """Return the result of a batch without requests: tensors without rows.
 
         Only a result shows its shapes, so a variant that never ran is run once on pad values.
-
-        Args:
-            options: The variant.
-            smallest: Size of a batch of the variant with one row.
         """
 
         def run() -> Any:
@@ -277,11 +273,7 @@ class StaticBatch:
         self._step.live.size, self._step.live.tensors = self._run_size, self._run_views
 
     def prepared(self, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """Let the engine plan over this batch, and return all host arguments.
-
-        Args:
-            given: Host arguments instead of those of capture.
-        """
+        """Let the engine plan over this batch, and return all host arguments."""
         size = self._graph.size
         host = self._step.host.at_capture(size) if given is None else given
         if self._step.options.prepare is None:
@@ -294,14 +286,7 @@ class StaticBatch:
 
 
 class GraphStep:
-    """A graph bound to batches of one real size, so that a run looks nothing up.
-
-    Args:
-        step: The engine's functions and their data.
-        graph: A captured graph.
-        real: Size of the batches.
-        rows: The number of rows that buckets count in ``real``.
-    """
+    """A graph bound to batches of one real size, so that a run looks nothing up."""
 
     def __init__(self, step: Step, graph: BucketGraph, real: Size, rows: int) -> None:
         assert graph.captured is not None
@@ -403,12 +388,7 @@ class GraphStep:
 
 
 class BoundSteps:
-    """A cache of the steps that are bound to graphs, by size and variant of the batch.
-
-    Args:
-        step: The engine's functions and their data.
-        graphs: The graphs to bind to.
-    """
+    """A cache of the steps that are bound to graphs, by size and variant of the batch."""
 
     def __init__(self, step: Step, graphs: Graphs) -> None:
         self._step = step
@@ -419,11 +399,7 @@ class BoundSteps:
         self._bound: dict[Any, GraphStep] = {}
 
     def measured(self, inputs: Any) -> tuple[int | None, int | None]:
-        """Return the requests and the tokens of a batch, each None if no slot shows it.
-
-        Raises:
-            InputError: The input of the slot that shows one is missing or has no such dimension.
-        """
+        """Return the requests and the tokens of a batch, each None if no slot shows it."""
         return self._rows(inputs, self._requests), self._rows(inputs, self._tokens)
 
     def _rows(self, inputs: Any, lead: tuple[str, int, int] | None) -> int | None:
@@ -462,15 +438,7 @@ class BoundSteps:
         key: GraphKey,
         size: Size,
     ) -> GraphStep:
-        """Return the step of graph ``key`` for batches of ``size``, and bind it if necessary.
-
-        Args:
-            shown: The size as ``measured``.
-            options: The variant of the batch.
-            bucket: The bucket that ranks agreed on, or None.
-            key: The graph.
-            size: The real size of the batch.
-        """
+        """Return the step of graph ``key`` for batches of ``size``, and bind it if necessary."""
         # Ranks without requests may ask for another variant than the agreed one.
         variant = canonical_variant(options) if bucket is None else key.variant
         place = (*shown, variant, bucket)

@@ -41,11 +41,7 @@ Finish = Callable[[str], list[int]]
 
 
 def create_page(size: int) -> str:
-    """Create the page of a host with ``size`` ranks and return the path of its file.
-
-    Raises:
-        OSError: the host has no shared memory, or it is full.
-    """
+    """Create the page of a host with ``size`` ranks and return the path of its file."""
     path = f"{_FOLDER}/devgraph-{os.getpid()}-{secrets.token_hex(8)}"
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -69,17 +65,6 @@ class SharedVotes:
 
     The kernel holds a lock for each rank on its byte of the file, and drops it when the process
     ends, however it ends.
-
-    Args:
-        path: file of the page.
-        rank: this rank among those of the host, from 0.
-        size: number of ranks on the host.
-        wait: waits until a function returns True, or raises what the group raises for the tag.
-        several_hosts: whether other hosts take part.
-        begin_between_hosts: on rank 0 of each of several hosts, begins the vote among the hosts.
-
-    Raises:
-        OSError: the page cannot be opened.
     """
 
     def __init__(
@@ -114,11 +99,7 @@ class SharedVotes:
             os.close(self._file)
 
     def __call__(self, tag: str, values: list[int]) -> list[int]:
-        """Return the element-wise minimum of ``values``, of up to 39 bits, over all ranks.
-
-        Raises:
-            ProcessLookupError: the process of a rank that has not voted is gone.
-        """
+        """Return the element-wise minimum of ``values``, of up to 39 bits, over all ranks."""
         lowest: list[int] = []
         for start in range(0, len(values), WIDTH):
             part = values[start : start + WIDTH]

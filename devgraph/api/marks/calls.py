@@ -38,13 +38,7 @@ if TYPE_CHECKING:
 def _memories_held(
     fn: Callable[..., Any], *, stored: bool = True, parameters: bool = False
 ) -> set[int]:
-    """Return the memory of the tensors that ``fn`` can reach: its closure, globals and object.
-
-    Args:
-        fn: function or callable object.
-        stored: include tensors, and tensors one level inside containers and objects.
-        parameters: include all parameters and buffers of modules.
-    """
+    """Return the memory of the tensors that ``fn`` can reach: its closure, globals and object."""
     fn = inspect.unwrap(fn)
     holders = [getattr(fn, "__self__", None if inspect.isroutine(fn) else fn)]
     for cell in getattr(fn, "__closure__", None) or ():
@@ -168,13 +162,6 @@ class MarkedCall:
     Results that are views of arguments, or of tensors that the function held before the call, are
     returned as they are. The call copies other results into *bridge* buffers with fixed addresses.
     Bridges share memory if the results do.
-
-    Args:
-        pool: creates aliases of its tensors.
-        mark: the marked function.
-        args, kwargs: arguments without the host arguments. Pool tensors are aliased, so that a
-            later part of the capture may reuse their memory.
-        index: position among the regions of the capture.
     """
 
     __slots__ = """
@@ -219,16 +206,7 @@ class MarkedCall:
         body: Callable[..., Any] | None = None,
         memory: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
-        """Run the body for the first time and return the results for the caller.
-
-        Args:
-            args: the caller's positional arguments. Results that are returned as they are must own
-                their memory, so the aliases of later runs do not suffice.
-            kwargs: the caller's keyword arguments.
-            host: host keyword arguments of the mark.
-            body: replacement of the marked function for this run (a capture stub).
-            memory: returns a context in which bridges are allocated.
-        """
+        """Run the body for the first time and return the results for the caller."""
         # The memory of a stub's result says nothing about that of the function's.
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
@@ -306,9 +284,6 @@ class MarkedCall:
         """Return the base of each result that is not a view of an argument.
 
         The base is the position of the first result in the same memory and the bytes between them.
-
-        Raises:
-            RegionError: a result has no memory that later work could read.
         """
         firsts: dict[int, tuple[int, int]] = {}
         shared = []
@@ -334,12 +309,7 @@ class MarkedCall:
         ]
 
     def run(self, host: dict[str, Any]) -> None:
-        """Run the body again with other host values, writing the same result addresses.
-
-        Raises:
-            RegionError: the result has another structure, shape, dtype, stride, device or address,
-                or shares memory with other tensors than at capture.
-        """
+        """Run the body again with other host values, writing the same result addresses."""
         self._settle()
         try:
             if self.settings.hold():

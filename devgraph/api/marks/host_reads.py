@@ -8,13 +8,7 @@ from devgraph.api.marks.source import SourceLine, user_line
 
 
 def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -> HostReadError:
-    """Return the error for a host read.
-
-    Args:
-        what: reader and data, as a clause.
-        at: line of the read; None means the innermost line of the calling stack.
-        vendor: text of the vendor, in parentheses.
-    """
+    """Return the error for a host read."""
     line = at or user_line()
     text = f"{what}, at {line}. A replay would not do it again. {host_read_cure()} {vendor}"
     return HostReadError(text.rstrip())

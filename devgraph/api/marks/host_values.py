@@ -198,18 +198,7 @@ def _exact_types(code: CodeType) -> dict[str, int]:
 
 
 class HostSpec:
-    """The host arguments that one capture declared: names, capture values and defaults.
-
-    Args:
-        declared: capture values by name.
-        fn: the captured callable. A default in its signature, other than None or an enum member,
-            makes the argument optional at replay.
-
-    Raises:
-        HostArgumentError: ``declared`` is not a mapping of names, ``fn`` takes no such argument, or
-            a capture value is None or an enum member. Code compares these with ``is``, which
-            cannot be overridden, so the branch of capture would stay in the graph.
-    """
+    """The host arguments that one capture declared: names, capture values and defaults."""
 
     def __init__(
         self, declared: Mapping[str, Any] | None = None, fn: Callable[..., Any] | None = None
@@ -238,12 +227,7 @@ class HostSpec:
         return {name: _Watched(name, value, asked) for name, value in declared}
 
     def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a value for each declared argument, from ``given`` and the defaults.
-
-        Raises:
-            HostArgumentError: names are missing or unknown, or a value has another type than
-                at capture (a TypeError).
-        """
+        """Return a value for each declared argument, from ``given`` and the defaults."""
         if not self.declared and not given:
             return {}
         missing = self.required.difference(given)

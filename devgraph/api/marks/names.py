@@ -41,11 +41,7 @@ def nodes_text(first: int | None, stop: int | None) -> str:
 
 
 class Names:
-    """The names of the nodes in the graphs of one capture.
-
-    Args:
-        asked: the module whose submodules give names in addition to marks; True for marks only.
-    """
+    """The names of the nodes in the graphs of one capture."""
 
     def __init__(self, asked: object) -> None:
         self._root = asked if isinstance(asked, torch.nn.Module) else None
@@ -82,11 +78,7 @@ class Names:
             yield
 
     def begin(self, recorded: Callable[[], int | None]) -> list[NodeRange]:
-        """Start to name the nodes of another graph; return its ranges, to which calls are added.
-
-        Args:
-            recorded: returns the number of nodes in the graph so far.
-        """
+        """Start to name the nodes of another graph; return its ranges, to which calls are added."""
         self._recorded, self._found = recorded, []
         self._ranges = [self._begun(name, depth) for depth, name in enumerate(self._running)]
         return self._found

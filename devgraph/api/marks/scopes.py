@@ -39,19 +39,6 @@ def captured_call(
 
     These are ``args`` and ``kwargs`` without host arguments, and the host keyword arguments of the
     mark, which are resolved once for all its calls.
-
-    Args:
-        mark: the mark.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        spec: declared host arguments.
-        known: host keyword arguments by mark. Those of ``mark`` are added from capture values.
-        accept_equal: also accept a plain value that equals the declared one, because the body of
-            ``capture_context`` is inline code with its own values.
-
-    Raises:
-        CaptureError: the call is inside a transform of torch.func.
-        FrozenValueError: a value is not tracked (or derived, or of another name).
     """
     _refuse_transformed(mark, args, kwargs)
     args, kwargs, host = mark.split(args, kwargs)
@@ -117,11 +104,7 @@ of the body while the tensor is true. State that turns share must be in tensors 
 
 
 class LoopError(CaptureError):
-    """The step cannot be captured with its loop, but perhaps with an unrolled one.
-
-    Args:
-        reason: name of the counter.
-    """
+    """The step cannot be captured with its loop, but perhaps with an unrolled one."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -132,22 +115,13 @@ def repeater(unrolls: str = "") -> Repeat | None:
     """Return the loop recorder of this thread's capture, or None if the loop is unrolled.
 
     An unrolled loop is counted. Without a capture the result is None too.
-
-    Args:
-        unrolls: reason of the caller to unroll the loop, or "".
     """
     scope = current_scope()
     return scope.repeater(unrolls) if isinstance(scope, GraphScope) else None
 
 
 class GraphScope(Scope):
-    """The scope that captures everything into one graph and keeps dynamic regions for updates.
-
-    Args:
-        accept_equal: see ``captured_call``.
-        host: host keyword arguments by mark; missing ones are resolved from capture values.
-        unrolls: counted reason to unroll loops, or "".
-    """
+    """The scope that captures everything into one graph and keeps dynamic regions for updates."""
 
     def __init__(
         self,

@@ -65,11 +65,7 @@ def policies() -> tuple[str, ...]:
 
 
 def registration(name: str) -> Registration:
-    """Return the registration of a policy.
-
-    Raises:
-        InputError: there is no such policy (a ValueError).
-    """
+    """Return the registration of a policy."""
     if not isinstance(name, str) or name not in _registered:
         raise InputError(f"no policy {name!r}. {did_you_mean(str(name), _registered)}")
     return _registered[name]

@@ -52,12 +52,6 @@ class BreakablePlan:
     """Graphs and eager segments, launched in order by one flat loop.
 
     The loop runs pre-bound callables. They are bound again when the epoch of the pool changes.
-
-    Args:
-        segments: graphs of ``pool``, and objects with ``bound`` and ``reset`` like
-            ``EagerSegment``, in order.
-        host: live host values by mark.
-        check: whether to wait for the device after each segment.
     """
 
     def __init__(
@@ -228,15 +222,7 @@ def capture_segments(
     host: Mapping[Mark, dict[str, Any]] | None = None,
     finish: Callable[[Any], None] | None = None,
 ) -> BreakablePlan:
-    """Capture ``job.fn`` in segments; all or nothing.
-
-    Args:
-        job: the job.
-        session: session of the capture.
-        host: host keyword arguments by mark; missing ones are resolved from capture values.
-        finish: called with the outputs as the last captured work. Then the last segment runs too,
-            and bodies run instead of stubs, so that the capture is a complete step.
-    """
+    """Capture ``job.fn`` in segments; all or nothing."""
     scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):
         scope.open()

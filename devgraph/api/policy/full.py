@@ -96,11 +96,7 @@ class FullPlan:
         self._host: HostKwargs = {}
 
     def bind(self, host: HostKwargs) -> None:
-        """Set the host values of the next ``run``.
-
-        Raises:
-            UpdateTopologyError: the key needs other nodes, and nothing may be captured now.
-        """
+        """Set the host values of the next ``run``."""
         key = self._graphs[0].key_of(host)
         if self._current is not None and self._current.key == key:
             self.notes["repeats"] += 1

@@ -92,11 +92,7 @@ class Job:
         return tuple(tensor for _, tensor in self.owned.tensors)
 
     def call(self, host: Mapping[str, Any]) -> Any:
-        """Run the step once with its own containers.
-
-        Raises:
-            CaptureError: the step rebinds a tensor; see ``Owned.run``.
-        """
+        """Run the step once with its own containers."""
         with self.owned.run() as (args, kwargs):
             return self.fn(*args, **kwargs, **host)
 

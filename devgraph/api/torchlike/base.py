@@ -222,9 +222,6 @@ class TorchPool(Pool):
 
         The next capture creates the new keeper, because the stream may be stuck until it is
         retired.
-
-        Args:
-            stuck: a native graph whose begin or end failed, which still owns the old memory.
         """
         if stuck is not None:
             # torch still counts the capture as running, and freeing would fail its assertion.

@@ -34,10 +34,6 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     A graph would repeat the numbers of the capture in every replay. Warm-up runs and the eager
     bodies of breaks may draw random numbers.
-
-    Args:
-        why: end of the message: the reason and the remedy.
-        error: class of the exception.
     """
 
     def __init__(self, why: str, error: type[DeviceGraphError] = CaptureError) -> None:
@@ -60,13 +56,7 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SideStreams:
-    """A search of a device's streams for forks of a capture.
-
-    Args:
-        runtime: the driver's node calls.
-        make: returns the streams of a ``priority`` in turn.
-        handle_of: returns the driver's handle of a stream.
-    """
+    """A search of a device's streams for forks of a capture."""
 
     def __init__(
         self, runtime: NodeRuntime, make: Callable[..., Any], handle_of: Callable[[Any], int]

@@ -174,11 +174,7 @@ class NodeRuntime:
         return function
 
     def call(self, name: str, *args: Any) -> None:
-        """Make a call, which may write results to addresses in ``args``.
-
-        Raises:
-            RuntimeCallError: the call failed.
-        """
+        """Make a call, which may write results to addresses in ``args``."""
         error = self._functions[name](*args)
         if error:
             self.failed(error, name, *args)
@@ -190,11 +186,7 @@ class NodeRuntime:
         return handle.value
 
     def failed(self, error: int, name: str, *args: Any) -> None:
-        """Repeat a failed call if it can succeed now, and otherwise raise its error.
-
-        Raises:
-            RuntimeCallError: the call failed finally.
-        """
+        """Repeat a failed call if it can succeed now, and otherwise raise its error."""
         if self.recovers():
             error = self._functions[name](*args)
         if error:

@@ -71,13 +71,7 @@ class _Call:
 
 
 class _Direct:
-    """An executable of the driver.
-
-    Args:
-        backend: the backend.
-        handle: the driver's executable.
-        prologue: torch's part of a replay, or None for a graph without random numbers.
-    """
+    """An executable of the driver."""
 
     def __init__(
         self, backend: NodeBackend, handle: int, prologue: Callable[[], None] | None
@@ -431,11 +425,7 @@ class NodeGraph(TorchGraph):
         return NodeRecording(self._runtime, self._nodes, updates, scratch, self._last_number)
 
     def _capture_regions(self, host: Mapping[Mark, dict[str, Any]]) -> tuple[int, list[int]]:
-        """Capture all regions and the closing work into a new graph.
-
-        Returns:
-            The graph, and its number of nodes after each region and after the closing work.
-        """
+        """Capture all regions and the closing work into a new graph."""
         runtime, stream = self._runtime, self.backend.stream_handle(self._stream)
         bounds = []
         runtime.begin_capture(stream)

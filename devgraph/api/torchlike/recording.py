@@ -84,16 +84,7 @@ class _Region:
 
 
 class RegionPattern:
-    """The nodes and edges of a captured graph's regions, which every recording must match.
-
-    Args:
-        runtime: the driver's node calls.
-        graph: the captured graph.
-        regions: name and nodes of each region, in capture order.
-
-    Raises:
-        UpdateError: a region has a kind of node that cannot be updated.
-    """
+    """The nodes and edges of a captured graph's regions, which every recording must match."""
 
     def __init__(
         self, runtime: NodeRuntime, graph: int, regions: Sequence[tuple[str, Sequence[int]]]
@@ -107,16 +98,7 @@ class RegionPattern:
         ]
 
     def match(self, graph: int, bounds: Sequence[int]) -> list[Update]:
-        """Pair the nodes of ``graph`` with the pattern's nodes and read their parameters.
-
-        Args:
-            graph: the graph into which the regions were captured again.
-            bounds: number of nodes in ``graph`` after each region.
-
-        Raises:
-            UpdateTopologyError: the number, kinds or order of nodes differ.
-            UpdateError: a node uses host memory.
-        """
+        """Pair the nodes of ``graph`` with the pattern's nodes and read their parameters."""
         nodes = self._runtime.nodes(graph)
         spans, start = [], 0
         for number, (region, stop) in enumerate(zip(self.regions, bounds, strict=True)):
@@ -216,13 +198,6 @@ class NodeRecording(Recording):
     At the first uses of the key, the parameters are written into the graph's own executable. A key
     that is used again gets a separate executable (``build``), which costs memory but needs no
     update.
-
-    Args:
-        runtime: the driver's node calls.
-        nodes: number of nodes in the whole graph.
-        updates: the new parameters.
-        scratch: owner of the memory that ``updates`` point to.
-        number: number of the recording in its graph.
     """
 
     def __init__(
