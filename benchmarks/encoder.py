@@ -23,8 +23,10 @@ import devgraph as dg
 from devgraph.api.config.phase import RUNNER_POLICY
 from devgraph.api.policy import policies
 from devgraph.cli.arguments import DTYPES
-from devgraph.cli.bench import finish
-from devgraph.cli.measure import Comparison, Contender
+from devgraph.cli.bench import chart
+from devgraph.cli.measure import Contender, time_in_turns
+from devgraph.cli.tables import print_json, print_table, ratio, time_text, write_file
+from devgraph.runners.report import format_bytes
 
 ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "siglip-base": {
@@ -51,6 +53,9 @@ images (positions are for the middle one), and token budgets."""
 
 IMAGES = 64
 """Number of images."""
+
+NOTHING = dict.fromkeys(("capture_seconds", "pool_bytes", "padding", "eager_packs"))
+"""The figures of a way without graphs."""
 
 MAX_ITEMS = 64
 """Images of a pack at most."""
@@ -125,13 +130,14 @@ def siglip(shape: Mapping[str, Any]) -> Any:
     return SiglipVisionModel(config).eval().requires_grad_(False)
 
 
-def measure_encoder(backend: dg.Backend, args: argparse.Namespace) -> Comparison:
+def measure_encoder(backend: dg.Backend, args: argparse.Namespace) -> dict[str, Any]:
     """Return what all images cost in every way, and those of each size alone."""
     shape, dtype = ENCODERS[args.encoder], getattr(torch, args.dtype)
     model = siglip(shape).to(device=backend.device, dtype=dtype)
     vision = PackedVision(model)
-    compared = Comparison(backend, args)
     runners: dict[str, dg.EncoderRunner] = {}
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
     sides = [side * shape["patch"] for side in shape["grids"]]
     sides = [sides[index % len(sides)] for index in range(args.images or IMAGES)]
     generator = torch.Generator().manual_seed(0)
@@ -140,16 +146,25 @@ def measure_encoder(backend: dg.Backend, args: argparse.Namespace) -> Comparison
     with contextlib.ExitStack() as stack:
         for policy in args.policy or (RUNNER_POLICY["encoder"],):
             options = {"config": policy, "backend": backend, "progress": False}
-            make = functools.partial(vision.runner, shape["budgets"], **options)
-            runner = compared.attempt(policy, make)
-            if runner is not None:
+            try:
+                runner = vision.runner(shape["budgets"], **options)
+            except (dg.CapabilityError, dg.CaptureError) as error:
+                failed[policy] = str(error)
+            else:
                 stack.callback(runner.close)
                 runners[policy] = runner
         for side in (None, *dict.fromkeys(sides)):
-            chosen = [one for one in images if side in (None, one.shape[1])]
+            chosen = [image for image in images if side in (None, image.shape[1])]
             work = f"{len(chosen)} images" + (f", {side}x{side}" if side else "")
-            compared.time(_ways(work, chosen, model, vision, runners))
-    return compared
+            ways = _ways(work, chosen, model, vision, runners)
+            timed, _ = time_in_turns(backend, ways, steps=args.steps, repeats=args.repeats)
+            rows += [_per_item(row, len(chosen)) for row in timed]
+    return {"rows": rows, "failed": failed}
+
+
+def _per_item(row: dict[str, Any], items: int) -> dict[str, Any]:
+    repeats = [{kind: time / items for kind, time in one.items()} for one in row["repeats"]]
+    return {**row, "host": row["host"] / items, "wall": row["wall"] / items, "repeats": repeats}
 
 
 def _ways(
@@ -163,7 +178,9 @@ def _ways(
 
     def way(name: str, call: Callable[..., Tensor]) -> Contender:
         lengths = functools.partial(itertools.repeat, 0)
-        return Contender(f"{work}: {name}", call, lengths, exact=False, parts=len(images))
+        return Contender(
+            name=f"{work}: {name}", call=call, lengths=lengths, figures=NOTHING, exact=False
+        )
 
     def alone(**_: int) -> Tensor:
         batches = (image[None] for image in images)
@@ -182,13 +199,36 @@ def _ways(
         ways[-1].compare(expected, ways[-1].call())
         now = runner.stats()
         padded = now.padded_rows - then.padded_rows
-        ways[-1].figures |= {
+        ways[-1].figures = {
+            **ways[-1].figures,
             "capture_seconds": now.capture_seconds,
             "pool_bytes": runner.pool.bytes,
             "padding": padded / max(1, padded + now.real_rows - then.real_rows),
             "eager_packs": now.eager_steps - then.eager_steps,
         }
     return ways
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    columns = ("", "wall", "vs eager", "capture", "memory", "padding", "eager packs", "equal")
+    rows = [
+        (
+            row["name"],
+            time_text(row["wall"]),
+            ratio(row["wall_ratio"]),
+            time_text(row["capture_seconds"]),
+            format_bytes(row["pool_bytes"]) if row["pool_bytes"] is not None else None,
+            f"{row['padding']:.0%}" if row["padding"] is not None else None,
+            row["eager_packs"],
+            row["equal"],
+        )
+        for row in report["rows"]
+    ]
+    print_table(report["title"], columns, rows, numbers=columns[1:-1])
+    if report["backend"] == "cpu":
+        print("on the CPU these figures show the overhead of devgraph, not the speed of a device")
+    for name, why in report["failed"].items():
+        print(f"{name} FAILED: {why}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,10 +246,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     backend = dg.get_backend(args.backend)
     with torch.inference_mode():
-        compared = measure_encoder(backend, args)
-    shape = {**ENCODERS[args.encoder], "dtype": args.dtype}
-    work = {"work": f"one image of SigLIP ({args.encoder})", "shape": shape}
-    return finish(backend, args, work, compared)
+        measured = measure_encoder(backend, args)
+    report = {
+        "title": f"one image of SigLIP ({args.encoder}) on {backend.device_name}",
+        "devgraph": dg.__version__,
+        "torch": torch.__version__,
+        "backend": backend.name,
+        "device": backend.device_name,
+        "threads": torch.get_num_threads(),
+        "shape": {**ENCODERS[args.encoder], "dtype": args.dtype},
+        **measured,
+    }
+    if args.json:
+        print_json(report)
+    else:
+        _print(report)
+    if args.plot:
+        write_file(args.plot, chart(report["title"], report["rows"]))
+    return 0 if all(row["equal"] for row in report["rows"]) and not report["failed"] else 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import devgraph as dg
 from devgraph.cli import app, bench
-from devgraph.cli.contenders import Decoder, attention
+from devgraph.cli.decoder import Decoder, attention
 
 PACKAGE, MODULE = "breakable-cuda-graphs", "breakable_cuda_graphs"
 """The public package for breaks, and its module."""
@@ -37,8 +37,12 @@ def public_breakable(
     package = importlib.import_module(MODULE)
     graph, length = package.BreakableCUDAGraph(), kv_len
 
-    def attend(*tensors: Tensor) -> None:
+    @package.no_graph
+    def eager(*tensors: Tensor) -> None:
         attention(*tensors, kv_len=length)
+
+    def attend(*tensors: Tensor, kv_len: int) -> None:
+        eager(*tensors)
 
     def replay(*, kv_len: int) -> Tensor:
         nonlocal length
@@ -54,7 +58,7 @@ def public_breakable(
             model(ids, where, kv_len=kv_len)
     streams.current_stream().wait_stream(side)
     with package.breakable_graph(graph):
-        outputs = model.step(ids, where, package.no_graph(attend))
+        outputs = model(ids, where, kv_len=kv_len, attend=attend)
     return replay
 
 

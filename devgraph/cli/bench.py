@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
+from torch import Tensor
 
 from devgraph import __version__
 from devgraph.api.backend import Backend
-from devgraph.api.policy import policies
+from devgraph.api.capture import Captured, capture
+from devgraph.api.errors import CapabilityError, CaptureError
+from devgraph.api.policy import breaks, compiles, policies
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES, check_compilers
-from devgraph.cli.contenders import Peer, measure
-from devgraph.cli.measure import Comparison
+from devgraph.cli.decoder import Decoder
+from devgraph.cli.measure import Contender, time_in_turns
 from devgraph.cli.tables import (
     CommandError,
-    percent,
     print_json,
     print_table,
     ratio,
     say,
     time_text,
+    working,
     write_file,
 )
 from devgraph.runners.report import format_bytes
 
 _BUSY = 1.25
 """Ratio of the slowest to the fastest repeat on a busy machine."""
+
+Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
+"""Captures the step with another package; returns its replay, or None if it cannot run."""
 
 
 def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> int:
@@ -48,36 +57,28 @@ def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> in
         raise CommandError(f"cannot write {args.plot}: there is no such folder")
     check_compilers(args, args.policy or policies())
     backend = get_backend(args.backend)
+    sizes = {name: getattr(args, name) or size for name, (size, _) in SIZES.items()}
+    kv_len = args.kv_len or sizes["window"] // 2 or 1
+    if kv_len > sizes["window"]:
+        raise CommandError(
+            f"--kv-len must be from 1 to the window of {sizes['window']}, got {kv_len}"
+        )
     with torch.inference_mode():
-        work, compared = _decoder(backend, args, peers or {})
-    return finish(backend, args, work, compared)
-
-
-def finish(
-    backend: Backend, args: argparse.Namespace, work: Mapping[str, Any], compared: Comparison
-) -> int:
-    """Print a comparison, write its chart if ``--plot`` asks for it, and return the exit code.
-
-    Args:
-        backend: the backend that ran the work.
-        args: the options ``json``, ``plot``, ``steps`` and ``repeats``.
-        work: the name of the work and its sizes, for the title.
-        compared: the measured rows.
-    """
+        measured = _measure(backend, sizes, kv_len, args, peers or {})
     report = {
-        "title": f"{work['work']} on {backend.device_name}",
+        "title": f"one decode step on {backend.device_name}",
         "devgraph": __version__,
         "torch": torch.__version__,
         "backend": backend.name,
         "device_type": backend.device.type,
         "device": backend.device_name,
         "threads": torch.get_num_threads(),
-        **work,
+        "work": "one decode step",
+        "shape": {**sizes, "dtype": args.dtype},
+        "kv_len": kv_len,
         "steps": args.steps,
         "repeats": args.repeats,
-        "rows": compared.rows,
-        "absent": compared.absent,
-        "failed": compared.failed,
+        **measured,
     }
     if args.json:
         print_json(report)
@@ -85,65 +86,159 @@ def finish(
         _print(report)
     if args.plot:
         write_file(args.plot, chart(report["title"], report["rows"]))
-    return 0 if all(row["equal"] for row in compared.rows) and not compared.failed else 1
+    return 0 if all(row["equal"] for row in report["rows"]) and not report["failed"] else 1
 
 
-def _decoder(
-    backend: Backend, args: argparse.Namespace, peers: Mapping[str, Peer]
-) -> tuple[dict[str, Any], Comparison]:
-    """Return the sizes of the decode step and the comparison."""
-    sizes = {name: getattr(args, name) or size for name, (size, _) in SIZES.items()}
-    kv_len = args.kv_len or sizes["window"] // 2 or 1
-    if kv_len > sizes["window"]:
-        raise CommandError(
-            f"--kv-len must be from 1 to the window of {sizes['window']}, got {kv_len}"
+def _measure(
+    backend: Backend,
+    sizes: Mapping[str, int],
+    kv_len: int,
+    args: argparse.Namespace,
+    peers: Mapping[str, Peer],
+) -> dict[str, Any]:
+    """Time one step of a decoder with all contenders that can run here.
+
+    Returns:
+        The rows, and the reasons of contenders that are absent or failed, by name.
+    """
+    model = Decoder(backend.device, getattr(torch, args.dtype), **sizes)
+    ids = torch.arange(sizes["batch"], device=backend.device) % sizes["vocabulary"]
+    row = torch.zeros(1, dtype=torch.int64, device=backend.device)
+    step = functools.partial(model, ids, row)
+    contenders = [Contender(name="eager", call=step, lengths=_in_turn(kv_len), figures=_NOTHING)]
+    frozen: list[Contender] = []  # replays at the length of the capture only
+    absent: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    with contextlib.ExitStack() as captures:
+        with working("capturing"):
+            for name, policy, compiler in _ways(backend, args):
+                try:
+                    captured = capture(
+                        model,
+                        ids,
+                        row,
+                        policy=policy,
+                        compiler=compiler,
+                        backend=backend,
+                        host_args={"kv_len": kv_len},
+                    )
+                except CapabilityError as error:
+                    absent[name] = str(error)
+                except CaptureError as error:
+                    failed[name] = str(error)
+                else:
+                    captures.enter_context(captured)
+                    exact = compiler in (None, "eager")
+                    replays = _replays(name, captured, kv_len, sizes["window"], exact=exact)
+                    contenders += replays
+                    frozen += [] if _takes_lengths(captured) else replays
+            for name, make in peers.items():
+                replay = make(backend, model, ids, row, kv_len)
+                if replay is not None:
+                    turns = _in_turn(kv_len)
+                    contenders.append(
+                        Contender(name=name, call=replay, lengths=turns, figures=_NOTHING)
+                    )
+        # Compare on new data and another length.
+        model.fill_caches()  # captures wrote to the caches
+        ids.copy_((ids + 1) % sizes["vocabulary"])
+        row.fill_(kv_len - 1)
+        other = max(1, kv_len - 1)
+        expected = {length: step(kv_len=length).clone() for length in (kv_len, other)}
+        for contender in contenders:
+            length = kv_len if contender in frozen else other
+            contender.compare(expected[length], contender.call(kv_len=length))
+        with working("timing"):
+            rows, refused = time_in_turns(
+                backend, contenders, steps=args.steps, repeats=args.repeats
+            )
+    return {"rows": rows, "absent": absent | refused, "failed": failed}
+
+
+_NOTHING = dict.fromkeys(("capture_seconds", "pool_bytes", "segments", "nodes"))
+"""The figures of a contender without a capture."""
+
+
+def _ways(backend: Backend, args: argparse.Namespace) -> Iterator[tuple[str, str, str | None]]:
+    """Yield the name, the policy and the compiler of each capture."""
+    for policy in args.policy or policies():
+        if compiles(policy):
+            for compiler in args.compiler or backend.capabilities.compilers:
+                yield f"{policy}, {compiler}", policy, compiler
+        else:
+            yield policy, policy, None
+
+
+def _in_turn(*lengths: int) -> Callable[[], Iterator[int]]:
+    return lambda: itertools.cycle(lengths)
+
+
+def _takes_lengths(captured: Captured) -> bool:
+    return breaks(captured.policy) or captured.backend.capabilities.region_update
+
+
+def _replays(
+    name: str, captured: Captured, kv_len: int, window: int, *, exact: bool
+) -> list[Contender]:
+    """Return contenders for one capture at a fixed, a recurring and an always new length."""
+    lengths = {name: _in_turn(kv_len)}
+    if not breaks(captured.policy) and _takes_lengths(captured) and window > 1:
+        fresh = itertools.cycle(range(1, window + 1))
+        lengths[f"{name}, 4 lengths in turn"] = _in_turn(
+            *(max(1, kv_len - i) for i in range(min(4, kv_len)))
         )
-    work = {"work": "one decode step", "shape": {**sizes, "dtype": args.dtype}, "kv_len": kv_len}
-    return work, measure(backend, sizes, kv_len, args, peers)
+        lengths[f"{name}, other length each step"] = lambda: fresh
+    info = captured.info()
+    figures = {
+        "capture_seconds": captured.capture_seconds,
+        "pool_bytes": captured.pool.bytes,
+        "segments": info.segments,
+        "nodes": info.nodes,
+    }
+    return [
+        Contender(name=name, call=captured.replay, lengths=turns, figures=figures, exact=exact)
+        for name, turns in lengths.items()
+    ]
 
 
 def _print(report: dict[str, Any]) -> None:
     rows = report["rows"]
-
-    def column(key: str, shown: Callable[[Any], Any] = lambda value: value) -> list[Any]:
-        return [None if row[key] is None else shown(row[key]) for row in rows]
-
-    columns = {
-        "": column("name"),
-        "host": column("host", time_text),
-        "wall": column("wall", time_text),
-        "host vs eager": column("host_ratio", ratio),
-        "wall vs eager": column("wall_ratio", ratio),
-        "capture": column("capture_seconds", time_text),
-        "memory": column("pool_bytes", format_bytes),
-        "segments": column("segments"),
-        "nodes": column("nodes"),
-        "padding": column("padding", percent),
-        "eager packs": column("eager_packs"),
-        "equals eager": [
-            row["equal"]
-            if row["equal"] == (row["difference"] == 0)
-            else f"to {row['difference']:.0e}"
-            for row in rows
-        ],
-    }
-    columns = {k: v for k, v in columns.items() if any(cell is not None for cell in v)}
-    times = ["", "host", "wall", "host vs eager", "wall vs eager", "equals eager"]
-    shape = {**report["shape"], **{k: report[k] for k in ("kv_len",) if k in report}}
+    shape = {**report["shape"], "kv_len": report["kv_len"]}
     print_table(
         f"{report['work']} on {report['backend']} ({report['device']}, {report['threads']} CPU "
         f"threads, torch {report['torch']}): "
         + ", ".join(f"{name} {value}" for name, value in shape.items()),
-        times,
-        zip(*(columns[name] for name in times), strict=True),
-        numbers=times[1:-1],
+        ("", "host", "wall", "host vs eager", "wall vs eager", "equals eager"),
+        [
+            (
+                row["name"],
+                time_text(row["host"]),
+                time_text(row["wall"]),
+                ratio(row["host_ratio"]),
+                ratio(row["wall_ratio"]),
+                row["equal"]
+                if row["equal"] == (row["difference"] == 0)
+                else f"to {row['difference']:.0e}",
+            )
+            for row in rows
+        ],
+        numbers=("host", "wall", "host vs eager", "wall vs eager"),
     )
-    captures = ["", *(name for name in columns if name not in times)]
     print_table(
         "captures",
-        captures,
-        [row for row in zip(*(columns[name] for name in captures), strict=True) if any(row[1:])],
-        numbers=captures[1:],
+        ("", "capture", "memory", "segments", "nodes"),
+        [
+            (
+                row["name"],
+                time_text(row["capture_seconds"]),
+                format_bytes(row["pool_bytes"]),
+                row["segments"],
+                row["nodes"],
+            )
+            for row in rows
+            if row["segments"] is not None
+        ],
+        numbers=("capture", "memory", "segments", "nodes"),
     )
     say(
         f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "

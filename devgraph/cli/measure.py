@@ -1,21 +1,18 @@
-"""Timing of calls on the host and on the device, and comparisons of several contenders."""
+"""Timing of calls on the host and on the device, and of several contenders in turns."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from devgraph.api.backend import Backend
-from devgraph.api.errors import CapabilityError, CaptureError, UpdateError
-
-_T = TypeVar("_T")
+from devgraph.api.errors import UpdateError
 
 
 @attrs.frozen
@@ -54,54 +51,34 @@ def median(timings: Sequence[Timing]) -> Timing:
     )
 
 
-Lengths = Callable[[], Iterator[int]]
-"""Returns an iterator over the host argument of each step of a repeat."""
-
-FIGURES = ("capture_seconds", "pool_bytes", "segments", "nodes", "padding", "eager_packs")
-"""Optional figures. ``padding`` is the share of padded rows in graphs, ``eager_packs`` the number
-of packs that ran outside of graphs."""
-
-
+@attrs.define(kw_only=True)
 class Contender:
-    """One implementation of the work and its timings.
+    """One implementation of the work and its timings."""
 
-    Args:
-        name: the name of its row.
-        call: runs the work once with the host argument of the step.
-        lengths: returns the host arguments of a repeat.
-        figures: values of ``FIGURES``.
-        exact: outputs must equal eager bit for bit. Otherwise they may differ by the square root of
-            the precision of the dtype, because a compiler chose other kernels.
-        parts: number of parts of the work in one call; timings are per part.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        call: Callable[..., Tensor],
-        lengths: Lengths,
-        figures: Mapping[str, Any] | None = None,
-        *,
-        exact: bool = True,
-        parts: int = 1,
-    ) -> None:
-        self.name, self.call, self.exact = name, call, exact
-        self.figures = {**dict.fromkeys(FIGURES), **(figures or {})}
-        self.timings: list[Timing] = []
-        self._lengths, self._parts = lengths, parts
-
-    def time(self, backend: Backend, steps: int) -> None:
-        """Time one repeat of ``steps`` steps."""
-        lengths, call = self._lengths(), self.call
-        spent = seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
-        self.timings.append(Timing(spent.host / self._parts, spent.wall / self._parts))
+    name: str
+    call: Callable[..., Tensor]
+    """Runs the work once with the host argument ``kv_len`` of the step."""
+    lengths: Callable[[], Iterator[int]]
+    """Returns an iterator over the host arguments of a repeat."""
+    figures: Mapping[str, Any] = attrs.field(factory=dict)
+    exact: bool = True
+    """Outputs must equal eager bit for bit. Otherwise they may differ by the square root of the
+    precision of the dtype, because a compiler chose other kernels."""
+    timings: list[Timing] = attrs.field(init=False, factory=list)
 
     def compare(self, expected: Tensor, got: Tensor) -> None:
         """Record the difference from eager, relative to the largest value of eager."""
         difference = ((got - expected).abs().max() / expected.abs().max()).item()
         close = difference <= torch.finfo(expected.dtype).eps ** 0.5
         equal = torch.equal(got, expected) if self.exact else close
-        self.figures |= {"difference": difference, "equal": equal}
+        self.figures = {**self.figures, "difference": difference, "equal": equal}
+
+    def time(self, backend: Backend, steps: int) -> None:
+        """Time one repeat of ``steps`` steps."""
+        lengths, call = self.lengths(), self.call
+        self.timings.append(
+            seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
+        )
 
     def row(self, eager: Contender) -> dict[str, Any]:
         """Return the medians over all repeats, and the ratios of eager to them, as JSON values."""
@@ -109,50 +86,32 @@ class Contender:
         return {
             "name": self.name,
             **attrs.asdict(own),
-            "repeats": [attrs.asdict(one) for one in self.timings],
+            "repeats": [attrs.asdict(timing) for timing in self.timings],
             **self.figures,
             "host_ratio": other.host / own.host,
             "wall_ratio": other.wall / own.wall,
         }
 
 
-class Comparison:
-    """The rows of several contenders on one backend."""
+def time_in_turns(
+    backend: Backend, contenders: Sequence[Contender], *, steps: int, repeats: int
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Time contenders in turns, eager first.
 
-    def __init__(self, backend: Backend, args: argparse.Namespace) -> None:
-        self.backend, self.args = backend, args
-        self.rows: list[dict[str, Any]] = []
-        """Rows of all contenders that ran; ``against`` is the index of the row of eager."""
-        self.absent: dict[str, str] = {}
-        """Reasons of contenders that this backend or machine does not offer, by name."""
-        self.failed: dict[str, str] = {}
-        """Errors of contenders that should have worked, by name."""
-
-    def attempt(self, name: str, make: Callable[[], _T]) -> _T | None:
-        """Return the result of ``make``, or record why it failed and return None."""
+    Returns:
+        The rows, and the reasons of contenders whose updates the backend refuses, by name.
+    """
+    running: list[Contender] = []
+    refused: dict[str, str] = {}
+    for contender in contenders:
         try:
-            return make()
-        except CapabilityError as error:
-            self.absent[name] = str(error)
-        except CaptureError as error:
-            self.failed[name] = str(error)
-        return None
-
-    def time(self, ways: Sequence[Contender]) -> None:
-        """Time contenders in turns, eager first, and add their rows."""
-        running = [way for way in ways if self._runs(way)]
-        for _ in range(self.args.repeats):
-            for way in running:
-                way.time(self.backend, self.args.steps)
-        against = len(self.rows)
-        self.rows += [{**way.row(running[0]), "against": against} for way in running]
-
-    def _runs(self, way: Contender) -> bool:
-        """Run a few steps untimed; return False if updates are not supported."""
-        try:
-            way.time(self.backend, min(self.args.steps, 3))
+            contender.time(backend, min(steps, 3))
         except UpdateError as error:
-            self.absent[way.name] = str(error)
-            return False
-        way.timings.clear()
-        return True
+            refused[contender.name] = str(error)
+        else:
+            contender.timings.clear()
+            running.append(contender)
+    for _ in range(repeats):
+        for contender in running:
+            contender.time(backend, steps)
+    return [contender.row(running[0]) for contender in running], refused

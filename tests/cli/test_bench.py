@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import devgraph as dg
-from devgraph.cli import bench, contenders
+from devgraph.cli import bench
 from tests.support.cli_programs import run_cli, run_json
 
 SMALL = (
@@ -68,7 +68,7 @@ def test_chart_has_a_bar_and_a_figure_for_each_time():
 def test_policy_that_is_absent_or_fails_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    real = contenders.capture
+    real = bench.capture
 
     def some_fail(*args: Any, policy: str, **options: Any) -> Any:
         if policy == "full":
@@ -77,7 +77,7 @@ def test_policy_that_is_absent_or_fails_is_named(
             raise dg.CaptureError("it broke at line 7")
         return real(*args, policy=policy, **options)
 
-    monkeypatch.setattr(contenders, "capture", some_fail)
+    monkeypatch.setattr(bench, "capture", some_fail)
     result = run_cli(capsys, *SMALL, "--policy", "piecewise", "--compiler", "eager")
     assert result.code == 1
     assert "full: not on this backend: no such thing here" in result.out
@@ -89,7 +89,7 @@ def test_policy_that_is_absent_or_fails_is_named(
 def test_policy_with_other_results_than_eager_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    real = contenders.capture
+    real = bench.capture
 
     def wrong(*args: Any, policy: str, **options: Any) -> Any:
         captured = real(*args, policy=policy, **options)
@@ -98,7 +98,7 @@ def test_policy_with_other_results_than_eager_exits_with_1(
             captured.replay = lambda **host: replay(**host) + 1
         return captured
 
-    monkeypatch.setattr(contenders, "capture", wrong)
+    monkeypatch.setattr(bench, "capture", wrong)
     data = run_json(capsys, *SMALL, code=1)
     assert {one["name"]: one["equal"] for one in data["rows"]} == {
         "eager": True,
@@ -118,7 +118,7 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    real = contenders.capture
+    real = bench.capture
 
     def rounded(*args: Any, policy: str, compiler: str, **options: Any) -> Any:
         captured = real(*args, policy="breakable", **options)
@@ -126,7 +126,7 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
         captured.replay = lambda **host: replay(**host) * (1 + off)
         return captured
 
-    monkeypatch.setattr(contenders, "capture", rounded)
+    monkeypatch.setattr(bench, "capture", rounded)
     argv = [*SMALL[:-4], "--policy", "piecewise", "--compiler", compiler]
     right = right and (compiler == "inductor" or off == 0.0)
     data = run_json(capsys, *argv, code=0 if right else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from devgraph.cli.contenders import Decoder
+from devgraph.cli.decoder import Decoder
 
 
 def test_step_depends_on_token_row_and_length():
