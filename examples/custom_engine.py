@@ -189,7 +189,7 @@ def main():
     dg.add_cli_args(parser)
     arguments = parser.parse_args()
     backend = dg.get_backend(arguments.backend)
-    config = dg.DeviceGraphConfig.from_args(arguments).for_backend(backend.name)
+    config = dg.DeviceGraphConfig.from_args(arguments, parser=parser).for_backend(backend.name)
     eager = dg.DeviceGraphConfig.from_json('{"decode": "disabled", "prefill": "disabled"}')
     prompts = [[1, 2, 3], [5] * 9, [7, 11], [13, 17, 19, 23, 29], [31], [2] * 14]
     results = []

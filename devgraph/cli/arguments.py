@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from devgraph.api.config.flags import add_cli_args
-from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.errors import brief
 from devgraph.api.policy import COMPILERS, compiles, policies
 from devgraph.cli.tables import CommandError
-from devgraph.integrations.engine.installation import MODE_VARIABLE
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -278,16 +273,3 @@ def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:
             raise CommandError(f"{flag} {text!r}: {name!r} is given twice; keep one of them")
         values[name] = value
     return values
-
-
-def mode_of(args: argparse.Namespace) -> DeviceGraphConfig:
-    """Return the mode configuration from the options of a command."""
-    config = DeviceGraphConfig.from_args(args)
-    if MODE_VARIABLE in os.environ:
-        warnings.warn(
-            f"{MODE_VARIABLE} is set, but only engines read it, so it has no effect here. Pass "
-            f'--device-graph-mode "${MODE_VARIABLE}" instead',
-            DeviceGraphWarning,
-            stacklevel=2,
-        )
-    return config

@@ -23,7 +23,7 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.config.resolve import resolve
 from devgraph.api.registry import get_backend
-from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS, check_model, mode_of
+from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS, check_model
 from devgraph.cli.tables import (
     CommandError,
     number,
@@ -58,7 +58,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     backend = get_backend(args.backend)
     # torch.compile cannot trace the model: the integration replaces parts of it in each step.
     facts = EngineFacts(traceable=False).on_backend(backend)
-    resolution = resolve(mode_of(args), facts)
+    resolution = resolve(DeviceGraphConfig.from_args(args), facts)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # check the options before the slow load
     transformers_logging.disable_progress_bar()

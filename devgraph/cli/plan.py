@@ -18,12 +18,12 @@ from devgraph.api.config.cluster import Cluster, plan_cluster
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.older_flags import MODE
-from devgraph.api.config.phase import PHASES, PhaseConfig, phase_config
+from devgraph.api.config.phase import MODE_VARIABLE, PHASES, PhaseConfig, phase_config
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import BackendUnavailableError, ConfigError
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
-from devgraph.cli.arguments import by_name, check_model, mode_of
+from devgraph.cli.arguments import by_name, check_model
 from devgraph.cli.tables import (
     CommandError,
     print_json,
@@ -32,7 +32,6 @@ from devgraph.cli.tables import (
     ranges,
     say,
 )
-from devgraph.integrations.engine.installation import MODE_VARIABLE
 from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.options import settings_of
 from devgraph.runners.report import format_bytes
@@ -40,7 +39,7 @@ from devgraph.runners.report import format_bytes
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if a device cannot run it."""
-    config = mode_of(args)
+    config = DeviceGraphConfig.from_args(args)
     sizes = _sizes(args)
     if args.cluster is None:
         if args.emit:

@@ -6,10 +6,8 @@ import argparse
 
 import pytest
 
-from devgraph.api.config.phase import DeviceGraphWarning
-from devgraph.cli.arguments import Options, by_name, check_compilers, check_model, mode_of
+from devgraph.cli.arguments import Options, by_name, check_compilers, check_model
 from devgraph.cli.tables import CommandError
-from devgraph.integrations.engine.installation import MODE_VARIABLE
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", "9" * 5000, str(1 << 31)])
@@ -42,9 +40,3 @@ def test_model_that_is_a_path_must_exist(tmp_path):
     for name in (str(tmp_path / "gone"), "gone.gguf"):
         with pytest.raises(CommandError, match="no such folder or file"):
             check_model(name)
-
-
-def test_mode_variable_of_engines_is_warned_about(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(MODE_VARIABLE, '{"decode": "disabled"}')
-    with pytest.warns(DeviceGraphWarning, match="has no effect here"):
-        assert mode_of(argparse.Namespace()).decode.policy == "full"

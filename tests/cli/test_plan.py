@@ -234,11 +234,11 @@ def test_encoder_is_planned_beside_the_phases(capsys: pytest.CaptureFixture[str]
 def test_settings_without_effect_here_are_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv("DEVGRAPH_MODE", '{"decode": "disabled"}')
+    monkeypatch.setenv("DEVGRAPH_MODE", '{"prefill": "disabled"}')
     flags = ["--decode-device-graph-max-bs", "512", "--device-graph-mode", "{}"]
     again = ["--device-graph-mode", '{"prefill": "full"}']
     said = run_cli(capsys, "plan", "--backend", "cpu", *flags, *again).err
-    assert "DEVGRAPH_MODE is set, but only engines read it" in said
+    assert "overrides 'disabled' from DEVGRAPH_MODE" in said
     assert "decode.max_bs=512 has no effect: the capacity of the runner is 256" in said
     assert "--device-graph-mode is given twice" in said
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.flags import add_cli_args
 from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
 from devgraph.api.config.older_flags import OLDER_FLAGS
-from devgraph.api.config.phase import KEYS, PHASES
+from devgraph.api.config.phase import KEYS, MODE_VARIABLE, PHASES
 from devgraph.api.config.resolve import resolve
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from tests.support.config_cases import MODE, PARSER, from_argv, make_parser
@@ -179,3 +180,66 @@ def test_text_is_parsed_once_and_its_buckets_are_checked_once(
     assert resolve(config, EngineFacts()).effective.prefill.buckets == (8,)
     assert parsed == [mode]
     assert checked == [[2, 1], [8]]
+
+
+def test_environment_overrides_pyproject_and_every_flag_overrides_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = '[tool.devgraph]\ndecode = {policy = "piecewise", warmup = 3, strict = true}\n'
+    (tmp_path / "pyproject.toml").write_text(f'{table}prefill = "full"\n')
+    inner = tmp_path / "engine"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    monkeypatch.setenv(MODE_VARIABLE, '{"decode": {"policy": "breakable", "warmup": 4}}')
+    config, said = from_argv("--disable-cuda-graph", "--decode-device-graph-mode", "full")
+    assert config.to_dict() == {
+        "decode": {"policy": "full", "warmup": 4, "strict": True},
+        "prefill": "disabled",
+    }
+    assert "decode.warmup: 4 from DEVGRAPH_MODE overrides 3 from [tool.devgraph] of " in said[1]
+    assert any(
+        "'disabled' from --disable-cuda-graph overrides 'full' from [tool" in s for s in said
+    )
+    monkeypatch.delenv(MODE_VARIABLE)
+    config, said = from_argv()
+    assert config.prefill.policy == "full" and said == []
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('[tool.devgraph]\ndecode = "ful"', "pyproject.toml: decode.policy: there is no policy"),
+        ('[tool.devgraph]\ndecod = "full"', "there is no phase 'decod'"),
+        ("[tool.devgraph", "cannot read [tool.devgraph] of "),
+    ],
+)
+def test_wrong_table_of_pyproject_is_refused_with_its_place(
+    text: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        from_argv()
+
+
+def test_table_of_pyproject_is_refused_where_python_reads_no_toml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n')
+    assert from_argv()[1] == []
+    (tmp_path / "pyproject.toml").write_text('[tool.devgraph]\ndecode = "full"\n')
+    with pytest.raises(ConfigError, match=r"needs Python 3\.11 or newer"):
+        from_argv()
+
+
+def test_wrong_mode_ends_an_engine_with_the_usage_of_its_parser(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = PARSER.parse_args(["--decode-device-graph-mode", "ful"])
+    with pytest.raises(SystemExit):
+        DeviceGraphConfig.from_args(arguments, parser=PARSER)
+    assert "error: --decode-device-graph-mode: decode.policy: there is no policy 'ful'" in (
+        capsys.readouterr().err
+    )

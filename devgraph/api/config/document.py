@@ -17,6 +17,7 @@ from typing import Any
 from devgraph.api.config.merge import Level, Source
 from devgraph.api.config.phase import (
     KEYS,
+    MODE_VARIABLE,
     OLDER_POLICIES,
     PHASES,
     Setting,
@@ -125,6 +126,35 @@ def read_section(path: str | os.PathLike[str]) -> object:
             f"configuration under the key {SECTION!r}."
         )
     return document[SECTION]
+
+
+def read_pyproject(folder: Path) -> tuple[str, object] | None:
+    """Return the path and the ``[tool.devgraph]`` table of the nearest ``pyproject.toml``.
+
+    Args:
+        folder: the folder where the search starts. It ends at the first ``pyproject.toml`` above.
+
+    Raises:
+        ConfigError: the file cannot be read, or this version of Python cannot read TOML.
+    """
+    places = (parent / "pyproject.toml" for parent in (folder, *folder.parents))
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        if "tool.devgraph" not in text:
+            return None
+        toml: Any = importlib.import_module("tomllib")  # new in Python 3.11
+        table = toml.loads(text).get("tool", {}).get("devgraph")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading [tool.devgraph] needs Python 3.11 or newer. Remove the table, and "
+            f"set {MODE_VARIABLE} or --device-graph-config instead"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read [tool.devgraph] of {path}: {error}") from error
+    return None if table is None else (str(path), table)
 
 
 _PER_PHASE = 'an object with a policy per phase, such as {"decode": "full"}'

@@ -8,13 +8,15 @@ attribute that they set, so an engine can keep its own definitions of older flag
 from __future__ import annotations
 
 import argparse
+import os
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
-from devgraph.api.config.document import parse_mode, read_mode, read_section
+from devgraph.api.config.document import parse_mode, read_mode, read_pyproject, read_section
 from devgraph.api.config.merge import Level, Source
 from devgraph.api.config.older_flags import (
     DISABLE,
@@ -24,7 +26,7 @@ from devgraph.api.config.older_flags import (
     SHORTHANDS,
     Flag,
 )
-from devgraph.api.config.phase import FLAG, KEYS, PHASES, DeviceGraphWarning
+from devgraph.api.config.phase import FLAG, KEYS, MODE_VARIABLE, PHASES, DeviceGraphWarning
 from devgraph.api.errors import ConfigTypeError
 
 _FILE = "--device-graph-config"
@@ -92,8 +94,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     if not isinstance(parser, argparse._ArgumentGroup):  # argparse does not nest groups
         group = parser.add_argument_group(
             "device graphs",
-            f"{MODE} overrides the flags per phase. They override the graph flags of older engines "
-            f"(accepted, not listed here), which override {_FILE}. All are merged per key.",
+            f"In ascending precedence: [tool.devgraph] of pyproject.toml, {MODE_VARIABLE} of the "
+            f"environment, {_FILE}, the graph flags of older engines (accepted, not listed here), "
+            f"the flags per phase, {MODE}. All are merged per key.",
         )
     hidden = argparse.SUPPRESS
     for flag in free:
@@ -131,10 +134,24 @@ class _Removed(argparse.Action):
         parser.error(f"{name} was removed: {REMOVED_FLAGS[name]}")
 
 
+def _surroundings() -> Iterator[Source]:
+    """Yield the modes of ``pyproject.toml`` and of the environment."""
+    table = read_pyproject(Path.cwd())
+    if table is not None:
+        path, document = table
+        yield parse_mode(document, f"[tool.devgraph] of {path}", Level.PYPROJECT)
+    mode = os.environ.get(MODE_VARIABLE)
+    if mode:
+        yield parse_mode(read_mode(mode, MODE_VARIABLE), MODE_VARIABLE, Level.ENVIRONMENT)
+
+
 def sources_of(
     namespace: argparse.Namespace, parser: argparse.ArgumentParser | None = None
 ) -> list[Source]:
-    """Return the settings in the arguments in ascending precedence, with a note per older flag.
+    """Return all settings in ascending precedence, with a note per older flag.
+
+    ``[tool.devgraph]`` of the nearest ``pyproject.toml`` and the environment come before the
+    arguments.
 
     Args:
         namespace: the parsed arguments.
@@ -147,7 +164,7 @@ def sources_of(
         raise ConfigTypeError(
             f"expected parsed arguments, as parser.parse_args() returns them, got {namespace!r}"
         )
-    sources: list[Source] = []
+    sources = [*_surroundings()]
     for flag in FLAGS:
         value = getattr(namespace, flag.dest, None)
         if value is None or value is False or (isinstance(value, (list, tuple)) and not value):

@@ -18,10 +18,12 @@ from devgraph.api.config.unused import unused
 class Level(enum.IntEnum):
     """The strength of a source. Between equals, the later source wins."""
 
-    FILE = 0
-    OLDER = 1
-    SHORTHAND = 2
-    JSON = 3
+    PYPROJECT = 0
+    ENVIRONMENT = 1
+    FILE = 2
+    OLDER = 3
+    SHORTHAND = 4
+    JSON = 5
 
 
 @attrs.frozen(kw_only=True)

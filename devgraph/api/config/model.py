@@ -121,17 +121,24 @@ class DeviceGraphConfig:
 
         Sources are merged per key. Their order from the strongest to the weakest is
         ``--device-graph-mode``, the flags per phase, older flags, ``--device-graph-config``, the
-        defaults. Each older flag causes one warning with its new spelling, and each override a
-        warning with both names.
+        environment variable ``DEVGRAPH_MODE``, ``[tool.devgraph]`` in the nearest
+        ``pyproject.toml``, the defaults. Each older flag causes one warning with its new spelling,
+        and each override a warning with both names.
 
         Args:
             namespace: the parsed arguments.
-            parser: if given, values that equal its defaults count as not given.
+            parser: the parser of an engine. If given, values that equal its defaults count as not
+                given, and a wrong value is an error of the parser, which ends the program.
 
         Raises:
-            ConfigError: a value is wrong.
+            ConfigError: a value is wrong, and there is no ``parser``.
         """
-        return cls._from_sources(sources_of(namespace, parser))
+        try:
+            return cls._from_sources(sources_of(namespace, parser))
+        except ConfigError as error:
+            if parser is None:
+                raise
+            parser.error(str(error))
 
     @classmethod
     def _from_sources(cls, sources: Iterable[Source]) -> DeviceGraphConfig:

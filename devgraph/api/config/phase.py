@@ -34,6 +34,9 @@ OLDER_POLICIES: Mapping[str, str] = {
 }
 """Older names of policies, accepted with a warning."""
 
+MODE_VARIABLE = "DEVGRAPH_MODE"
+"""Environment variable with a mode configuration as JSON."""
+
 VERIFY_VARIABLE = "DEVGRAPH_VERIFY"
 """Environment variable with the default of the key ``verify``."""
 

@@ -9,15 +9,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from devgraph.api.config.phase import MODE_VARIABLE
 from devgraph.api.errors import ConfigError, DeviceGraphError
 
 if TYPE_CHECKING:
     from devgraph.integrations.engine.memory import GraphMemory
 
 logger = logging.getLogger(__name__)
-
-MODE_VARIABLE = "DEVGRAPH_MODE"
-"""Environment variable: a mode configuration as JSON, for the engines of this process."""
 
 
 class InstallError(DeviceGraphError):

@@ -10,10 +10,9 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PhaseConfig
+from devgraph.api.config.phase import MODE_VARIABLE, PhaseConfig
 from devgraph.api.errors import ConfigError, DeviceGraphError
 from devgraph.integrations.engine.installation import (
-    MODE_VARIABLE,
     Changes,
     Installed,
     mode_text,

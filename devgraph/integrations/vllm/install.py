@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import MODE_VARIABLE
 from devgraph.api.errors import ConfigError
 from devgraph.integrations.engine.installation import (
-    MODE_VARIABLE,
     Changes,
     Installed,
     mode_text,

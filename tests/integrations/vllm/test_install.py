@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.config.phase import MODE_VARIABLE
 from devgraph.integrations import vllm
-from devgraph.integrations.engine.installation import MODE_VARIABLE
 from devgraph.integrations.vllm.install import SWITCH, engine_mode, here
 from devgraph.integrations.vllm.manager import EngineGraph
 from devgraph.integrations.vllm.wrappers import BreakableStep
