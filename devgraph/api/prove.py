@@ -361,8 +361,12 @@ class Seen:
 
 Run = Callable[[], Named]
 
+Rows = Callable[[torch.Tensor, "torch.Tensor | None"], Sequence[int]]
+"""Returns positions in a tensor; the second argument has the numbers of its rows if only some rows
+of the state are known."""
 
-def _no_rows(tensor: torch.Tensor) -> Sequence[int]:
+
+def no_rows(tensor: torch.Tensor, numbers: torch.Tensor | None) -> Sequence[int]:
     return ()
 
 
@@ -409,7 +413,8 @@ class Comparison:
         graph: Run,
         *,
         exact: bool,
-        scratch: Callable[[torch.Tensor], Sequence[int]] = _no_rows,
+        shared: Rows = no_rows,
+        scratch: Rows = no_rows,
         want: Seen | None = None,
         got: Seen | None = None,
     ) -> list[Failure]:
@@ -420,8 +425,11 @@ class Comparison:
             eager: the eager run.
             graph: the replay.
             exact: whether they are equal bit for bit.
-            scratch: returns the rows of a tensor that several rows of the batch write. They are
-                left out if eager differs from itself.
+            shared: the rows that several rows of the batch write. They are left out if eager
+                differs from itself.
+            scratch: the rows that several rows of the batch write and no real row uses. A device
+                may write them in any order, so that only the fact that both runs write them is
+                compared.
             want: result of the eager run, if it ran before.
             got: result of the replay, if it ran before.
         """
@@ -429,19 +437,23 @@ class Comparison:
         def how(name: str) -> _Compare:
             return compare_near if name in unstable else compare if exact else self._near
 
+        def differ(
+            other: Seen, how: Callable[[str], _Compare] = how, shared: Rows = no_rows
+        ) -> list[tuple[str, str]]:
+            return self.differences(want, other, how, shared, scratch)
+
         unstable: set[str] = set()
         want = want or self.seen(eager)
         got = got or self.seen(graph)
-        found = self.differences(want, got, how)
+        found = differ(got)
         if not self.agreed(bool(found)):
             return []
         again = self.seen(eager)
-        if self.differences(want, again, lambda _: compare):
-            found = self.differences(want, got, how, scratch)
-        else:
-            scratch = _no_rows
-        repeats = self.differences(want, again, lambda _: compare, scratch)
-        beyond = self.differences(want, again, lambda _: compare_near, scratch)
+        if not differ(again, lambda _: compare):
+            shared = no_rows
+        found = differ(got, how, shared)
+        repeats = differ(again, lambda _: compare, shared)
+        beyond = differ(again, lambda _: compare_near, shared)
         repeated = self.seen(graph)
 
         def failed(where: str, message: str, kind: str, lasting: bool = True) -> Failure:
@@ -460,8 +472,8 @@ class Comparison:
         if exact and repeats:
             unstable |= {where for where, _ in repeats}
             self.tolerated |= dict.fromkeys(unstable)
-            found = self.differences(want, got, how, scratch)
-        lasting = {where for where, _ in self.differences(want, repeated, how, scratch)}
+            found = differ(got, how, shared)
+        lasting = {where for where, _ in differ(repeated, how, shared)}
         return [failed(where, message, "graph", where in lasting) for where, message in found]
 
     def differences(
@@ -469,7 +481,8 @@ class Comparison:
         want: Seen,
         got: Seen,
         how: Callable[[str], _Compare],
-        scratch: Callable[[torch.Tensor], Sequence[int]] = _no_rows,
+        shared: Rows = no_rows,
+        scratch: Rows = no_rows,
     ) -> list[tuple[str, str]]:
         """Return the places that differ, each with a description of the difference."""
         names = [name for name, _ in want.outputs]
@@ -484,7 +497,15 @@ class Comparison:
             _, saved, rows = want.state.get(name) or got.state[name]
             one = want.state[name][0] if name in want.state else saved
             other = got.state[name][0] if name in got.state else saved
-            if left_out := scratch(one) if rows is None else ():
+            left_out = {
+                *shared(one, rows),
+                *(
+                    row
+                    for row in scratch(one, rows)
+                    if not any(same_bytes(saved[row], now[row]) for now in (one, other))
+                ),
+            }
+            if left_out:
                 keep = torch.ones(len(one), dtype=torch.bool, device=one.device)
                 keep[[*left_out]] = False
                 one, other = one[keep], other[keep]

@@ -21,6 +21,7 @@ from devgraph.api.prove import (
     Failure,
     Named,
     Report,
+    Rows,
     Seen,
     State,
     addresses,
@@ -30,12 +31,13 @@ from devgraph.api.prove import (
     extremes,
     host_sets,
     named_tensors,
+    no_rows,
     randomize,
     replaced,
     require_samples,
 )
 from devgraph.api.reach import entries
-from devgraph.api.snapshots import DEFAULT_LIMIT
+from devgraph.api.snapshots import DEFAULT_LIMIT, same_bytes
 from devgraph.api.tensors import has_place
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.ranks import RankGroup
@@ -44,6 +46,9 @@ from devgraph.runners.step import GraphStep, StaticBatch, Step
 
 _ENOUGH = 4096
 """Values of a slot that are drawn to learn whether real rows use its pad value."""
+
+_NAN = torch.tensor(float("nan"))
+_COLLISION = "rows within a batch, which write one row of state"
 
 Implied = Callable[[Size], Mapping[str, torch.Tensor]]
 """Returns the inputs of a batch of a real size that belong together."""
@@ -250,9 +255,13 @@ class Proof:
         self._state.begin()  # restores the rows of the last case
         self._state.snapshot.save_rows(self._rows(inputs))
 
+        has_equal_rows = False
+
         def load() -> None:
             bound.load(inputs)
             mark(step.inputs.views(real))
+            if has_equal_rows:
+                self._fill_padding(graph, real, lambda slot: _first_row(slot, inputs[slot.name]))
 
         def mark(views: Mapping[str, torch.Tensor]) -> None:
             for name, data in marks.items():
@@ -286,17 +295,30 @@ class Proof:
                 bucket=case.bucket,
             )
 
-        scratch = functools.partial(self._shared_rows, inputs, graph, real)
-        want, got = compared.seen(eager), compared.seen(replay)
-        failures = compared.failures(
-            case,
-            eager,
-            replay,
-            exact=graph.captured.exact,
-            scratch=scratch,
-            want=want,
-            got=got,
+        shared, scratch = (
+            functools.partial(_positions, values)
+            for values in self._shared_values(inputs, graph, real)
         )
+
+        def compared_with(shared: Rows) -> tuple[Seen, Seen, list[Failure]]:
+            want, got = compared.seen(eager), compared.seen(replay)
+            exact = bool(graph.captured and graph.captured.exact)
+            failures = compared.failures(
+                case, eager, replay, exact=exact, shared=shared, scratch=scratch, want=want, got=got
+            )
+            return want, got, failures
+
+        want, got, failures = compared_with(shared)
+        collides = self._collides(inputs, want) or self._collides(inputs, got)
+        if compared.agreed(bool(failures) and collides):
+            # Devices write the row that all requests name in any order. With equal rows of data
+            # the order has no effect.
+            has_equal_rows = True
+            for name, slot in step.inputs.given.items():
+                if slot.axis is not None and inputs[name].is_floating_point():
+                    inputs[name] = _first_row(slot, inputs[name]).expand_as(inputs[name])
+            self._notes[_COLLISION] = None
+            want, got, failures = compared_with(no_rows)
         suspects = [*self._suspects(want, inputs, graph, real)] if case.padded else []
         is_suspect = compared.agreed(bool(suspects))
         if self._terms.quick and not is_suspect:
@@ -315,22 +337,24 @@ class Proof:
         if self._terms.quick:
             return failures
         if case.padded:
-            poisoned = compared.seen(lambda: replay(lambda: self._poison_padding(graph, real)))
+            nan = functools.partial(self._fill_padding, graph, real, lambda slot: _NAN)
+            poisoned = compared.seen(lambda: replay(nan))
             for (name, one), (_, other) in zip(got.outputs, poisoned.outputs, strict=True):
-                if message := compare(one, other):
+                message = compare(one, other)
+                if message and collides:
+                    self._notes[_COLLISION] = None
+                elif message:
                     failures.append(failed(name, f"with padding filled with NaN {message}", "size"))
         if draws:
             self._notes["the batch without padding (the step draws random numbers)"] = None
         elif not failures:
             failures += (
                 failed(where, f"against eager on the real batch {message}", "size")
-                for where, message in self._sized(alone, got, scratch)
+                for where, message in self._sized(alone, got, shared)
             )
         return failures
 
-    def _sized(
-        self, alone: Seen, got: Seen, scratch: Callable[[torch.Tensor], Sequence[int]]
-    ) -> list[tuple[str, str]]:
+    def _sized(self, alone: Seen, got: Seen, shared: Rows) -> list[tuple[str, str]]:
         """Return the differences of a graph from eager on the unpadded batch.
 
         Of state, only elements count that the unpadded batch wrote and that one row wrote alone.
@@ -341,8 +365,7 @@ class Proof:
             other = got.state[name][0] if name in got.state else saved
             if now.dim():
                 written = _changed(saved, now)
-                if rows is None:
-                    written[[*scratch(now)]] = False
+                written[[*shared(now, rows)]] = False
                 now, other = now[written], other[written]
             state[name], graphs[name] = (now, now, rows), (other, other, rows)
         return self._compared.differences(
@@ -400,10 +423,13 @@ class Proof:
         }
         return torch.tensor(sorted(rows), dtype=torch.int64, device=self._step.inputs.device)
 
-    def _poison_padding(self, graph: BucketGraph, real: Size) -> None:
+    def _fill_padding(
+        self, graph: BucketGraph, real: Size, row: Callable[[InputSlot], torch.Tensor]
+    ) -> None:
+        """Fill the padded rows of floating-point slots with a row, or a number, of each."""
         for slot, part in self._padding(graph, real):
             if slot.dtype.is_floating_point:
-                part.fill_(float("nan"))
+                part.copy_(row(slot))
 
     def _padding(self, graph: BucketGraph, real: Size) -> Iterator[tuple[InputSlot, torch.Tensor]]:
         """Yield the padded rows of each slot of the graph."""
@@ -416,22 +442,33 @@ class Proof:
 
     # Padding that writes.
 
-    def _shared_rows(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        graph: BucketGraph,
-        real: Size,
-        tensor: torch.Tensor,
-    ) -> list[int]:
-        """Return the rows of ``tensor`` that several rows of the batch name."""
-        shared = set()
+    def _shared_values(
+        self, inputs: Mapping[str, torch.Tensor], graph: BucketGraph, real: Size
+    ) -> tuple[set[int], set[int]]:
+        """Return the pad values that several rows of the batch have, and those no real row uses."""
+        shared, scratch = set[int](), set[int]()
         for slot, data in self._integers(inputs):
+            axis = slot.axis or 0
+            padded = slot.shape(graph.size)[axis] - slot.shape(real)[axis]
             for pad in _pads(slot, data):
-                padded = slot.shape(graph.size)[slot.axis or 0] - slot.shape(real)[slot.axis or 0]
-                row = pad + len(tensor) * (pad < 0) if tensor.dim() else -1
-                if data.count(pad) + padded > 1 and tensor.dim() and 0 <= row < len(tensor):
-                    shared.add(row)
-        return sorted(shared)
+                if data.count(pad) + padded > 1:
+                    shared.add(pad)
+                    if not self._is_real(slot, pad, data):
+                        scratch.add(pad)
+        return shared, scratch
+
+    def _collides(self, inputs: Mapping[str, torch.Tensor], seen: Seen) -> bool:
+        """Whether real rows write one row of state, because a slot has its pad value in all."""
+        pads = {
+            int(slot.pad.value)
+            for slot, data in self._integers(inputs)
+            if slot.name not in self._varied and slot.row_dim != "requests+1" and len(data) > 1
+        }
+        return any(
+            not same_bytes(saved[row], now[row])
+            for now, saved, numbers in seen.state.values()
+            for row in _positions(pads, now, numbers)
+        )
 
     def _suspects(
         self, want: Seen, inputs: Mapping[str, torch.Tensor], graph: BucketGraph, real: Size
@@ -516,11 +553,25 @@ def _copies(tree: Any) -> Named:
     return [(name, tensor.detach().clone()) for name, tensor in named_tensors(tree, "output ")]
 
 
+def _first_row(slot: InputSlot, data: torch.Tensor) -> torch.Tensor:
+    return data.narrow(slot.axis or 0, 0, 1)
+
+
 def _pads(slot: InputSlot, data: Sequence[int]) -> list[int]:
     """Return the values that padded rows of ``slot`` have in a batch with ``data``."""
     if slot.pad.kind == "last":
         return [int(data[-1])] if data and slot.row_dim != "requests+1" else []
     return [int(slot.pad.value)]
+
+
+def _positions(
+    values: set[int], tensor: torch.Tensor, numbers: torch.Tensor | None
+) -> Sequence[int]:
+    """Return the positions of the rows ``values`` in a tensor, or in saved rows of it."""
+    if numbers is not None:
+        return [index for index, row in enumerate(numbers.tolist()) if row in values]
+    size = len(tensor) if tensor.dim() else 0
+    return [value % size for value in values if size > 1 and -size <= value < size]
 
 
 def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:

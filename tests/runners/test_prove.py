@@ -175,6 +175,48 @@ def test_padding_into_a_scratch_row_is_right():
     assert report.ok, str(report)
 
 
+_writes = [0]
+
+
+@torch.library.custom_op("devgraph_tests::put_in_any_order", mutates_args=("cache",))
+def put_in_any_order(cache: torch.Tensor, rows: torch.Tensor, data: torch.Tensor) -> None:
+    """Write ``data`` in order and in reverse order in turns, as a device may."""
+    _writes[0] += 1
+    step = 1 if _writes[0] % 2 else -1
+    for row, value in [*zip(rows.tolist(), data, strict=True)][::step]:
+        cache[row] = value
+
+
+class UnorderedStep:
+    """A step whose writes of one row have no order; each request has data of its own."""
+
+    def __init__(self, *, reads=False):
+        self.cache = torch.zeros(32, 3)
+        self.reads = reads
+        self.factor = 1.0
+
+    def __call__(self, batch):
+        position = torch.arange(batch.tokens, dtype=torch.float32)[:, None]
+        data = batch.x * self.factor + (0 if self.reads else position)
+        put_in_any_order(self.cache, batch.rows, data)
+        return data + self.cache[batch.rows] if self.reads else data
+
+
+@pytest.mark.parametrize("with_sample", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_rows_that_are_written_in_any_order_are_no_failure(reads, with_sample):
+    step = UnorderedStep(reads=reads)
+    sample = distinct_rows if with_sample else None
+    rows = InputSlot("rows", ("tokens",), torch.int64, pad=ROWS.pad, sample=sample)
+    runner = decode_of(step, (X, rows), bound={"cache": step.cache})
+    report = runner.prove(cases=3)
+    assert report.ok, str(report)
+    note = "rows within a batch, which write one row of state"
+    assert (note in report.not_varied) is (reads and not with_sample)
+    step.factor = 2.0
+    assert not runner.prove(cases=3).ok
+
+
 def test_state_is_afterwards_as_before_bit_for_bit():
     step = CacheStep()
     step.cache.normal_()
