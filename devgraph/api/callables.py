@@ -18,10 +18,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import attrs
 import torch
+from torch._C._dynamo.guards import GlobalStateGuard
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
@@ -46,6 +47,7 @@ from devgraph.api.process import identity
 from devgraph.api.prove import Report
 from devgraph.api.reach import modules_of
 from devgraph.api.registry import get_backend
+from devgraph.api.tensors import alike_to
 from devgraph.api.training import (
     Results,
     StaticInputs,
@@ -56,8 +58,13 @@ from devgraph.api.training import (
 )
 from devgraph.api.trees import children_of, leaves_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger(__name__)
 
+_is_compiling = torch.compiler.is_compiling
+_inference_mode = torch.is_inference_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _NO_HOST: dict[str, Any] = {}
@@ -65,6 +72,9 @@ _NO_HOST: dict[str, Any] = {}
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes, torch.dtype, torch.device})
 _TIMED = 3
 """Calls that are timed before and after a capture, if ``min_speedup`` asks for it."""
+
+_RECENT = 4
+"""Keys whose calls are compared without a key."""
 
 _FLOAT_KEYS = 4
 """Keys that differ only in floats before a warning names the float."""
@@ -119,6 +129,8 @@ class _Entry:
     """Whether results of the first call required gradients."""
     used: int = 0
     """Stamp of the last use."""
+    repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    """Makes a call whose arguments have this key, or returns ``_OTHER``; see ``_repeat_of``."""
     eager_seconds: list[float] = attrs.field(factory=list)
     graph_seconds: list[float] = attrs.field(factory=list)
 
@@ -131,6 +143,8 @@ class Graphed:
         self._module = module
         self._options: _Options = options
         self._entries: dict[Any, _Entry] = {}
+        self._recent: list[_Entry] = []
+        """Entries with ``repeat``, the last one first."""
         self._clock = itertools.count(1)
         self._counts: Counter[str] = Counter()
         self._eager_counts: Counter[EagerReason] = Counter()
@@ -148,8 +162,17 @@ class Graphed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function in a graph if its key has one."""
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return self._fn(*args, **kwargs)
+        if current_scope() is None and identity.token is self._process and not self._switched_off:
+            for entry in self._recent:
+                result = entry.repeat(self, args, kwargs)  # type: ignore[misc]
+                if result is not _OTHER:
+                    return result
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Find the key of a call, and make it."""
         if self._closed:
             raise StateError(
                 f"{self!r} is closed. Call dg.ungraphed(module) to give a module its forward back, "
@@ -173,10 +196,13 @@ class Graphed:
         for name, argument in kwargs.items():
             key.append(name)
             _flatten(argument, key, tensors)
-        with_gradients = torch.is_grad_enabled() and self._requires_grad(tensors)
-        key += (with_gradients, torch.is_inference_mode_enabled(), current_autocast())
-        if self._module is not None:
-            key.append(tuple([module.training for module in self._watched.modules]))
+        needs_gradient = self._needs_gradient()
+        with_gradients = True in needs_gradient or (
+            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        )
+        key += (needs_gradient, with_gradients)
+        key += (torch.is_inference_mode_enabled(), current_autocast())
+        key.append(tuple(self._watched.training()))
         try:
             entry = self._entries.get(tuple(key))
         except TypeError:
@@ -193,7 +219,91 @@ class Graphed:
                     tuple(key), entry, args, kwargs, host, tensors, with_gradients
                 )
             self._replays += 1
-            return graph.run(tensors, host)
+            result = graph.run(tensors, host)
+            self._keep_repeat(entry, args, kwargs, needs_gradient)
+            return result
+
+    def _keep_repeat(
+        self,
+        entry: _Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        needs_gradient: tuple[bool, ...],
+    ) -> None:
+        """Let the next calls with this key find the entry without a key."""
+        others = [other for other in self._recent if other is not entry]
+        if entry.repeat is None or len(others) < len(self._recent):  # another setting of torch
+            is_known = not self._host_names
+            entry.repeat = (
+                self._repeat_of(entry, args, kwargs, needs_gradient) if is_known else None
+            )
+        if entry.repeat is not None:
+            self._recent = [entry, *others[: _RECENT - 1]]
+
+    def _repeat_of(
+        self,
+        entry: _Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        needs_gradient: tuple[bool, ...],
+    ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
+        """Return a callable for calls whose arguments are tensors and constants, without trees.
+
+        It compares tensors and settings in one call of torch each, and refers to no ``Graphed``,
+        whose last reference frees its graphs. None if this call has other arguments.
+        """
+        flat, names, graph = (*args, *kwargs.values()), (*kwargs,), entry.graph
+        places = [index for index, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+        constants = [
+            (index, type(leaf), leaf)
+            for index, leaf in enumerate(flat)
+            if not isinstance(leaf, torch.Tensor)
+        ]
+        tensors = [flat[index] for index in places]
+        if (
+            graph is None
+            or not tensors
+            or len({*map(id, tensors)}) < len(tensors)
+            or any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors)
+            or not all(kind in _PLAIN or (kind is float and c) for _, kind, c in constants)
+        ):
+            return None
+        lock, run, count = graph.lock, graph.run, len(flat)
+        alike, same_settings = alike_to(tensors), GlobalStateGuard().check
+        inference = torch.is_inference_mode_enabled()
+        required = [tensor.requires_grad for tensor in tensors]
+        training = self._watched.training()
+
+        def repeat(step: Graphed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            flat: Sequence[Any] = args
+            if kwargs or names:
+                if tuple(kwargs) != names:
+                    return _OTHER
+                flat = (*args, *kwargs.values())
+            if len(flat) != count:
+                return _OTHER
+            if constants:
+                for index, kind, value in constants:
+                    if type(flat[index]) is not kind or flat[index] != value:
+                        return _OTHER
+                flat = [flat[index] for index in places]
+            if not (alike(*flat) and same_settings()) or _inference_mode() is not inference:
+                return _OTHER
+            watched = step._watched
+            if training and watched.training() != training:
+                return _OTHER
+            if [tensor.requires_grad for tensor in flat] != required:
+                return _OTHER
+            if needs_gradient and step._needs_gradient() != needs_gradient:
+                return _OTHER
+            with lock:
+                if entry.graph is not graph or not watched.hold():
+                    return _OTHER
+                entry.used = next(step._clock)
+                step._replays += 1
+                return run(flat, _NO_HOST)
+
+        return repeat
 
     def _weights_hold(self) -> bool:
         """Whether the parameters and buffers of all modules are those of the captures."""
@@ -206,11 +316,11 @@ class Graphed:
 
     # Keys.
 
-    def _requires_grad(self, tensors: list[torch.Tensor]) -> bool:
-        for tensor in tensors:
-            if tensor.requires_grad:
-                return True
-        return any(parameter.requires_grad for parameter in self._parameters())
+    def _needs_gradient(self) -> tuple[bool, ...]:
+        """Return ``requires_grad`` of each of ``_parameters`` under grad mode."""
+        if not torch.is_grad_enabled():
+            return ()
+        return tuple([parameter.requires_grad for parameter in self._parameters()])
 
     def _parameters(self) -> list[torch.Tensor]:
         """Return the leaf tensors that the function can reach, in a fixed order."""
@@ -406,7 +516,8 @@ class Graphed:
         self._counts["captures"] += 1
 
     def _drop(self, entry: _Entry, counter: str) -> None:
-        graph, entry.graph = entry.graph, None
+        graph, entry.graph, entry.repeat = entry.graph, None, None
+        self._recent = [other for other in self._recent if other is not entry]
         entry.graph_seconds = []
         self._counts[counter] += 1
         if graph is not None:
@@ -461,6 +572,7 @@ class Graphed:
             if entry.graph is not None:
                 entry.graph.close()
         self._entries.clear()
+        self._recent = []
         self._float_keys.clear()
 
     def close(self) -> None:
@@ -506,6 +618,9 @@ class Graphed:
     def __reduce__(self) -> Any:
         return self.__deepcopy__(None)
 
+
+_OTHER = object()
+"""Returned by a ``repeat`` for a call with another key."""
 
 _NO_TIMES: list[float] = []
 """Stands for the times of an entry that is not, or no longer, timed."""
@@ -557,6 +672,7 @@ class _Inference:
 
     def __init__(self, captured: Captured, static_inputs: StaticInputs, *, clone: bool) -> None:
         self._captured = captured
+        self._launch = captured.launch
         self._load, self._store = static_inputs.load, static_inputs.store
         self.pool = captured.pool
         self.lock = captured.pool.lock
@@ -570,11 +686,13 @@ class _Inference:
         """Replay with the tensors of a call; called under the pool's lock."""
         self._order()
         self._load(tensors)
-        captured = self._captured
         try:
-            captured.run(host if self._fill is None else self._fill(host))
+            if self._launch is not None:
+                self._launch()
+            else:
+                self._captured.run(host if self._fill is None else self._fill(host))
         except Exception as error:
-            raise_if_lost(captured.backend, error)
+            raise_if_lost(self._captured.backend, error)
             raise
         if self._written:
             self._store(tensors, self._written)
@@ -590,36 +708,26 @@ class _Inference:
         self._captured.close()
 
 
+class _Keywords(TypedDict, total=False):
+    backend: str | Backend
+    policy: str
+    max_graphs: int
+    warmup: int
+    min_speedup: float | None
+    host_args: Mapping[str, Any] | None
+    pool: Pool | None
+    strict: bool
+    clone: bool
+
+
 @overload
 def graphed(
-    fn_or_module: None = None,
-    *,
-    backend: str | Backend = ...,
-    policy: str = ...,
-    max_graphs: int = ...,
-    warmup: int = ...,
-    min_speedup: float | None = ...,
-    host_args: Mapping[str, Any] | None = ...,
-    pool: Pool | None = ...,
-    strict: bool = ...,
-    clone: bool = ...,
+    fn_or_module: None = None, **keywords: Unpack[_Keywords]
 ) -> Callable[[Callable[..., Any]], Graphed]: ...
 
 
 @overload
-def graphed(
-    fn_or_module: Callable[..., Any],
-    *,
-    backend: str | Backend = ...,
-    policy: str = ...,
-    max_graphs: int = ...,
-    warmup: int = ...,
-    min_speedup: float | None = ...,
-    host_args: Mapping[str, Any] | None = ...,
-    pool: Pool | None = ...,
-    strict: bool = ...,
-    clone: bool = ...,
-) -> Graphed: ...
+def graphed(fn_or_module: Callable[..., Any], **keywords: Unpack[_Keywords]) -> Graphed: ...
 
 
 def graphed(

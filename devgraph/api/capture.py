@@ -153,6 +153,11 @@ class Captured:
             note(error, f"in a replay of {self!r}")
             raise
 
+    @property
+    def launch(self) -> Callable[[], None] | None:
+        """``run`` without host arguments, if it is nothing but one launch."""
+        return None if self._plan.marks or self._broken or self._waits else self._plan.run
+
     def _check(self) -> None:
         if self._job is None:
             raise StateError("this capture is closed; capture again")

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import operator
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -40,6 +41,7 @@ from devgraph.api.snapshots import Snapshot
 from devgraph.api.tensors import has_place
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
+_TRAINING = operator.itemgetter("training")
 _CHECKED = 4
 """Number of tensors of modules that every replay compares. An assignment makes it compare all."""
 
@@ -333,6 +335,7 @@ class Weights:
         _report_assignments()
         self._modules = [*modules]
         self.modules = [inner for module in self._modules for inner in module.modules()]
+        self._attributes = [vars(module) for module in self.modules]
         self._held = [
             (table, key, tensor, path)
             for module in self._modules
@@ -345,28 +348,43 @@ class Weights:
             for module in self._modules
             for inner in module.modules()
         ]
-        self._first = self._held[:_CHECKED]
-        self._addresses = [_address(tensor) for _, _, tensor, _ in self._first]
+        self._first = [
+            (table, key, tensor, path, look := _address_of(tensor), look())
+            for table, key, tensor, path in self._held[:_CHECKED]
+        ]
         self._assignments = _assignments[0]
+
+    def training(self) -> list[bool]:
+        """Return ``training`` of each module."""
+        return [*map(_TRAINING, self._attributes)]
+
+    def hold(self) -> bool:
+        """Whether the tensors are those of the construction, as far as this replay compares them.
+
+        After an assignment to any module the answer is False until ``check`` has passed.
+        """
+        if self._assignments != _assignments[0]:
+            return False
+        for table, key, tensor, _, address_now, address in self._first:
+            if table.get(key) is not tensor or address_now() != address:
+                return False
+        return True
 
     def check(self) -> None:
         """Raise StateError if a tensor of a module was replaced."""
-        if self._assignments != _assignments[0]:
-            assignments = _assignments[0]
-            self._compare(self._held)
-            for table, children in self._children:
-                if table != children:
-                    raise StateError(f"a module of the step has other submodules {_AGAIN}")
-            self._assignments = assignments
+        if self.hold():
             return
-        for (table, key, tensor, path), address in zip(self._first, self._addresses, strict=True):
-            if table.get(key) is not tensor or _address(tensor) != address:
-                self._refuse(path, key)
-
-    def _compare(self, held: Iterable[Any]) -> None:
-        for table, key, tensor, path in held:
+        assignments = _assignments[0]
+        for table, key, tensor, path in self._held:
             if table.get(key) is not tensor:
                 self._refuse(path, key)
+        for table, children in self._children:
+            if table != children:
+                raise StateError(f"a module of the step has other submodules {_AGAIN}")
+        for _, key, _, path, address_now, address in self._first:
+            if address_now() != address:
+                self._refuse(path, key)
+        self._assignments = assignments
 
     def _refuse(self, path: str, key: str) -> NoReturn:
         name = f"{path}.{key}" if path else key
@@ -401,8 +419,9 @@ def _report_assignments() -> None:
     register_module_module_registration_hook(count)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None and has_place(tensor) else 0
+def _address_of(tensor: torch.Tensor | None) -> Callable[[], int]:
+    """Return a callable that returns the address of ``tensor``."""
+    return tensor.data_ptr if tensor is not None and has_place(tensor) else int
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

@@ -440,10 +440,10 @@ class Comparison:
         def differ(
             other: Seen, how: Callable[[str], _Compare] = how, shared: Rows = no_rows
         ) -> list[tuple[str, str]]:
-            return self.differences(want, other, how, shared, scratch)
+            return self.differences(expected, other, how, shared, scratch)
 
         unstable: set[str] = set()
-        want = want or self.seen(eager)
+        expected = want or self.seen(eager)
         got = got or self.seen(graph)
         found = differ(got)
         if not self.agreed(bool(found)):

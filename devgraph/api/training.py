@@ -51,14 +51,11 @@ class StaticInputs:
             for index, tensor in enumerate(self.tensors)
             if not isinstance(tensor, torch.nn.Parameter)
         ]
-        self._grouped: tuple[list[torch.Tensor], list[int]] | None = None
-        self._copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+        self._needs_no_grad = any(static.requires_grad for _, static in self._copied)
         if all(t.dtype in _GROUPED and t.layout is torch.strided for _, t in self._copied):
-            self._grouped = [t for _, t in self._copied], [index for index, _ in self._copied]
-            if len(self._copied) == 1:
-                self._copy = lambda targets, sources: targets[0].copy_(sources[0])
-            elif not self._copied:
-                self._copy = lambda targets, sources: None
+            self._copy = self._grouped_copy()
+        else:
+            self._copy = self._copy_each
 
     def _own(self, node: Any) -> Any:
         if isinstance(node, torch.nn.Parameter):
@@ -91,15 +88,26 @@ class StaticInputs:
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors of a call into the static ones."""
-        if self._grouped is not None:
-            targets, indices = self._grouped
-            sources = [tensors[index] for index in indices]
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    self._copy(targets, sources)
-            else:
-                self._copy(targets, sources)
-            return
+        if self._needs_no_grad and torch.is_grad_enabled():
+            with torch.no_grad():
+                self._copy(tensors)
+        else:
+            self._copy(tensors)
+
+    def _grouped_copy(self) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """Return the copy as one operator."""
+        targets, indices = [t for _, t in self._copied], [index for index, _ in self._copied]
+        copy = torch._foreach_copy_
+        if not targets:
+            return lambda tensors: None
+        if len(targets) == 1:
+            [index], copy_one = indices, targets[0].copy_
+            return lambda tensors: copy_one(tensors[index])
+        if indices == [*range(len(self.tensors))]:
+            return lambda tensors: copy(targets, tensors)  # type: ignore[arg-type]
+        return lambda tensors: copy(targets, [tensors[index] for index in indices])
+
+    def _copy_each(self, tensors: Sequence[torch.Tensor]) -> None:
         for index, static in self._copied:
             if tensors[index] is not static:
                 overwrite(static, tensors[index])
@@ -115,29 +123,31 @@ class Results:
     """The outputs of a step as calls hand them out."""
 
     def __init__(self, outputs: Any, static_inputs: StaticInputs, *, clone: bool) -> None:
-        self._outputs = outputs
         self._positions: dict[int, int] = {}
         for index, static in enumerate(static_inputs.tensors):
             self._positions.setdefault(id(static), index)
         self._clone = clone
 
-        only = outputs if isinstance(outputs, torch.Tensor) else None
-        self._only = only if clone and id(only) not in self._positions else None
+        kind = type(outputs)
+        self.of: Callable[[Sequence[torch.Tensor]], Any] = functools.partial(self._given, outputs)
+        """Returns the results of a call with these tensors."""
+        if clone and self._is_copied(outputs):
+            clone_one = outputs.clone
+            self.of = lambda tensors: clone_one()
+        elif clone and (kind is tuple or kind is list) and all(map(self._is_copied, outputs)):
+            self.of = lambda tensors: kind([output.clone() for output in outputs])
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the results of a call with these tensors."""
-        if self._only is not None:
-            return self._only.clone()
-        return self._given(self._outputs, tensors)
+    def _is_copied(self, node: Any) -> bool:
+        """Whether a call returns a copy of ``node``."""
+        is_other = isinstance(node, torch.Tensor) and not isinstance(node, torch.nn.Parameter)
+        return is_other and id(node) not in self._positions
 
     def _given(self, node: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if isinstance(node, torch.Tensor):
             position = self._positions.get(id(node))
             if position is not None:
                 return tensors[position]  # the step returns its argument
-            if self._clone and not isinstance(node, torch.nn.Parameter):
-                return node.clone()
-            return node
+            return node.clone() if self._clone and self._is_copied(node) else node
         children = children_of(node)
         if children is None:
             return node
@@ -175,7 +185,14 @@ class TrainingGraphs:
         self._outputs: Any = None
         self._differentiable: list[torch.Tensor] = []
         self._output_grads: list[torch.Tensor] = []
-        self._grads: list[torch.Tensor | None] = []
+        self.shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """Leaf tensors and their gradients in graph memory that backwards handed out since the last
+        forward, by the index of the callable in its step. All callables of a step share it."""
+        self.index = 0
+        self._leaf_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._input_grads: list[torch.Tensor | None] = []
+        """Gradient of each input in its first place."""
+        self._weight_grads: list[torch.Tensor | None] = []
         self._epoch = 0
         """Number of forwards, which is negated once the backward of the last one ran."""
 
@@ -206,8 +223,16 @@ class TrainingGraphs:
             )
         with held.recording(GraphScope(self._backward)):
             held.begin(self._backward, arguments=tuple(self._output_grads))
-            self._grads = self._gradients(self._differentiable, self._output_grads)
+            grads = self._gradients(self._differentiable, self._output_grads)
             held.end()
+        self._leaf_grads = [
+            (tensor, grad)
+            for tensor, grad in zip(self._wanted, grads, strict=True)
+            if grad is not None and tensor.is_leaf
+        ]
+        left = dict(zip(map(id, self._wanted), grads, strict=True))
+        self._input_grads = [left.pop(id(tensor), None) for tensor in self.static_inputs.tensors]
+        self._weight_grads = [left.get(id(parameter)) for parameter in self._parameters]
         self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
         # Without history: an AccumulateGrad node of the capture stream that stays alive would make
         # later backwards of the caller synchronise with that stream.
@@ -241,6 +266,8 @@ class TrainingGraphs:
         """Replay the forward graph; return the epoch and its outputs in order."""
         with self.lock:
             self.pool.order()
+            if self.shared:
+                _copy_gradients(self.shared)
             self.static_inputs.load(tensors)
             self._forward.replay()
             self._epoch = abs(self._epoch) + 1
@@ -268,8 +295,9 @@ class TrainingGraphs:
                     "callable for each of the calls."
                 )
             self._epoch = -epoch
-            self._release_grads()
             self.pool.order()
+            _copy_gradients(self.shared, before=self.index)
+            self.shared[self.index] = self._leaf_grads
             given = [grad for grad, needed in zip(grads, self._needs_grad, strict=True) if needed]
             for target, grad in zip(self._output_grads, given, strict=True):
                 if grad is None:
@@ -277,27 +305,9 @@ class TrainingGraphs:
                 else:
                     overwrite(target, grad)
             self._backward.replay()
-            by_tensor = dict(zip(map(id, self._wanted), self._grads, strict=True))
-            result: list[torch.Tensor | None] = []
-            seen: set[int] = set()
-            for tensor in self.static_inputs.tensors:
-                grad = None if id(tensor) in seen else by_tensor.get(id(tensor))
-                seen.add(id(tensor))
-                result.append(None if grad is None else grad.clone())
-            for parameter in self._parameters:
-                grad = by_tensor.get(id(parameter))
-                result.append(None if grad is None else grad.detach())
-            return result
-
-    def _release_grads(self) -> None:
-        """Give parameters whose ``grad`` is the graph's own memory a copy of it.
-
-        Autograd keeps a first gradient without a copy. The next replay would overwrite it.
-        """
-        for parameter, grad in zip(self._wanted, self._grads, strict=True):
-            held = parameter.grad if parameter.is_leaf else None
-            if grad is not None and held is not None and held.data_ptr() == grad.data_ptr():
-                parameter.grad = held.clone()
+            inputs = [None if grad is None else grad.clone() for grad in self._input_grads]
+            weights = [None if grad is None else grad.detach() for grad in self._weight_grads]
+            return inputs + weights
 
     # Reports.
 
@@ -351,9 +361,28 @@ class TrainingGraphs:
 
     def close(self) -> None:
         self._outputs, self._tensors, self._differentiable = None, [], []
-        self._grads = []
+        self._leaf_grads, self._input_grads, self._weight_grads = [], [], []
         for graph in (self._forward, self._backward):
             graph.close()
+
+
+def _copy_gradients(
+    shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]], before: int | None = None
+) -> None:
+    """Replace ``grad`` of leaf tensors that is graph memory by a copy.
+
+    Autograd keeps a first gradient without a copy, and replays overwrite that memory: every
+    forward, and the backward of a callable with a larger index, which was captured earlier.
+
+    Args:
+        shared: see ``TrainingGraphs.shared``. Copied gradients are removed.
+        before: index below which gradients are copied; None copies all.
+    """
+    for index in [index for index in shared if before is None or index < before]:
+        for leaf, grad in shared.pop(index):
+            held = leaf.grad
+            if held is not None and held.data_ptr() == grad.data_ptr():
+                leaf.grad = held.clone()
 
 
 class _Function(torch.autograd.Function):
@@ -382,6 +411,8 @@ def capture_steps(steps: Sequence[TrainingGraphs], warmup: int) -> None:
     pool = steps[0].pool
     backend: Any = pool.backend
     try:
+        for index, step in enumerate(steps):
+            step.index, step.shared = index, steps[0].shared
         with contextlib.ExitStack() as stack:
             held = stack.enter_context(session(pool))
             for step in steps:

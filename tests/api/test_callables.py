@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import devgraph as dg
 from devgraph.api.callables import EagerReason
@@ -63,6 +65,109 @@ def test_shapes_dtypes_and_constants_have_graphs_of_their_own() -> None:
                 assert got.dtype == (x * scale).dtype
                 same(got, x * scale)
     assert step.stats()["keys"] == 12
+
+
+class Doubled(torch.Tensor):
+    """A subclass without behaviour of its own."""
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_known_key_is_told_from_every_other_one() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor, c: Any = 1, d: Any = 0.5) -> Any:
+        with torch.no_grad():
+            return (x + y * 2).mul_(c) + d, type(c).__name__
+
+    step = graphed(fn)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    calls: list[Any] = [
+        lambda f: f(x, y),
+        lambda f: f(x, y, 1),
+        lambda f: f(x, y, True),
+        lambda f: f(x, y, 1.0),
+        lambda f: f(x, y, c=2, d=0.25),
+        lambda f: f(x, y, d=2, c=0.25),
+        lambda f: f(x, y, c=2),
+        lambda f: f(x, y, d=2),
+        lambda f: f(y=x, x=y),
+        lambda f: f(x=y, y=x),
+        lambda f: f(x, y, 0.0, -0.0),
+        lambda f: f(x, y, -0.0, 0.0),
+        lambda f: f(x.t(), y),
+        lambda f: f(x[:2], y[:2]),
+        lambda f: f(x.double(), y),
+        lambda f: f(x, x),
+        lambda f: f(x.as_subclass(Doubled), y),
+        lambda f: f(x.clone().requires_grad_(), y),
+    ]
+    around: list[Any] = [
+        contextlib.nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        Counting,
+        lambda: torch.autocast(x.device.type, torch.bfloat16),
+        lambda: default_dtype(torch.float64),
+    ]
+    for _ in range(3):
+        for setting in around:
+            for call in calls:
+                with setting():
+                    for _ in range(2):
+                        (got, kind), (want, plain) = call(step), call(fn)
+                        assert kind == plain
+                        assert (got.dtype, got.stride()) == (want.dtype, want.stride())
+                        same(got, want)
+    assert step.stats()["replays"] > 300
+
+
+def test_calls_of_a_known_key_take_part_in_transforms() -> None:
+    step = graphed(lambda x: x.sin() * 2)
+    x = torch.randn(3)
+    for _ in range(4):
+        same(step(x), x.sin() * 2)
+        same(torch.func.vmap(step)(x.expand(2, 3)), (x.sin() * 2).expand(2, 3))
+        same(torch.func.grad(lambda t: step(t).sum())(x), x.cos() * 2)
+
+
+def test_parameters_that_are_frozen_or_released_change_the_key() -> None:
+    module, plain = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)) for _ in range(2))
+    plain.load_state_dict(module.state_dict())
+    graphed(module)
+    for turn in range(9):
+        for net in (module, plain):
+            net.zero_grad()
+            net[0].requires_grad_(turn % 3 != 0)
+            net[1].requires_grad_(turn % 3 != 1)
+        x = torch.randn(5, 3)
+        for _ in range(2):
+            got, want = module(x), plain(x)
+            same(got, want)
+            got.sum().backward(), want.sum().backward()
+        for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) is (theirs.grad is None)
+            if theirs.grad is not None:
+                same(ours.grad, theirs.grad)
+
+
+def test_module_that_a_function_uses_is_part_of_the_key() -> None:
+    module = nn.Dropout(0.5)
+    step = graphed(lambda x: module(x) * 2)
+    x = torch.ones(1000)
+    for training in (True, False) * 4:
+        module.train(training)
+        assert bool((step(x) == 0).any()) is training
 
 
 def test_negative_zero_and_nan_are_keys_by_their_bits() -> None:
