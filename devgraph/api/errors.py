@@ -29,6 +29,7 @@
     ├── ResourceError                 memory, streams or another budget is exhausted
     │   └── ExecutableError           no memory to make or rebuild an executable
     ├── AgreementError                ranks differ, are late or are gone
+    ├── HandoffError                  a request cannot move to another engine (ValueError)
     └── DeviceLost                    the device is in a sticky error state
 """
 
@@ -168,6 +169,23 @@ class ExecutableError(ResourceError):
 
 class AgreementError(DeviceGraphError):
     """The ranks of a group differ, are late, or are gone."""
+
+
+class HandoffError(DeviceGraphError, ValueError):
+    """A request cannot move to another engine, or its transfer failed.
+
+    Args:
+        message: the text of the error.
+        fields: fields of the header that differ.
+        retriable: whether the same call can succeed later, for example when a slot is free.
+    """
+
+    def __init__(
+        self, message: str, *, fields: tuple[str, ...] = (), retriable: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.fields = fields
+        self.retriable = retriable
 
 
 class DeviceLost(DeviceGraphError):

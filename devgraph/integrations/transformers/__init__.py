@@ -31,6 +31,7 @@ from devgraph.integrations.transformers.accelerate import (
     unaccelerate,
 )
 from devgraph.integrations.transformers.engine import Completion, Engine, EngineStats, TokenEvent
+from devgraph.integrations.transformers.handoff import Handoff
 from devgraph.integrations.transformers.loading import find_demo, load
 from devgraph.integrations.transformers.probe import UnsupportedModelError
 from devgraph.integrations.transformers.requests import FinishReason, SamplingParams
@@ -42,6 +43,7 @@ __all__ = [
     "Fallback",
     "FinishReason",
     "GenerateStats",
+    "Handoff",
     "SamplingParams",
     "TokenEvent",
     "UnsupportedModelError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,8 +15,26 @@ from transformers import PreTrainedModel
 from devgraph.api.backend import Backend, own_pool
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import InputError, InputTypeError, StateError, brief, note, whole
+from devgraph.api.errors import (
+    HandoffError,
+    InputError,
+    InputTypeError,
+    StateError,
+    brief,
+    finite,
+    note,
+    whole,
+)
 from devgraph.api.registry import get_backend
+from devgraph.integrations.transformers.handoff import (
+    Handoff,
+    Progress,
+    differences,
+    geometry_of,
+    pack,
+    refuse,
+    unpack,
+)
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import eos_of
 from devgraph.integrations.transformers.requests import (
@@ -33,6 +52,8 @@ from devgraph.runners.options import DEBUG_VARIABLE, switched_on
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import OutputSlot
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -169,6 +190,9 @@ class Engine:
         """Events that ``step`` has not returned yet."""
         self.closed = False
         self._captured = False
+        self._geometry: dict[str, Any] | None = None
+        self._handoffs: dict[int, Handoff] = {}
+        """Handoffs of held requests, and those that waiting requests have still to copy."""
         self._named = model if switched_on(DEBUG_VARIABLE) else False
         asked = self.config.prefill.releasable or self.config.decode.releasable
         self.pool = own_pool(self.backend, None, releasable=asked)
@@ -291,12 +315,15 @@ class Engine:
             ids = ids_of("a prompt must be text or", prompt)
         if not ids:
             raise InputError("the prompt is empty; it needs at least one token")
+        self._check_ids(ids)
+        return ids
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
         worst = min(ids) if min(ids) < 0 else max(ids)
         if not 0 <= worst < self.model.shape.vocabulary:
             raise InputError(
                 f"token id {worst} is outside the vocabulary of {self.model.shape.vocabulary}"
             )
-        return ids
 
     def cancel(self, request_id: int) -> None:
         """End a request and discard its events that ``step`` has not returned."""
@@ -307,6 +334,191 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is waiting or running, or events are left to return."""
         return bool(self._scheduler or self._events)
+
+    # -- handoffs --------------------------------------------------------------------------------
+
+    def export(self, request_id: int, *, timeout_s: float = 60.0) -> Handoff:
+        """Return the state of a running request, and hold the request.
+
+        Call it when the request has its first token, or later. A held request takes part in no step
+        and counts against ``max_requests`` until ``release``, ``cancel`` or the release by a
+        transport. A second call returns the same handoff.
+
+        Args:
+            request_id: a request whose prompt has run.
+            timeout_s: seconds after which the request ends without a release. A warning in the
+                log names the request and the process that fetched the handoff.
+
+        Raises:
+            StateError: the request waits, or its prompt has not run completely.
+            InputError: no such request exists.
+        """
+        self._check_open()
+        request = self._scheduler.find(request_id)
+        if request.id in self._scheduler.held:
+            return self._handoffs[request.id]
+        if request.slot is None or request.to_go != 1:
+            raise StateError(
+                f"the prompt of request {request.id} has not run: {request.to_go} tokens are left; "
+                f"call step() until the request has its first token"
+            )
+        deadline = time.monotonic() + finite("timeout_s", timeout_s)
+        sampler = request.sampler
+        geometry = self._own_geometry()
+        handoff = Handoff.allocated(
+            self.model.device,
+            **geometry,
+            backend=self.backend.name,
+            cached=request.cached,
+            token_ids=tuple(request.tokens),
+            prompt_length=request.prompt_length,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=tuple(sorted(request.stop)),
+            eos_token_ids=tuple(sorted(request.eos)),
+            sampling=SamplingParams() if sampler is None else sampler.params,
+            draws=0 if sampler is None else sampler.draws,
+            random_state="" if sampler is None else sampler.state.numpy().tobytes().hex(),
+        )
+        with self.pool.lock:
+            pack(self.model.slot_tensors(request.slot, request.cached), handoff)
+        handoff = attrs.evolve(
+            handoff, progress=Progress(handoff.layers, self.backend.fence(), deadline=deadline)
+        )
+        self.model.cache.release(self._scheduler.hold(request))
+        self._handoffs[request.id] = handoff
+        return handoff
+
+    def admit(self, handoff: Handoff, convert: bool = False, *, wait: bool = True) -> int:
+        """Continue the request of another engine, and return its id here.
+
+        The request takes a free slot at once, or waits for one. Its events begin with the token
+        after those of the handoff. A sampled request continues the random stream of the exporter
+        on the same backend, and a new stream on another one.
+
+        Args:
+            handoff: the handoff. Its tensors may change when the request has its slot.
+            convert: whether to convert tensors of another dtype. The weights are not compared then.
+            wait: whether the request may wait for a slot.
+
+        Raises:
+            HandoffError: the header does not fit this model (``fields`` names each difference), or
+                no slot is free (``retriable``).
+        """
+        self._check_open()
+        if not isinstance(handoff, Handoff):
+            raise InputTypeError(f"a handoff must be a Handoff, got {brief(handoff)}")
+        if handoff.progress.ended not in (None, "released"):
+            raise HandoffError(f"the handoff has ended: it was {handoff.progress.ended}")
+        found = differences(handoff, self._own_geometry(), convert=convert)
+        needed = handoff.prompt_length + handoff.max_new_tokens
+        if needed > self.model.positions:
+            found["max_len"] = (needed, self.model.positions)
+        refuse(found)
+        request = self._continued(handoff)
+        self._expire()
+        if not wait and self._scheduler.free <= len(self._scheduler.waiting):
+            raise HandoffError(
+                f"no slot is free: {len(self._scheduler.running)} requests run, "
+                f"{len(self._scheduler.waiting)} wait and {len(self._scheduler.held)} are held; "
+                f"retry after a request has ended",
+                retriable=True,
+            )
+        self._next_id += 1
+        self._scheduler.waiting.append(request)
+        self._handoffs[request.id] = handoff
+        self._join()
+        return request.id
+
+    def _continued(self, handoff: Handoff) -> Request:
+        tokens = list(handoff.token_ids)
+        self._check_ids(tokens)
+        if not 0 < handoff.prompt_length <= handoff.cached == len(tokens) - 1:
+            raise HandoffError(
+                f"the handoff caches {handoff.cached} of {len(tokens)} tokens, "
+                f"{handoff.prompt_length} of them in the prompt; it must cache the prompt and all "
+                f"tokens but the last"
+            )
+        sampler = None
+        if handoff.sampling.temperature:
+            sampler = Sampler(handoff.sampling, self.model.device)
+            try:
+                sampler.resume(*handoff.stream_for(self.backend.name))
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise HandoffError(
+                    f"the random state of the handoff does not fit the generator here: {error}",
+                    fields=("random_state",),
+                ) from error
+        stream = None if self.tokenizer is None else TextStream(self.tokenizer)
+        request = Request(
+            self._next_id,
+            tokens,
+            max_new_tokens=handoff.max_new_tokens,
+            eos=frozenset(handoff.eos_token_ids),
+            stop=frozenset(handoff.stop_token_ids),
+            sampler=sampler,
+            stream=stream,
+            cached=handoff.cached,
+            prompt_length=handoff.prompt_length,
+        )
+        if stream is not None:
+            for token in request.generated:  # The exporter has returned their text.
+                stream.push(token)
+        return request
+
+    def release(self, request_id: int) -> None:
+        """Free the slot of an exported request, which another engine continues.
+
+        Raises:
+            InputError: the request is not held, for example because its timeout has passed.
+        """
+        self._check_open()
+        request = self._scheduler.held.get(request_id)
+        if request is None:
+            raise InputError(
+                f"request {request_id} is not held: it was not exported, or it was released, "
+                f"cancelled, or freed after its timeout"
+            )
+        self._handoffs[request.id].progress.end("released")
+        self._leave(request)
+
+    def _expire(self) -> None:
+        """Free the slots of held requests that a transport released or whose timeout passed."""
+        for request in list(self._scheduler.held.values()):
+            progress = self._handoffs[request.id].progress
+            if progress.ended is None and time.monotonic() > progress.deadline:
+                progress.end("freed after its timeout")
+                receiver = progress.receiver or "no process"
+                logger.warning(
+                    "request %d was exported and not released in time; its slot is free again "
+                    "(%s fetched the handoff)",
+                    request.id,
+                    receiver,
+                )
+            if progress.ended is not None:
+                self._leave(request)
+
+    def _join(self) -> None:
+        """Give free slots to waiting requests."""
+        self._expire()
+        for request in self._scheduler.admit():
+            assert request.slot is not None
+            self.model.clear(request.slot)
+            handoff = self._handoffs.get(request.id)
+            if handoff is None:
+                continue
+            try:
+                with self.pool.lock:
+                    unpack(handoff, self.model.slot_tensors(request.slot, request.cached))
+            except BaseException as error:
+                note(error, f"in the handoff of request {request.id}, which is cancelled")
+                self._drop(request)
+                raise
+            del self._handoffs[request.id]
+
+    def _own_geometry(self) -> dict[str, Any]:
+        if self._geometry is None:
+            self._geometry = geometry_of(self.model)
+        return self._geometry
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -319,8 +531,7 @@ class Engine:
         """
         self._check_able()
         begin = time.perf_counter()
-        for slot in self._scheduler.admit():
-            self.model.clear(slot)
+        self._join()
         for move in self._scheduler.compact():
             self.model.move(*move)
         chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
@@ -425,6 +636,9 @@ class Engine:
         self._events = [event for event in self._events if event.request_id != request.id]
 
     def _leave(self, request: Request) -> None:
+        handoff = self._handoffs.pop(request.id, None)
+        if handoff is not None and request.id in self._scheduler.held:
+            handoff.progress.end("cancelled")
         slot = self._scheduler.release(request)
         if slot is not None:
             self.model.cache.release(slot)
@@ -523,6 +737,7 @@ class Engine:
         for runner in reversed(self.runners):
             runner.invalidate(reason)
         self._captured = False
+        self._geometry = None
 
     def suspend(self, *, release: str | None = None) -> None:
         """Run steps eagerly until ``resume``.

@@ -336,6 +336,16 @@ class CausalModel:
         self.cache.move(source, target, length)
         self.states.move(source, target)
 
+    def slot_tensors(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Return the first ``length`` tokens of a slot as views, as ``Handoff`` names them."""
+        tensors = {
+            f"{index}.{name}": rows[slot, :, :length].transpose(0, 1)
+            for index, layer in enumerate(self.cache.layers)
+            if layer is not None
+            for name, rows in (("k", layer.keys_by_slot), ("v", layer.values_by_slot))
+        }
+        return tensors | self.states.slot_tensors(slot)
+
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return ``values`` as a tensor on the device."""
         tensor = torch.tensor(values, dtype=dtype, device="cpu")

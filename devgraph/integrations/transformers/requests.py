@@ -68,9 +68,14 @@ class Sampler:
     Args:
         params: parameters with a temperature above 0.
         device: device of the logits.
+
+    Attributes:
+        draws: number of tokens drawn so far.
     """
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self.draws = 0
+        self._params = params
         self._filters = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
         if params.top_k:
             self._filters.append(TopKLogitsWarper(int(params.top_k)))
@@ -82,8 +87,33 @@ class Sampler:
         else:
             self._generator.manual_seed(int(params.seed))
 
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters, with the seed in use."""
+        return attrs.evolve(self._params, seed=self._generator.initial_seed())
+
+    @property
+    def state(self) -> Tensor:
+        """The state of the random stream, uint8 on the host."""
+        return self._generator.get_state()
+
+    def resume(self, seed: int, draws: int, state: Tensor | None) -> None:
+        """Continue the stream of another sampler after ``draws`` tokens.
+
+        Args:
+            seed: seed of a new stream, which is used without a state.
+            draws: number of tokens that were drawn.
+            state: state of the generator of the same backend.
+        """
+        self.draws = draws
+        if state is None:
+            self._generator.manual_seed(seed)
+        else:
+            self._generator.set_state(state)
+
     def draw(self, logits: Tensor) -> Tensor:
         """Draw a token from logits ``[vocabulary]``; return a scalar int64 tensor on the device."""
+        self.draws += 1
         kept = self.kept(logits)
         # argmax(p / exponential noise) is distributed as p (the Gumbel trick without logarithms).
         noise = torch.empty_like(kept).exponential_(generator=self._generator)
@@ -176,10 +206,11 @@ class Request:
     slot: int | None = None
     """Request slot; None while waiting."""
     finish_reason: FinishReason | None = None
-    prompt_length: int = attrs.field(init=False)
+    prompt_length: int = -1
 
     def __attrs_post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
+        if self.prompt_length < 0:
+            self.prompt_length = len(self.tokens)
 
     @property
     def to_go(self) -> int:
@@ -242,7 +273,10 @@ class Chunk(Piece):
 
 
 class Scheduler:
-    """The waiting and the running requests.
+    """The waiting, the running and the held requests.
+
+    A request is held after its export, until it is released. It counts against the slots, so that
+    an engine exports no faster than others admit.
 
     Args:
         slots: maximum number of running requests.
@@ -260,6 +294,7 @@ class Scheduler:
         self._alone = alone
         self.waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Request | None] = [None] * slots
+        self.held: dict[int, Request] = {}
 
     @property
     def running(self) -> list[Request]:
@@ -270,16 +305,27 @@ class Scheduler:
         """Whether any request is waiting or running."""
         return bool(self.waiting) or any(r is not None for r in self._slots)
 
-    def admit(self) -> list[int]:
-        """Give the lowest free slots to the longest waiting requests, and return these slots."""
-        slots = []
-        for slot, holder in enumerate(self._slots):
-            if holder is None and self.waiting:
-                request = self.waiting.popleft()
-                request.slot = slot
-                self._slots[slot] = request
-                slots.append(slot)
-        return slots
+    @property
+    def free(self) -> int:
+        """Number of slots for waiting requests."""
+        return self._slots.count(None) - len(self.held)
+
+    def admit(self) -> list[Request]:
+        """Give the lowest free slots to the longest waiting requests, and return these requests."""
+        requests = []
+        while self.waiting and self.free > 0:
+            request = self.waiting.popleft()
+            request.slot = self._slots.index(None)
+            self._slots[request.slot] = request
+            requests.append(request)
+        return requests
+
+    def hold(self, request: Request) -> int:
+        """Hold a running request and return its slot, whose rows are free."""
+        slot = self.release(request)
+        assert slot is not None
+        self.held[request.id] = request
+        return slot
 
     def compact(self) -> list[tuple[int, int, int]]:
         """Close gaps between running requests; return (source, target, tokens) of each move."""
@@ -307,8 +353,10 @@ class Scheduler:
         return chunks[:1] if self._alone and chunks else decoding + chunks
 
     def release(self, request: Request) -> int | None:
-        """Remove ``request``; return its slot, or None if it was waiting."""
+        """Remove ``request``; return its slot, or None if it was waiting or held."""
         slot, request.slot = request.slot, None
+        if self.held.pop(request.id, None) is not None:
+            return None
         if slot is None:
             self.waiting.remove(request)
         else:
@@ -316,9 +364,9 @@ class Scheduler:
         return slot
 
     def find(self, request_id: int) -> Request:
-        """Return a waiting or running request, or raise InputError."""
+        """Return a waiting, running or held request, or raise InputError."""
         wanted = whole("request_id", request_id)
-        for request in (*self.running, *self.waiting):
+        for request in (*self.running, *self.waiting, *self.held.values()):
             if request.id == wanted:
                 return request
-        raise InputError(f"no request {request_id} waits or runs")
+        raise InputError(f"no request {request_id} waits, runs or is held")

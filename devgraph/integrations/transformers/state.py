@@ -132,6 +132,14 @@ class RecurrentStates:
         for row, tensor in zip(self.rows.get(index, ()), tensors, strict=True):
             row[: tensor.shape[0]].copy_(tensor)
 
+    def slot_tensors(self, slot: int) -> dict[str, Tensor]:
+        """Return the state of a slot as views, by the layer's index and the state's name."""
+        return {
+            f"{index}.{name}" if key is None else f"{index}.{name}.{key}": row[slot]
+            for index, layer in self.layers.items()
+            for (name, key, _), row in zip(_tensors(layer), self.rows[index], strict=True)
+        }
+
     def clear(self, slot: int) -> None:
         """Zero the state of a slot, for a new request."""
         torch._foreach_zero_([row[slot] for rows in self.rows.values() for row in rows])

@@ -1,0 +1,390 @@
+"""The state of one request, in a form that every backend can write and read.
+
+A handoff is a header and the tensors of each layer. Backends lay out their caches differently, so
+keys and values travel as ``[tokens, kv_heads, head_dim]``. All tensors are views of one buffer of
+bytes, which a transport sends without knowing its content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from devgraph.api.errors import HandoffError, brief
+from devgraph.integrations.transformers.model import CausalModel
+from devgraph.integrations.transformers.requests import SamplingParams
+
+VERSION = 1
+"""Version of the header and of the layout of the buffer."""
+
+_ALIGNMENT = 64
+"""Bytes; each tensor begins at a multiple of this."""
+
+_SAMPLES = 16
+"""Numbers of each weight that enter the digest."""
+
+_VOLATILE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache"})
+"""Keys of a model's configuration that do not describe its computation."""
+
+T = TypeVar("T")
+
+Numbers = tuple[int | None, ...]
+"""One number for each layer; None for a layer without attention."""
+
+States = tuple[dict[str, tuple[str, tuple[int, ...]]], ...]
+"""Dtype and shape of each recurrent state, by name, for each layer."""
+
+
+class Progress:
+    """The progress of a handoff, shared by its engine and its transport.
+
+    Attributes:
+        ended: reason why the tensors must not be read any more, or None.
+        receiver: process that fetches the handoff, in words; empty if none does.
+        ready: number of leading layers whose tensors are complete.
+        deadline: end of an export that nobody released, on the monotonic clock.
+    """
+
+    def __init__(
+        self, ready: int, settled: Callable[[], bool], *, deadline: float = math.inf
+    ) -> None:
+        self.deadline = deadline
+        self.ended: str | None = None
+        self.receiver = ""
+        self.ready = ready
+        self.changed = threading.Condition()
+        self._settled = settled
+        self._callbacks: list[Callable[[], None]] = []
+
+    def end(self, reason: str) -> None:
+        """End the handoff, for example with "released". Later reasons are ignored."""
+        with self.changed:
+            callbacks, self._callbacks = self._callbacks, []
+            self.ended = self.ended or reason
+            self.changed.notify_all()
+        for callback in callbacks:
+            callback()
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the handoff ends, in the thread that ends it."""
+        with self.changed:
+            if self.ended is None:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self, layers: int, timeout_s: float) -> int:
+        """Wait until more than ``layers`` layers are ready or the handoff ended; return ``ready``.
+
+        Raises:
+            HandoffError: the timeout passed first.
+        """
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.ready > layers or self.ended, timeout_s):
+                raise HandoffError(f"layer {layers} is not ready after {timeout_s:g} s")
+            ready = self.ready
+        while not self._settled():  # The device still writes the buffer.
+            threading.Event().wait(1e-4)
+        return ready
+
+
+def _whole_numbers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(type(number) is not int for number in value):
+        raise TypeError("expected a list of integers")
+    return tuple(value)
+
+
+def _by_layer(value: Any) -> Numbers:
+    if not isinstance(value, list):
+        raise TypeError("expected a list with an entry for each layer")
+    return tuple(None if number is None else _whole_numbers([number])[0] for number in value)
+
+
+def _states(value: Any) -> States:
+    return tuple(
+        {name: (str(dtype), _whole_numbers(shape)) for name, (dtype, shape) in layer.items()}
+        for layer in value
+    )
+
+
+def _exactly(kind: type[T]) -> Callable[[Any], T]:
+    def read(value: Any) -> T:
+        if type(value) is not kind:
+            raise TypeError(f"expected {kind.__name__}")
+        return value
+
+    return read
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Handoff:
+    """One request after its prefill: a header, and the named tensors of each layer.
+
+    The tensors of layer ``i`` are ``"i.k"`` and ``"i.v"`` as ``[tokens, kv_heads, head_dim]``, and
+    ``"i.NAME"`` for each recurrent state.
+    """
+
+    version: int = VERSION
+    backend: str
+    """Backend of the exporter."""
+    model: str
+    """Digest of the architecture, a hyphen, and the digest of the weights."""
+    dtype: str
+    """Dtype of keys and values, such as "float32"."""
+    layers: int
+    kv_heads: Numbers
+    head_dim: Numbers
+    value_dim: Numbers
+    """Like ``head_dim``, which it differs from in models with latent attention only."""
+    windows: Numbers
+    """Number of rows that a token attends to; None means all."""
+    states: States
+    cached: int
+    """Number of leading tokens whose keys and values are here."""
+    token_ids: tuple[int, ...]
+    """Tokens of the prompt and of the continuation; the last one is not cached yet."""
+    prompt_length: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    draws: int
+    """Number of tokens that were drawn from the random stream."""
+    random_state: str = attrs.field(default="", repr=False)
+    """State of the exporter's generator in hexadecimal digits; empty for a greedy request."""
+    data: Tensor = attrs.field(repr=False)
+    """The buffer of all tensors, uint8."""
+    progress: Progress = attrs.field(repr=False)
+
+    @progress.default
+    def _complete(self) -> Progress:
+        return Progress(self.layers, lambda: True)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors in bytes, with their alignment."""
+        return int(self.data.nbytes)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, as views of ``data``."""
+        return {
+            name: self.data[start : start + size].view(dtype).view(shape)
+            for name, (start, size, dtype, shape) in self._layout()[0].items()
+        }
+
+    def layer_end(self, layers: int) -> int:
+        """Return the number of leading bytes of ``data`` that hold the first ``layers`` layers."""
+        return self._layout()[1][layers]
+
+    def _layout(
+        self,
+    ) -> tuple[dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]], list[int]]:
+        """Return start, size, dtype and shape of each tensor, and the end of each layer."""
+        places, ends, at = {}, [0], 0
+        for layer in range(self.layers):
+            named: dict[str, tuple[str, tuple[int, ...]]] = {}
+            if (heads := self.kv_heads[layer]) is not None:
+                for name, dims in (("k", self.head_dim), ("v", self.value_dim)):
+                    named[name] = (self.dtype, (self.cached, heads, dims[layer] or 0))
+            for name, (dtype_name, shape) in (named | self.states[layer]).items():
+                dtype = getattr(torch, dtype_name, None)
+                if not isinstance(dtype, torch.dtype):
+                    raise HandoffError(f"the header of a handoff has an unknown dtype {dtype_name}")
+                size = math.prod(shape) * dtype.itemsize
+                places[f"{layer}.{name}"] = (at, size, dtype, shape)
+                at += -(-size // _ALIGNMENT) * _ALIGNMENT
+            ends.append(at)
+        return places, ends
+
+    @classmethod
+    def allocated(cls, device: torch.device | str = "cpu", **header: Any) -> Handoff:
+        """Return a handoff with a buffer whose content is not written yet."""
+        handoff = cls(**header, data=torch.empty(0, dtype=torch.uint8))
+        size = handoff.layer_end(handoff.layers)
+        return attrs.evolve(handoff, data=torch.empty(size, dtype=torch.uint8, device=device))
+
+    def to_json(self) -> str:
+        """Return the header as JSON text."""
+        return json.dumps({name: getattr(self, name) for name in _READERS}, default=attrs.asdict)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, device: torch.device | str = "cpu") -> Handoff:
+        """Read a header; allocate the buffer on ``device``, for a transport to fill.
+
+        Raises:
+            HandoffError: the text is not a header of this version.
+        """
+        try:
+            given = json.loads(text)
+            if not isinstance(given, dict):
+                raise TypeError(f"expected an object, got {brief(given)}")
+        except (ValueError, RecursionError, TypeError) as error:
+            raise HandoffError(f"the header of a handoff is not readable: {error}") from error
+        if given.get("version") != VERSION:
+            raise HandoffError(
+                f"version differs: {brief(given.get('version'))} in the handoff, {VERSION} here; "
+                f"install the same devgraph on both sides",
+                fields=("version",),
+            )
+        values, wrong = {}, {}
+        for name, read in _READERS.items():
+            try:
+                values[name] = read(given[name])
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                wrong[name] = str(error)
+        for name in GEOMETRY[2:]:
+            if name in values and len(values[name]) != given["layers"]:
+                wrong[name] = f"{len(values[name])} entries for {given['layers']} layers"
+        if wrong:
+            raise HandoffError(
+                "the header of a handoff has wrong fields:"
+                + "".join(f"\n  {name}: {reason}" for name, reason in wrong.items()),
+                fields=tuple(wrong),
+            )
+        return cls.allocated(device, **values)
+
+    def stream_for(self, backend: str) -> tuple[int, int, Tensor | None]:
+        """Return the seed, the draws and the generator's state of the stream on ``backend``.
+
+        The generator of another backend cannot take the state. It starts from a seed that is
+        derived from the seed and the number of draws.
+        """
+        if backend == self.backend:
+            state = bytearray.fromhex(self.random_state)
+            return self.sampling.seed or 0, self.draws, torch.frombuffer(state, dtype=torch.uint8)
+        digest = hashlib.sha256(f"{self.sampling.seed}:{self.draws}".encode()).digest()
+        return int.from_bytes(digest[:8], "little"), self.draws, None
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("version", "layers", "cached", "prompt_length"), _exactly(int)),
+    **dict.fromkeys(("max_new_tokens", "draws"), _exactly(int)),
+    **dict.fromkeys(("backend", "model", "dtype", "random_state"), _exactly(str)),
+    **dict.fromkeys(("kv_heads", "head_dim", "value_dim", "windows"), _by_layer),
+    **dict.fromkeys(("token_ids", "stop_token_ids", "eos_token_ids"), _whole_numbers),
+    "states": _states,
+    "sampling": lambda value: SamplingParams(**value),
+}
+"""Readers of the fields of the header, from JSON values."""
+
+GEOMETRY = ("dtype", "layers", "kv_heads", "head_dim", "value_dim", "windows", "states")
+
+
+def geometry_of(model: CausalModel) -> dict[str, Any]:
+    """Return the header's fields that depend on the model alone."""
+    layers = len(model.cache.layers)
+    columns: dict[str, list[Any]] = {name: [None] * layers for name in GEOMETRY[2:-1]}
+    states: list[dict[str, Any]] = [{} for _ in range(layers)]
+    for name, tensor in model.slot_tensors(0, 0).items():
+        index, _, part = name.partition(".")
+        layer = int(index)
+        if part == "k":
+            columns["kv_heads"][layer], columns["head_dim"][layer] = tensor.shape[1:]
+            columns["windows"][layer] = model.cache.layers[layer].shape.window
+        elif part == "v":
+            columns["value_dim"][layer] = tensor.shape[2]
+        else:
+            states[layer][part] = (_name_of(tensor.dtype), tuple(tensor.shape))
+    return {
+        "model": _digest(model.model),
+        "dtype": _name_of(model.dtype),
+        "layers": layers,
+        **{name: tuple(column) for name, column in columns.items()},
+        "states": tuple(states),
+    }
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Return the digests of the architecture and of a sample of the weights."""
+    architecture, weights = hashlib.sha256(), hashlib.sha256()
+    config = {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if value and key not in _VOLATILE and key[0] != "_"
+    }
+    architecture.update(json.dumps([type(model).__name__, config], sort_keys=True).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        architecture.update(f"{name} {tuple(weight.shape)}".encode())
+        if not weight.numel():
+            continue
+        count = min(_SAMPLES, weight.numel())
+        at = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64).long()
+        places = torch.unravel_index(at.to(weight.device), weight.shape or (1,))
+        sample = weight.detach().view(weight.shape or (1,))[places].cpu().contiguous()
+        weights.update(sample.view(torch.uint8).numpy().tobytes())
+    return f"{architecture.hexdigest()[:16]}-{weights.hexdigest()[:16]}"
+
+
+def differences(
+    handoff: Handoff, geometry: Mapping[str, Any], *, convert: bool
+) -> dict[str, tuple[Any, Any]]:
+    """Return the header's fields that differ from ``geometry``: (in the handoff, here).
+
+    Args:
+        handoff: the handoff to compare.
+        geometry: the fields of the receiver, from ``geometry_of``.
+        convert: whether dtypes, and with them the bits of weights and states, may differ.
+    """
+    found = {}
+    converts = convert and handoff.dtype != geometry["dtype"]
+
+    def comparable(name: str, value: Any) -> Any:
+        if converts and name == "model":
+            return value.split("-")[0]
+        if converts and name == "states":
+            return [{state: shape for state, (_, shape) in layer.items()} for layer in value]
+        return value
+
+    for name, here in geometry.items():
+        value = getattr(handoff, name)
+        same = comparable(name, value) == comparable(name, here)
+        if not same and not (converts and name == "dtype"):
+            found[name] = (value, here)
+    return found
+
+
+def refuse(found: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise HandoffError if ``found`` has differences, with a line for each."""
+    if not found:
+        return
+    lines = [
+        f"\n  {name}: {brief(there)} in the handoff, {brief(here)} here"
+        for name, (there, here) in found.items()
+    ]
+    advice = "; pass convert=True to convert the dtype" if set(found) == {"dtype"} else ""
+    raise HandoffError(
+        f"the handoff does not fit this engine{advice}:{''.join(lines)}", fields=tuple(found)
+    )
+
+
+def pack(source: Mapping[str, Tensor], handoff: Handoff) -> None:
+    """Copy the tensors of a slot into the buffer of a handoff."""
+    _copy(handoff.tensors, source)
+
+
+def unpack(handoff: Handoff, target: Mapping[str, Tensor]) -> None:
+    """Copy a handoff into the tensors of a slot, on any device and in any dtype."""
+    if not target:
+        return
+    device = next(iter(target.values())).device
+    # One transfer of the buffer is faster than one for each tensor.
+    _copy(target, attrs.evolve(handoff, data=handoff.data.to(device)).tensors)
+
+
+def _copy(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    if target:
+        torch._foreach_copy_(list(target.values()), [source[name] for name in target])
