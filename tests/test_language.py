@@ -15,7 +15,6 @@ PENDING = (
     "devgraph/api/capture.py",
     "devgraph/api/inputs.py",
     "devgraph/api/prove.py",
-    "devgraph/cpu/*.py",
     "devgraph/runners/prove.py",
 )
 """Patterns of files whose prose has not been rewritten yet."""

@@ -36,13 +36,13 @@ from devgraph.cpu.violations import Violation
 logger = logging.getLogger(__name__)
 
 ENTRY_BYTES = 2048
-"""What one entry of a tape takes: a bound call and about three tensor objects. Measured: 1932 bytes
-of resident memory, over 20 tapes of 1277 entries of a 30-layer decode step, torch 2.13."""
+"""Memory of a tape entry, a bound call and about three tensors. Measured: 1932 bytes (a decode step
+of 30 layers, 1277 entries, torch 2.13)."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class CpuRecording(Recording):
-    """The entries of every region for one key; a tape that uses them holds them itself."""
+    """The entries of every region for one key."""
 
     changes: Mapping[Span, tuple[Entry, ...]]
 
@@ -52,14 +52,13 @@ class CpuRecording(Recording):
 
 
 class CpuPool(Pool):
-    """Blocks for graphs, and blocks for the temporaries of regions that are recorded again."""
+    """Blocks for graphs, and separate blocks for recordings of regions."""
 
     def __init__(self, backend: CpuBackend, *, releasable: bool = False) -> None:
         super().__init__(backend, releasable=releasable)
         self.blocks = BlockPool()
         self.regions = BlockPool()
-        self.graphs_begun = 0
-        """Number of graphs that the session under way has begun in the pool."""
+        self.graphs_begun = 0  # in the current session
 
     @property
     def bytes(self) -> int:
@@ -78,7 +77,7 @@ class CpuPool(Pool):
 
 
 class CpuGraph(DeviceGraph):
-    """A tape behind the DeviceGraph contract."""
+    """A graph that replays a tape."""
 
     applies_at_once = True
     pool: CpuPool
@@ -177,7 +176,7 @@ class CpuGraph(DeviceGraph):
         return CpuRecording(changes=changes)
 
     def _bound_addresses(self, host: Mapping[Mark, dict[str, Any]]) -> set[int]:
-        """Return where memory begins that a recording for these host values may touch."""
+        """Return the start addresses of the memory that a recording for ``host`` may touch."""
         tensors = [*self.arguments, *self.pool.registered]
         for hit in self.hits:
             tensors.extend(hit.tensors)
@@ -191,7 +190,7 @@ class CpuGraph(DeviceGraph):
 
 
 class _Checking(Scope):
-    """What marks mean during a check: regions are part of the step, ``no_graph`` is let be."""
+    """The scope of a check: regions belong to the step, ``no_graph`` functions are not reported."""
 
     def __init__(self, spec: HostSpec) -> None:
         self._spec = spec
@@ -200,7 +199,7 @@ class _Checking(Scope):
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host: dict[str, Any] = {}
-        if mark.dynamic:  # Others may lie anywhere in one graph.
+        if mark.dynamic:
             args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
         outer, self.muted = self.muted, self.muted or mark.kind == "no_graph"
         try:
@@ -233,7 +232,6 @@ class CpuBackend(Backend):
     def after_fork(self) -> None:
         super().after_fork()
         self.knowledge = Knowledge()
-        """What recordings learned of torch's operations."""
 
     @property
     def device(self) -> torch.device:
@@ -256,9 +254,8 @@ class CpuBackend(Backend):
         try:
             yield
         except BaseException as error:
-            # An inference_mode block that begins in a recording and is left by an exception
-            # between two puts back what the recording had switched on in torch's dispatcher. The
-            # last mode to go switches it off.
+            # An inference_mode block that an exception leaves after its recording has ended
+            # switches torch's dispatcher back to recording. The exit of a mode switches it off.
             with TorchDispatchMode():  # type: ignore[no-untyped-call]
                 pass
             if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
@@ -287,24 +284,25 @@ class CpuBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         host_args: Mapping[str, Any] | None = None,
     ) -> list[Violation]:
-        """Run ``fn(*args, **kwargs)`` without executing an operation and return everything in it
-        that a device capture refuses or freezes, in the order in which the code runs into it, each
-        line and kind once.
+        """Return the violations in a step: everything that a device capture refuses or freezes.
 
-        The run goes on after a violation with an assumed value (a host read gives 1, every element
-        of a mask counts), so that one run finds as much as possible; where no value can be
-        assumed, it ends there. What a ``no_graph`` function does is not reported, since it is
-        never captured.
+        They are in order of execution, one for each line and kind. No operation is executed. The
+        check continues after a violation with an assumed value: a host read gives 1, and every
+        element of a mask counts. If no value can be assumed, the check ends there. Functions marked
+        ``no_graph`` are never captured, so they are not reported.
 
         Args:
+            fn: the step.
+            args: positional arguments of the step.
+            kwargs: keyword arguments of the step.
             host_args: declared host arguments; ``fn`` receives them as tracked values.
         """
-        found: dict[tuple[object, ...], Violation] = {}
+        violations: dict[tuple[object, ...], Violation] = {}
 
         def note(violation: Violation) -> None:
             if not scope.muted:
                 place = (violation.kind, violation.op, violation.file, violation.line)
-                found.setdefault(place, violation)
+                violations.setdefault(place, violation)
 
         spec = HostSpec(host_args, fn)
         scope = _Checking(spec)
@@ -316,11 +314,11 @@ class CpuBackend(Backend):
             line = raising_line(error) or user_line()
             note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
         except Exception:
-            # Reported before it was raised, or a consequence of an assumed value.
-            if not found:
+            # A reported violation or its assumed value may have caused the error.
+            if not violations:
                 raise
             logger.info("the check ended early", exc_info=True)
         else:
             for violation in recorder.escaping(tensors_in(outputs)):
                 note(violation)
-        return list(found.values())
+        return list(violations.values())

@@ -1,4 +1,4 @@
-"""Compiled pieces of the policy piecewise, each of which a recording sees as one operation."""
+"""Compiled pieces of the policy piecewise; each is one operation of a recording."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from devgraph.cpu.modes import current_recorder
 
 @attrs.frozen
 class _View:
-    """Where one returned tensor lies."""
+    """The memory and the layout of one returned tensor."""
 
     storage: int
-    """Index of a result storage; or, if negative, -1 minus the index of an argument."""
+    """Index of a result storage; a negative number is -1 minus the index of an argument."""
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,12 +33,12 @@ class _View:
 
 @attrs.frozen
 class _Shape:
-    """What a piece returns for arguments of given layouts."""
+    """The results of a piece for arguments of certain layouts."""
 
     storages: tuple[tuple[int, torch.dtype], ...]
-    """Elements and dtype of every storage that the piece makes."""
+    """Elements and dtype of every storage that the piece allocates."""
     leaves: tuple[Any, ...]
-    """A ``_View`` per returned tensor; anything else is returned as it is."""
+    """A ``_View`` for each returned tensor; other values are returned unchanged."""
     spec: pytree.TreeSpec
 
 
@@ -50,12 +50,11 @@ def _place(argument: Any) -> Any:
 
 
 class CompiledPiece:
-    """A piece that a recording sees as one operation: ``run``, compiled from ``source``, takes and
-    returns tensors and numbers.
+    """A compiled function of tensors and numbers that a recording treats as one operation.
 
-    It writes memory through its own machine code, out of sight of torch's dispatcher. So its
-    results are flat storages, and what it returns are views of these or of its inputs, as they
-    would be without compilation.
+    Its machine code writes memory without torch's dispatcher. The recording therefore allocates
+    flat storages for the results, and the piece returns views of them or of its inputs, as
+    ``source`` would without compilation.
     """
 
     def __init__(self, run: Callable[..., Any], source: torch.fx.GraphModule) -> None:
@@ -111,7 +110,7 @@ class CompiledPiece:
     def _write(
         self, leaves: Sequence[Any], results: Sequence[torch.Tensor], args: Sequence[Any]
     ) -> None:
-        """Run the compiled code, and leave what it made in ``results``."""
+        """Run the compiled code and copy its results into ``results``."""
         returned = pytree.tree_leaves(self._run(*args))
         for leaf, view in zip(returned, leaves, strict=True):
             if isinstance(view, _View) and view.storage >= 0:

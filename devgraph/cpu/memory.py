@@ -1,22 +1,22 @@
-"""The memory of captured CPU graphs: blocks that are re-carved like those of a device's pool.
+"""The memory of CPU graphs: blocks that are freed and reused like those of a device's pool.
 
-A tensor that a capture hands out owns its block; when the last tensor over the block dies, the
-block is free and a later allocation of the pool, in this capture or in another, may take it. What
-a graph keeps of such a tensor is an alias, which does not hold the block. So programs that read
-memory that is no longer theirs misbehave here exactly as they do on a device.
+A tensor of a capture owns its block. When the last tensor over the block dies, later allocations
+of the pool may reuse it, in this capture or another. A graph keeps aliases, which do not own
+blocks. A program that reads freed memory therefore fails here as it does on a device.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -24,15 +24,17 @@ import torch
 from devgraph.api.errors import ResourceError
 from devgraph.api.tensors import seen_by
 
+_Result = TypeVar("_Result")
+
 ALIGNMENT = 64
-"""Bytes; torch's own CPU allocator guarantees it, and equal bits of matrix kernels depend on it."""
+"""Alignment of torch's CPU allocator, in bytes; the bits of matrix kernels depend on it."""
 
 SLAB_BYTES = 2 * 2**20
-"""Smallest reservation; the size that device caching allocators use for small blocks."""
+"""Smallest reservation: the size that caching allocators of devices use for small blocks."""
 
 
 def _poison_byte(dtype: torch.dtype) -> int:
-    """Return the byte that, repeated, is NaN, a huge integer or True in ``dtype``."""
+    """Return the byte whose repetition is NaN, a huge integer or True in ``dtype``."""
     if dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         return 0x80
     if dtype.is_floating_point or dtype.is_complex:
@@ -42,25 +44,23 @@ def _poison_byte(dtype: torch.dtype) -> int:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Block:
-    """One allocation that a live tensor owns: ``bytes`` at ``address``.
-
-    ``storage_id`` names the owning storage: an alias has the same address and another storage.
-    """
+    """An allocation that a live tensor owns."""
 
     address: int
     bytes: int
     storage_id: int
+    """Identity of the owning storage. An alias has the same address and another storage."""
     shared: torch.UntypedStorage
-    """A storage over the same bytes that does not hold the block."""
+    """A storage over the same bytes that does not own the block."""
     origin: Any
-    """What the allocation was made for, as given to ``empty``."""
+    """The origin given to ``empty``."""
     recording: int
-    """Which recording it was made in."""
+    """Number of the recording that allocated it."""
     owner: _Owner
 
 
 class _Owner(weakref.ref[memoryview]):
-    """Tells when the owner of the block at ``address`` is gone."""
+    """A weak reference to the owner of the block at ``address``."""
 
     __slots__ = ("address",)
     address: int
@@ -70,13 +70,13 @@ _first, _second, _base = itemgetter(0), itemgetter(1), attrgetter("base")
 
 
 class _Ranges:
-    """Disjoint ranges of addresses, in their order."""
+    """Disjoint ranges of addresses, ascending."""
 
     def __init__(self, *ranges: tuple[int, int]) -> None:
         self.all = list(ranges)
 
     def add(self, start: int, end: int) -> None:
-        """Add a range; it joins those that it touches."""
+        """Add a range and join it with its neighbours."""
         first = bisect.bisect_left(self.all, start, key=_second)
         last = bisect.bisect_right(self.all, end, key=_first)
         if first < last:
@@ -84,25 +84,25 @@ class _Ranges:
         self.all[first:last] = [(start, end)]
 
     def remove(self, start: int, end: int) -> None:
-        """Remove a part of one of the ranges."""
+        """Remove a part of one range."""
         at = bisect.bisect_right(self.all, start, key=_first) - 1
         rest = (self.all[at][0], start), (end, self.all[at][1])
         self.all[at : at + 1] = [(first, last) for first, last in rest if first < last]
 
     def meet(self, start: int, end: int) -> bool:
-        """Whether some address from ``start`` to before ``end`` lies in a range."""
+        """Whether the half-open range from ``start`` to ``end`` overlaps a range."""
         at = bisect.bisect_right(self.all, start, key=_second)
         return at < len(self.all) and self.all[at][0] < end
 
 
+# On platforms with fork, a child must not write into the parent's memory.
 _PRIVATE: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 )
-"""What keeps a forked child's writes to itself, where there is fork."""
 
 
 class _Slab:
-    """A contiguous reservation; alive as long as anything points into it."""
+    """A contiguous reservation, which lives as long as any tensor in it."""
 
     def __init__(self, size: int) -> None:
         try:
@@ -113,11 +113,11 @@ class _Slab:
         self.end = self.base + size
         self.free = _Ranges((self.base, self.end))
         self.window = memoryview(self.pages)
-        """The bytes; a slice of it keeps the slab, and nothing else, alive."""
+        """The bytes. A slice keeps the slab alive."""
 
 
 class Hold:
-    """One user of a pool's memory; let go by ``release``, or when it is dropped."""
+    """A claim on a pool's memory, which ends with ``release`` or with the object."""
 
     __slots__ = ("__weakref__", "_known", "_pool")
 
@@ -127,52 +127,44 @@ class Hold:
         pool._holds.add(self._known)
 
     def release(self) -> None:
-        """Let go. Idempotent."""
+        """End the claim. Idempotent."""
         self._pool._holds.discard(self._known)
         self._pool._tidy()
 
 
 class BlockPool:
-    """Blocks of CPU memory for the tensors of captures; safe to use from several threads.
+    """Blocks of CPU memory for the tensors of captures. Thread-safe.
 
-    Every block is handed out poisoned: NaN, huge integers, True. Only memory that held results
-    before the recording under way keeps them: operations that read them are recorded and have not
-    run.
+    New blocks are poisoned with NaN, huge integers or True. Memory that died during the current
+    recording and is older keeps its contents, because recorded operations still read it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # An interrupt may stop a change of the pool anywhere. So slabs by address and live blocks,
-        # each changed in one step, are the truth; what is free is made anew after such a change.
-        self._slabs: list[_Slab] = []
+        self._slabs: list[_Slab] = []  # by address
         self._live: dict[int, Block] = {}
-        self._whole = True
-        """Whether the last change came to its end."""
-        # What died; filled without the lock, from any thread and from inside any call.
+        # Owners that died. Any thread appends to it, at any point and without the lock.
         self._dead: deque[_Owner] = deque()
         self._holds: set[weakref.ref[Hold]] = set()
         self._released = False
         self._saved: list[tuple[Block, bytes]] = []
         self._recording = 0
         self._unread = _Ranges()
-        """What died in the recording under way and is older than it."""
+        """Older memory that died during the current recording."""
 
     def begin_recording(self) -> None:
-        """Say that no recorded operation is still to read memory that is free now."""
+        """Begin a recording, in which no operation reads memory that is free now."""
         with self._lock:
-            self._collect()
-            self._recording += 1
-            self._unread = _Ranges()
-            self._whole = True
+            self._change(self._begin)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the pool holds, used or free."""
+        """Bytes of the pool, used or free."""
         self._tidy()
         return 0 if self._released else sum(slab.end - slab.base for slab in self._slabs)
 
     def release(self) -> None:
-        """Give the pages of all blocks back; what live tensors hold is kept elsewhere."""
+        """Give all pages back to the system, and save the contents of live blocks."""
         self._saved = [(b, ctypes.string_at(b.address, b.bytes)) for b in self.live()]
         self._released = True
         for slab in self._slabs:
@@ -180,7 +172,7 @@ class BlockPool:
                 slab.pages.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
-        """Take pages again at the same addresses; where no live tensor is they hold poison."""
+        """Restore the live blocks at their addresses; all other memory is poisoned."""
         for slab in self._slabs:
             ctypes.memset(slab.base, _poison_byte(torch.float32), slab.end - slab.base)
         self._tidy()
@@ -198,11 +190,7 @@ class BlockPool:
     def empty(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, *, origin: Any = None
     ) -> torch.Tensor:
-        """Return a poisoned tensor over a block of its own.
-
-        Args:
-            origin: kept with the block for ``live``.
-        """
+        """Return a poisoned tensor in a block of its own; ``live`` shows its ``origin``."""
         extent = 1
         for length, step in zip(size, stride, strict=True):
             if length == 0:
@@ -210,81 +198,94 @@ class BlockPool:
             extent += (length - 1) * step
         nbytes = -(-extent * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         with self._lock:
-            self._collect()
-            slab, address = self._take(nbytes)
-            start = address - slab.base
-            owner, other = slab.window[start : start + nbytes], slab.window[start : start + nbytes]
-            storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
-            shared = torch.frombuffer(other, dtype=torch.uint8).untyped_storage()
-            # The storage holds the window; when it dies the block is queued. That may be at any
-            # point of any thread, so it runs no code of Python, which an interrupt could stop.
-            gone = _Owner(owner, self._dead.append)
-            gone.address = address
-            self._live[address] = Block(
-                address=address,
-                bytes=nbytes,
-                storage_id=storage._cdata,
-                shared=shared,
-                origin=origin,
-                recording=self._recording,
-                owner=gone,
-            )
-            del owner
-            read_later = self._unread.meet(address, address + nbytes)
-            self._whole = True
-        if not read_later:
-            ctypes.memset(address, _poison_byte(dtype), nbytes)
+            storage, is_unread = self._change(functools.partial(self._allocate, nbytes, origin))
+        if not is_unread:
+            ctypes.memset(storage.data_ptr(), _poison_byte(dtype), nbytes)
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
+    def _begin(self) -> None:
+        self._recording += 1
+        self._unread = _Ranges()
+
+    def _allocate(self, nbytes: int, origin: Any) -> tuple[torch.UntypedStorage, bool]:
+        """Return a block, and whether recorded operations still read its old contents."""
+        slab, address = self._take(nbytes)
+        start = address - slab.base
+        owner, other = slab.window[start : start + nbytes], slab.window[start : start + nbytes]
+        storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+        shared = torch.frombuffer(other, dtype=torch.uint8).untyped_storage()
+        # When the storage dies, so does the window, and the block is queued. That may happen at
+        # any point of any thread, so the callback must not take the lock.
+        gone = _Owner(owner, self._dead.append)
+        gone.address = address
+        self._live[address] = Block(
+            address=address,
+            bytes=nbytes,
+            storage_id=storage._cdata,
+            shared=shared,
+            origin=origin,
+            recording=self._recording,
+            owner=gone,
+        )
+        return storage, self._unread.meet(address, address + nbytes)
+
     def covers(self, address: int) -> bool:
-        """Whether ``address`` lies in this pool's memory, be it used or free."""
+        """Whether ``address`` lies in this pool's memory, used or free."""
         with self._lock:
             at = bisect.bisect_right(self._slabs, address, key=_base) - 1
             return at >= 0 and address < self._slabs[at].end
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same memory that does not keep its block from reuse.
+        """Return a tensor over the same memory that does not own the block.
 
-        A tensor whose memory is not this pool's, or that is an alias already, is returned as is.
+        Aliases and tensors outside the pool are returned unchanged.
         """
         storage = tensor.untyped_storage()
         block = self._live.get(storage.data_ptr())
         if block is None or block.storage_id != storage._cdata:
             return tensor
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # no step's work
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             plain = torch.empty(0, dtype=tensor.dtype).set_(
                 block.shared, tensor.storage_offset(), tensor.size(), tensor.stride()
             )
             return seen_by(tensor, plain)
 
     def hold(self) -> Hold:
-        """Keep all reserved memory while the result is held: a graph's temporaries live in blocks
-        that look free. Without holds, reservations that have no live block are given back."""
+        """Return a claim that keeps all reserved memory.
+
+        A graph needs one because its temporaries live in free blocks. Without claims, reservations
+        without a live block are freed.
+        """
         return Hold(self)
 
     def _tidy(self) -> None:
-        # A collection may drop a hold while this very thread is inside the lock: then the rest is
-        # left to whoever comes next.
+        # The garbage collector may drop a hold inside the lock; the next change tidies up then.
         if not self._lock.locked():
             with self._lock:
-                self._collect()
-                self._whole = True
+                self._change(lambda: None)
+
+    def _change(self, change: Callable[[], _Result]) -> _Result:
+        """Free dead blocks and call ``change``, under the lock; repair the pool on an error."""
+        try:
+            self._collect()
+            return change()
+        except BaseException:  # such as an interrupt in the middle
+            self._find_free()
+            raise
 
     def _find_free(self) -> None:
+        """Recompute the free ranges from the live blocks."""
         for slab in self._slabs:
             slab.free = _Ranges((slab.base, slab.end))
         for block in self._live.values():
             self._slab_of(block.address).free.remove(block.address, block.address + block.bytes)
 
     def _collect(self) -> None:
-        """Begin a change: make free what died. Whoever asks says when the change is ``_whole``."""
-        if not self._whole:
-            self._find_free()
-        self._whole = False
+        """Free the blocks of dead owners, and unused slabs if there are no holds."""
         while self._dead:
             owner = self._dead[0]
             block = self._live.get(owner.address)
-            # Another one's: what made the owner was interrupted.
+            # An interrupted allocation leaves an owner without a block of its own.
             if block is not None and block.owner is owner:
                 start, end = block.address, block.address + block.bytes
                 if block.recording != self._recording:
@@ -298,15 +299,15 @@ class BlockPool:
                     self._slabs.remove(slab)
 
     def _take(self, nbytes: int) -> tuple[_Slab, int]:
-        """Return the slab and the address of the smallest free range that is large enough."""
-        found = [
+        """Take the smallest free range that is large enough; return its slab and address."""
+        ranges = [
             (end - start, start, slab)
             for slab in self._slabs
             for start, end in slab.free.all
             if end - start >= nbytes
         ]
-        if found:
-            _, address, slab = min(found, key=itemgetter(0, 1))
+        if ranges:
+            _, address, slab = min(ranges, key=itemgetter(0, 1))
         else:
             slab = _Slab(-(-nbytes // SLAB_BYTES) * SLAB_BYTES)
             address = slab.base

@@ -1,4 +1,4 @@
-"""What an operation returns, without running it: sizes, strides and dtypes from fake tensors."""
+"""Metadata of results without running operations: sizes, strides and dtypes from fake tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from devgraph.cpu.ops import OpPlan
 
 
 class DataDependentError(Exception):
-    """What an operation returns depends on the data of its arguments."""
+    """The sizes of a result depend on the data of the arguments."""
 
 
 class UnrecordableError(Exception):
-    """An operation cannot be recorded; the text says why, without a final stop."""
+    """An operation cannot be recorded; the text gives the reason, without a final full stop."""
 
 
 class UnknownMetadataError(UnrecordableError):
@@ -35,7 +35,7 @@ class UnknownMetadataError(UnrecordableError):
 
 
 class OtherDeviceError(Exception):
-    """An operation has to do with a tensor that is not in CPU memory."""
+    """An argument or a result of an operation is not in CPU memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(str(device))
@@ -57,7 +57,7 @@ class Layout:
 
 
 def _map(value: Any, change: Callable[[Any], Any], *, kind: type) -> Any:
-    """Return ``value`` with ``change`` applied to what is of ``kind`` in it, in lists as well."""
+    """Return ``value`` with ``change`` applied to every ``kind`` in it, also inside lists."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -82,7 +82,7 @@ _UNFAITHFUL = {
     "aten::_native_multi_head_attention",
     "aten::quantize_per_tensor",
 }
-"""Operations of which fake tensors return other metadata than kernels, or tensors for none."""
+"""Operations whose fake results differ from those of the kernels."""
 
 
 def _require_plain(tensor: torch.Tensor, subject: str = "") -> None:
@@ -95,14 +95,6 @@ def _require_plain(tensor: torch.Tensor, subject: str = "") -> None:
     )
 
 
-_UNFAITHFUL = {
-    "aten::mkldnn_rnn_layer",
-    "aten::_native_multi_head_attention",
-    "aten::quantize_per_tensor",
-}
-"""Operations of which fake tensors return other metadata than kernels, or tensors for none."""
-
-
 def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not value.is_cpu:
@@ -112,23 +104,20 @@ def _key(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, torch.Generator):
-        return torch.Generator  # metadata depends on none, and the key would keep it alive
-    # 1, 1.0 and True are equal as keys and different as arguments.
+        return torch.Generator  # the key must not keep a generator alive
+    # 1, 1.0 and True are equal keys but different arguments.
     return (type(value), value)
 
 
 class Metadata:
-    """Remembers what operations return for arguments of given layouts.
+    """A cache of the results' metadata, by operation and layouts of arguments. Thread-safe.
 
-    The answers are those of eager execution except for strides of dimensions of size 1, which
-    address nothing and which fake tensors set by another rule.
-
-    Thirty equal layers ask for the same few answers, so a capture asks torch only once for each.
-    Usable from several threads.
+    The metadata is that of eager execution, except for the stride of a dimension of size 1, which
+    addresses nothing.
     """
 
     LIMIT = 20_000
-    """Answers kept; then all are forgotten, so that captures without end take bounded memory."""
+    """Number of entries after which the cache is cleared."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -137,37 +126,34 @@ class Metadata:
 
     @functools.cached_property
     def _mode(self) -> FakeTensorMode:
-        """Made for the first question: it imports torch's compiler, which takes seconds."""
+        """The mode, made on first use: the import of torch's compiler takes seconds."""
         return FakeTensorMode()
 
     @property
     def modes(self) -> tuple[FakeTensorMode, ...]:
-        """The mode of the fake tensors, if it was needed so far."""
+        """The mode of the fake tensors, if it exists."""
         return (self._mode,) if "_mode" in vars(self) else ()
 
     def infer(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the operation would return, with a ``Layout`` in place of each tensor.
+        """Return the result of the operation with a ``Layout`` in place of each tensor.
 
-        Raises:
-            DataDependentError: that depends on the data of the arguments.
-            OtherDeviceError: an argument or a result is not in CPU memory.
-            UnrecordableError: the operation resizes an argument, takes or returns a tensor that is
-                not dense, or torch does not know what it returns.
+        Raises DataDependentError, OtherDeviceError, or UnrecordableError if the operation resizes
+        an argument, if a tensor is not dense, or if torch does not know the result.
         """
         named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
         key = (plan, _key(args), named, plan.depends_on_grad and torch.is_grad_enabled())
         try:
-            found = self._known.get(key)
+            layouts = self._known.get(key)
         except TypeError:  # an argument that cannot be a key, such as a script object
             return self._ask(plan, args, kwargs)
-        if found is None:
-            found = self._ask(plan, args, kwargs)
+        if layouts is None:
+            layouts = self._ask(plan, args, kwargs)
             with self._lock:
                 if len(self._known) >= self.LIMIT:
                     self._known.clear()
                     self._fakes.clear()
-                self._known[key] = found
-        return found
+                self._known[key] = layouts
+        return layouts
 
     def _ask(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.name in _UNFAITHFUL:
@@ -186,7 +172,7 @@ class Metadata:
 
     def reads_data(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an operation that returns no tensor needs the data of its arguments."""
-        # Without a kernel for metadata, fake tensors run the kernel of the CPU on zeros.
+        # Without a metadata kernel, fake tensors run the CPU kernel on zeros.
         name = plan.func.name()  # type: ignore[no-untyped-call]
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         if not (has_kernel(name, "Meta") or has_kernel(name, "CompositeExplicitAutograd")):
@@ -204,7 +190,7 @@ class Metadata:
 
         def fake_of(position: int, value: Any) -> Any:
             if isinstance(value, torch.Generator):
-                return None  # a generator of the CPU does not serve fake tensors
+                return None  # fake tensors refuse a generator of the CPU
             if position not in plan.writes:
                 return map_tensors(value, self._fake)
             resizable = plan.func.namespace == "aten" and schema[position].is_out
@@ -240,9 +226,9 @@ class Metadata:
 
 
 def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the operation returns for scratch data, with a ``Layout`` for each tensor.
+    """Return the layouts of the results of two runs on scratch data.
 
-    It runs twice, on other data, because its sizes may depend on data.
+    They must agree, because sizes may depend on data.
     """
     answers = []
     random = torch.get_rng_state()
@@ -267,8 +253,7 @@ def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
-    """Return other data in the layout of ``tensor``: ones or minus ones; integers are legal indices
-    of anything that is not empty."""
+    """Return a tensor like ``tensor``, full of ``fill`` or of zeros, which are legal indices."""
     scratch = _new(Layout.of(tensor))
     if scratch.dtype is torch.bool:
         return scratch.fill_(fill > 0)
@@ -279,7 +264,7 @@ def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging an error that it also raises, and that is the user's to see once."""
+    """Keep torch from logging an error that it also raises."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:
@@ -304,9 +289,9 @@ def _run(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise DataDependentError(str(error)) from error
-    # Its tables of dtypes have holes.
+    # torch's tables of dtypes have gaps.
     except (UnsupportedOperatorException, NotImplementedError, KeyError) as error:
         raise UnknownMetadataError(
-            f"torch cannot tell what {func} returns without running it; register its shapes with "
+            f"torch cannot tell the result of {func} without running it; register its shapes with "
             f"torch.library.register_fake, or call it in a function marked @dg.no_graph"
         ) from error

@@ -1,4 +1,4 @@
-"""What each operation of torch means to a recording, and the call that replays it."""
+"""The kinds of torch's operations for a recording, and the calls that replay them."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from devgraph.api.errors import DeviceGraphError
 class Kind(enum.Enum):
     """How a recording treats an operation."""
 
-    __hash__ = object.__hash__  # Enum's own is a function of Python, for each operation
+    __hash__ = object.__hash__  # Enum's own is a slow Python function
 
-    DECOMPOSE = "made of other operations, which are recorded instead"
-    VIEW = "makes an alias or changes metadata only: runs now, and never again"
-    RESIZE = "may move its argument's memory"
-    ALLOCATE = "gives memory without writing it"
-    CONSTANT = "brings host data into a tensor"
-    METADATA = "answers from metadata"
-    HOST = "answers with device data, or needs the host in some other way"
-    BOOLEAN_INDEX = "has an output whose shape depends on data if an index is boolean"
+    DECOMPOSE = "consists of other operations, which are recorded instead"
+    VIEW = "makes an alias or changes metadata only; runs at capture, not in replays"
+    RESIZE = "may move the memory of its argument"
+    ALLOCATE = "allocates memory without writing it"
+    CONSTANT = "copies host data into a tensor"
+    METADATA = "needs metadata only"
+    HOST = "returns device data to the host, or needs the host in another way"
+    BOOLEAN_INDEX = "has a data-dependent output shape if an index is boolean"
     MUTATE = "writes its arguments"
     COMPUTE = "returns new tensors"
 
 
 @attrs.frozen(kw_only=True)
 class OutVariant:
-    """The overload of an operation that writes into given tensors and nowhere else."""
+    """The overload of an operation that writes into given tensors only."""
 
     func: OpOverload
     outputs: tuple[str, ...]
     """Names of its output arguments, in the order of the returned tensors."""
     dropped: frozenset[str]
-    """Keyword arguments of the plain overload that this one does not take."""
+    """Keyword arguments of the plain overload that this overload does not accept."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class OpPlan:
-    """What a recording needs to know of ``func``."""
+    """The properties of ``func`` that a recording needs."""
 
     func: OpOverload
     name: str
     kind: Kind
     out: OutVariant | None
     returns: tuple[int | None, ...]
-    """Per return: the position in the schema of the argument it is, or None for a new tensor."""
+    """For each result: the position of the argument that it is, or None for a new tensor."""
     writes: frozenset[int]
-    """Positions in the schema of the arguments that it writes."""
+    """Positions of the arguments that it writes."""
     seeded: bool
-    """It may draw random numbers."""
+    """Whether it may draw random numbers."""
     depends_on_grad: bool
-    """It computes other bits, and more results, while gradients are recorded."""
+    """Whether it computes other bits and more results while gradients are recorded."""
 
     def generator(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the random generator among the arguments, or None."""
@@ -75,7 +75,7 @@ def _aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
 
-# Functional in name, aliases in fact.
+# These return aliases, although their schemas do not say so.
 _VIEWS = _aten("_unsafe_view lift alias detach")
 
 _RESIZES = _aten("resize_ resize_as_ _resize_output_ resize_as_sparse_")
@@ -95,12 +95,11 @@ _PLAIN = frozenset({"int", "float", "bool", "str", "number", "Device"})
 
 _INDEXING = _aten("index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put")
 
-# Collectives of the host: they return handles, and finish on other threads.
+# Collectives of the host return handles and finish in other threads.
 _HOST_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
-# Not every out overload leaves its output where it is: those of the losses resize it on the way,
-# and one of them then computes something else. Pointwise operations and these were compared with
-# the plain overloads, on every sample of torch's own operator database.
+# Some out overloads resize their output on the way, as those of losses do. Pointwise operations and
+# these were compared with the plain overloads on all samples of torch's operator database.
 _DIRECT = frozenset(
     """
     _log_softmax _softmax addbmm addmm addmv all amax amin any arange argmax argmin argsort baddbmm
@@ -174,7 +173,7 @@ def _kind(func: OpOverload, writes: frozenset[int]) -> Kind:
     if any("Tensor" in kind for kind in returns):
         return Kind.COMPUTE
     if not any("Tensor" in kind for kind in takes) and (returns or not _PLAIN.issuperset(takes)):
-        return Kind.METADATA  # as a profiler's range, which takes and returns objects
+        return Kind.METADATA  # such as a profiler's range
     return Kind.HOST if returns else Kind.COMPUTE
 
 
@@ -183,7 +182,7 @@ def _is_composite(func: OpOverload) -> bool:
     name = func.name()  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
         return False
-    # Decompositions that torch keeps for its compilers (func.py_kernels) compute other bits.
+    # The decompositions for torch's compilers (func.py_kernels) compute other bits.
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
@@ -226,10 +225,7 @@ _COPIES = {"aten::clone", "aten::_to_copy"}
 
 
 class Binder:
-    """Makes the calls of a tape; remembers which typed function of torch serves which arguments.
-
-    Usable from several threads.
-    """
+    """Makes the calls of a tape, and caches torch's typed function for each call. Thread-safe."""
 
     def __init__(self) -> None:
         self._chosen: dict[Any, Callable[..., Any]] = {}
@@ -237,10 +233,9 @@ class Binder:
     def compute(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
     ) -> Callable[[], object]:
-        """Return a call that runs an operation and leaves its results in ``outputs``.
+        """Return a call that runs an operation and writes its results into ``outputs``.
 
-        The kernel writes straight there if the operation has such an overload; else the results
-        are copied. All tensors are bound as they are given.
+        The results are copied there if the operation has no overload that writes them directly.
         """
         if plan.name in _COPIES:
             return functools.partial(torch.Tensor.copy_, outputs, args[0])
@@ -256,10 +251,9 @@ class Binder:
     def bind(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> functools.partial[Any]:
-        """Return a call of ``func``, through torch's typed function where that is the same.
+        """Return a call of ``func``, through an equivalent typed function of torch if there is one.
 
-        A typed function takes 0.7 us where the generic call of an overload takes 1.2 us (add of
-        576 numbers, torch 2.13, AMD EPYC).
+        The typed call takes 0.7 us, the generic one 1.2 us (add of 576 numbers, torch 2.13).
         """
         named = tuple([(name, _pattern(v)) for name, v in kwargs.items()]) if kwargs else ()
         key = (func, _pattern(args), named)
@@ -271,7 +265,7 @@ class Binder:
 
 
 def _pattern(value: Any) -> Any:
-    """Return what the choice of an overload can depend on."""
+    """Return the properties of arguments that torch's choice of an overload can depend on."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.dim() == 0)
     if isinstance(value, (list, tuple)):
@@ -280,7 +274,7 @@ def _pattern(value: Any) -> Any:
 
 
 def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
-    """Return torch's generated functions and methods that have the name of ``func``."""
+    """Return torch's generated functions and methods of the name of ``func``."""
     if func.namespace != "aten":
         return ()
     name = func._schema.name.split("::")[1]
@@ -289,7 +283,7 @@ def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
 
 
 class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the first operations that a call dispatches, and runs none of them."""
+    """A mode that collects the operations of a call and runs none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -305,7 +299,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_same(
     call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether ``call`` with these arguments dispatches ``func`` with the same ones, and no more."""
+    """Whether ``call`` dispatches only ``func``, with the same arguments."""
     probe = _Probe()
     with probe:
         try:
@@ -342,7 +336,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _copying(name: str, run: Callable[[], Any], outputs: Any) -> Callable[[], None]:
-    """Return a call of an operation that cannot write into given tensors, with its copies there."""
+    """Return a call that runs an operation and copies its results into ``outputs``."""
     outs = _flat(outputs)
 
     def run_and_copy() -> None:

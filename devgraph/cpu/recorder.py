@@ -1,4 +1,4 @@
-"""The recorder: notes what a thread asks of torch on a tape, and executes none of it."""
+"""The recorder: it puts the operations of a thread on a tape and executes none of them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from devgraph.cpu.randomness import Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
-# What stands above Python in the dispatcher, apart from autograd. A handler runs with these
-# switched off, and an operation that is made of others must see them again.
+# Dispatch keys above Python, apart from autograd. They are off inside a handler, and a decomposed
+# operation must see them again.
 _ABOVE = functools.reduce(
     lambda left, right: left | right,
     (
@@ -48,7 +48,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 class Knowledge:
-    """What recordings learn of torch's operations; shared by those of a backend."""
+    """Caches about torch's operations, shared by the recordings of a backend."""
 
     def __init__(self) -> None:
         self.metadata = Metadata()
@@ -58,24 +58,19 @@ class Knowledge:
 class Recorder:
     """Records the operations of the current thread between ``__enter__`` and ``__exit__``.
 
-    Nothing is executed and no random number is drawn; outputs are poisoned tensors in the pool's
-    memory, which every replay of the tape writes. Views are made at once, since they are only
-    aliases. Python runs once, so its control flow and its numbers are frozen.
+    It executes nothing and draws no random number. Outputs are poisoned tensors of the pool, which
+    every replay writes. Views are made at once, because they are only aliases. Python runs once,
+    so its control flow and its numbers are frozen.
 
     Args:
-        pool: gives the memory of outputs.
-        others: pools whose tensors may occur too; none of them is kept from reuse by the tape.
-        knowledge: what earlier recordings learned; learned anew if None.
+        pool: memory of outputs.
+        others: further pools whose tensors may occur. The tape does not claim their memory.
+        knowledge: caches of earlier recordings.
         bound: addresses of the only memory outside the pools that may be touched; any if None.
         arguments: tensors whose layout the code may not change in place.
-        continues: whether other recordings of the same step precede.
-        on_violation: called for everything that a device capture would refuse or freeze; the
-            recording goes on with assumed values and cannot be replayed. Without it, what is
-            refused raises.
-
-    Raises:
-        HostReadError: the code reads tensor data on the host or needs it for a shape.
-        CaptureError: the code does something else that cannot be recorded.
+        continues: whether this recording follows others of the same step.
+        on_violation: called for every violation. The recording then goes on with assumed values
+            and cannot be replayed. Without it, violations raise.
     """
 
     def __init__(
@@ -90,13 +85,13 @@ class Recorder:
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
         self.parts: list[Entry | Span] = []
-        """What is recorded so far, in order, without an open span."""
+        """The recorded entries and spans, without an open span."""
         self.open_span: Span | None = None
         self._inside: list[Entry] = []
         self.count = 0
-        """How many operations are recorded so far."""
+        """Number of recorded operations."""
         self.touched: dict[int, torch.UntypedStorage] = {}
-        """Memory outside the pools that the recording touches, by address."""
+        """Touched memory outside the pools, by address."""
         self._bound = bound
         self._arguments = arguments
         self._continues = continues
@@ -109,14 +104,14 @@ class Recorder:
         self._function = ""
         self._autocast = False
         self._cached: bool | None = None
-        """Whether autocast remembered its casts before the recording; None while none is made."""
+        """Whether autocast's cache was on before the recording; None outside a recording."""
         self._dispatching: Dispatching | None = None
         self._functions: Functions | None = None
         self._holds: list[Hold] = []
         self._mark = object()
         self._random: Randomness | None = None
         self._first_uses: list[tuple[torch.Tensor, int]] = []
-        """The first tensor over each touched storage, and the number of operations before it."""
+        """The first tensor of each touched storage, and the number of operations before it."""
 
     def __enter__(self) -> Recorder:
         assert self._cached is None, "a recorder records one thing at a time"
@@ -154,7 +149,7 @@ class Recorder:
                 raise
 
     def _finish(self) -> None:
-        """Complete a recording that did not fail, or refuse it."""
+        """Complete or refuse a recording whose code did not fail."""
         try:
             if self._random is not None:
                 self._random.follow()
@@ -176,38 +171,40 @@ class Recorder:
         self._first_uses = []
 
     def tape(self) -> Tape:
-        """Return the recording, which has ended and assumed no values, as a tape."""
+        """Return the tape of a recording that has ended and assumed no values."""
         assert self._cached is None and not self._refusal.collects
         return Tape(self.parts, self._holds)
 
     def append(self, run: Callable[[], object], op: Op) -> None:
-        """Add one step."""
+        """Add an entry."""
         self.count += 1
         (self.parts if self.open_span is None else self._inside).append(Entry(run, op))
 
     @property
     def _entries(self) -> list[Entry]:
-        """The steps outside loops and regions, and those of regions."""
+        """All entries outside loops."""
         spans = [[part] if isinstance(part, Entry) else part.entries for part in self.parts]
         return [entry for entries in spans for entry in entries]
 
     def begin_span(self, label: str) -> Span:
-        """Start the part of one region; ``end_span`` ends it. Spans do not nest."""
+        """Begin the part of a region, until ``end_span``. Spans do not nest."""
         assert self.open_span is None, "a span inside a span"
         self.open_span, self._inside = Span(label), []
         return self.open_span
 
     def end_span(self, span: Span) -> None:
-        """End ``span``: everything recorded since its begin is its entries."""
+        """End ``span``."""
         span.entries = tuple(self._inside)
         self.parts.append(span)
         self.open_span = None
 
     def loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        """Record what ``body`` does as one step, which repeats it while ``going`` is true; return
-        the number of operations in it."""
+        """Record ``body`` as one entry that repeats it while ``going`` is true.
+
+        Return the number of operations in the body.
+        """
         outer, pool, op = self.parts, self._pool, self._op("a loop")
-        # What was made before may come free in the body, whose next turn still reads it.
+        # Older memory may die in the body although its next turn reads it, hence another pool.
         self.parts, self._pool = [], self._pools[1]
         self._pool.begin_recording()
         try:
@@ -232,8 +229,10 @@ class Recorder:
         args: Sequence[Any],
         results: Sequence[tuple[int, torch.dtype]],
     ) -> list[torch.Tensor]:
-        """Record ``run(results, args)`` as one operation and return its results, flat tensors of so
-        many elements of a dtype."""
+        """Record ``run(results, args)`` as one operation and return its results.
+
+        They are flat tensors; ``results`` lists their lengths and dtypes.
+        """
         op = self._op(name)
         origin, empty = _Origin(self._mark, op), self._pool.empty
         made = [empty((count,), (1,), dtype, origin=origin) for count, dtype in results]
@@ -241,10 +240,7 @@ class Recorder:
         return made
 
     def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> list[Violation]:
-        """Return the allocations of this recording that outlive it and are not ``outputs``.
-
-        The next replay, or another graph of the pool, overwrites what such a tensor holds.
-        """
+        """Return a violation for each tensor that outlives the recording and is not an output."""
         known = {tensor.untyped_storage().data_ptr() for tensor in outputs}
         return [
             Violation.at(
@@ -262,12 +258,12 @@ class Recorder:
             and block.address not in known
         ]
 
-    # What the modes call.
+    # Callbacks of the modes.
 
     def _call_function(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a function of torch, unless it reads tensors on the host without an operation."""
+        """Run a function of torch, or refuse one that reads tensors on the host."""
         self._autocast = torch.is_autocast_enabled("cpu")
         read = violations.HOST_READS.get(func)
         if read is not None and args[0].is_cpu and not _is_harmless(func, args, kwargs):
@@ -288,7 +284,7 @@ class Recorder:
     def _call_operation(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record one operation and return what it returns."""
+        """Record an operation and return its result."""
         plan = plan_of(func)
         try:
             return _HANDLERS[plan.kind](self, plan, args, kwargs)
@@ -304,7 +300,7 @@ class Recorder:
         except UnrecordableError as error:
             self._refusal.other(plan.name, str(error), cause=error.__cause__)
 
-    # One method per kind of operation.
+    # One method for each kind of operation.
 
     def _run_now(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plan.func(*args, **kwargs)
@@ -318,9 +314,9 @@ class Recorder:
         return self._run_now(plan, args, kwargs)
 
     def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
-        """Refuse a layout change of a tensor that outlives the step; a replay would not repeat it.
+        """Refuse to change the layout of a tensor that outlives the step; replays would not.
 
-        Tensors that the capture made, and empty ones that are given memory, may change.
+        Tensors of the capture, and empty ones, may change.
         """
         is_argument = any(tensor is argument for argument in self._arguments)
         if not is_argument and (
@@ -336,9 +332,9 @@ class Recorder:
         )
 
     def _refuse_foreign_results(self) -> None:
-        """Refuse tensors that were made during the recording without it, as in another thread.
+        """Refuse tensors that another thread made during the recording.
 
-        Their owners are gone or are tensors of the recording, so no replay makes them again.
+        Such tensors are young, and nothing else owns their memory.
         """
         objects = [o for o in gc.get_objects(generation=0) if issubclass(type(o), torch.Tensor)]
         young = set(map(id, objects))
@@ -347,7 +343,7 @@ class Recorder:
             # Memory that torch did not allocate, such as numpy's, is constant host data.
             if id(tensor) not in young or not storage.resizable() or not storage.nbytes():
                 continue
-            owners = torch._C._storage_Use_Count(storage._cdata) - 1  # without the object `storage`
+            owners = torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage` itself
             if owners <= sum(_is_over(other, storage) for other in objects):
                 self._refusal.foreign(self._entries[min(count, self.count - 1)].op)
 
@@ -375,7 +371,7 @@ class Recorder:
     def _constant(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args[0].is_cpu:
             return self._run_now(plan, args, kwargs)
-        data = args[0].clone()  # frozen: what the host does with its own copy is not replayed
+        data = args[0].clone()  # because the host may change its own copy
         op = self._op(plan.name)
         out = self._make(plan, Layout.of(data), op)
         self.append(functools.partial(torch.Tensor.copy_, self._hold(out), data), op)
@@ -383,7 +379,7 @@ class Recorder:
             self._refusal.note(
                 "host_value",
                 plan.name,
-                "host data becomes a tensor here; a replay sees the data of capture. Copy changing "
+                "host data becomes a tensor here; replays use the data of capture. Copy changing "
                 "data into an input tensor before the replay.",
             )
         return out
@@ -406,8 +402,7 @@ class Recorder:
 
     def _index(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        # One number put under a mask is a masked fill, whose shape does not depend on the mask.
-        # The number itself must come from the host, as in x[mask] = 0.
+        # A write of one host value under a mask, as in x[mask] = 0, is a fill of known shape.
         if masks and not (plan.writes and self._function == "__setitem__" and args[2].numel() == 1):
             self._refusal.shape(f"indexing with a boolean mask ({plan.name})", known=True)
             args = (args[0], [self._as_if_all(i) for i in args[1]], *args[2:])
@@ -462,7 +457,7 @@ class Recorder:
         if isinstance(layouts, Layout):
             return empty(layouts.size, layouts.stride, layouts.dtype, origin=origin)
         return map_layouts(
-            layouts, lambda one: empty(one.size, one.stride, one.dtype, origin=origin)
+            layouts, lambda item: empty(item.size, item.stride, item.dtype, origin=origin)
         )
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -471,7 +466,7 @@ class Recorder:
             if alias is not tensor:
                 return alias
         self._touch(tensor)
-        return tensor.detach()  # whose layout nobody changes
+        return tensor.detach()  # the user may change the layout of the original
 
     def _touch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -497,7 +492,7 @@ class Recorder:
     def _hold(self, value: Any) -> Any:
         if isinstance(value, dict) and not value:
             return value
-        # Replays run in inference mode, where aliases made in it need no version counting.
+        # Aliases that are made in inference mode need no version counting in replays.
         with torch._C._InferenceMode(True):
             aliases: dict[int, torch.Tensor] = {}  # kernels compare arguments with `is`
 
@@ -511,7 +506,7 @@ class Recorder:
             return map_tensors(value, held)
 
     def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the operation draws random numbers, and note it."""
+        """Return whether the operation draws random numbers, and report it."""
         if not plan.seeded or not draws(plan.func, args, kwargs):
             return False
         if self.open_span is not None:
@@ -546,7 +541,7 @@ class Recorder:
 
 
 def _is_over(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether ``tensor`` lies in ``storage``; a tensor without memory lies in none."""
+    """Whether ``tensor`` lies in ``storage``."""
     try:
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
     except (NotImplementedError, RuntimeError):
@@ -557,7 +552,7 @@ _TAKE_APART = torch.Tensor._reduce_ex_internal.__code__
 
 
 def _is_harmless(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a function that can read tensors on the host reads none."""
+    """Whether a call of a function of ``HOST_READS`` reads no tensor on the host."""
     frame: FrameType | None = sys._getframe(1)
     if func is torch.Tensor.untyped_storage:
         codes = set()
@@ -567,7 +562,7 @@ def _is_harmless(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         # copy.copy() shares the memory.
         return _TAKE_APART not in codes or copy.copy.__code__ in codes
     if func is torch.Tensor.to:
-        # A device that a variable holds is the device of the backend. A literal is the host.
+        # A variable holds the device of the backend; only a literal "cpu" means the host.
         devices = (*args[1:2], kwargs.get("device"))
         if not any(isinstance(device, str) and device == "cpu" for device in devices):
             return True
@@ -580,8 +575,7 @@ def _is_harmless(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """What one_hot does on a device: with a given number of classes it does not look at the data,
-    while on the CPU torch looks for classes out of range."""
+    """Return ``F.one_hot`` as a device computes it, without the range check of the CPU."""
     if num_classes <= 0 or tensor.dtype is not torch.int64:
         return torch._C._nn.one_hot(tensor, num_classes)
     out = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
@@ -589,8 +583,7 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 class _Origin(NamedTuple):
-    """Which recording made a block, and for what. Names the recording by a mark: a block that
-    lives on must not keep a whole recording."""
+    """The recording, by its mark, and the operation that a block was allocated for."""
 
     mark: object
     op: Op

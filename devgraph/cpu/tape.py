@@ -1,4 +1,4 @@
-"""The tape: what a CPU graph replays, one flat list of calls with everything bound beforehand."""
+"""The tape of a CPU graph: a flat list of pre-bound calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from devgraph.api.errors import StateError, UpdateTopologyError, note
 from devgraph.api.marks.source import SourceLine
 from devgraph.cpu.memory import Hold
 
-# Autocast has done its work when an operation is recorded, and must not do it twice.
+# Recorded operations are already cast, so autocast must be off in a replay.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @attrs.frozen(kw_only=True)
 class Op:
-    """One recorded operation: its name and the user's line that called it."""
+    """The name of a recorded operation and the user's line that called it."""
 
     name: str
     line: SourceLine
@@ -29,17 +29,17 @@ class Op:
 
 @attrs.frozen
 class Entry:
-    """One step of a tape: a call with all arguments bound, and what it is."""
+    """A pre-bound call of a tape and its operation."""
 
     run: Callable[[], object]
     op: Op
     body: Tape | None = None
-    """What it repeats, where it is a loop."""
+    """The repeated part, if the call is a loop."""
 
 
 @attrs.define(eq=False)
 class Span:
-    """The part of a tape that one region recorded; its entries can be replaced."""
+    """The part of a tape that belongs to a region; its entries can be replaced."""
 
     label: str
     entries: tuple[Entry, ...] = ()
@@ -56,8 +56,7 @@ def _flat(
 
 
 class Tape:
-    """A recorded piece of work, replayed as often as wanted, and the holds on the pools whose
-    blocks its entries write."""
+    """Recorded work, and its claims on the pools whose memory it uses."""
 
     def __init__(self, parts: Sequence[Entry | Span], holds: Sequence[Hold]) -> None:
         self._parts = tuple(parts)
@@ -79,25 +78,21 @@ class Tape:
         return [entry.body for entry in self._entries if entry.body is not None]
 
     def make(self) -> None:
-        """Make what ``replay`` runs. Idempotent."""
+        """Bind the calls of ``replay``. Idempotent."""
         for body in self._bodies:
             body.make()
         self._calls = [entry.run for entry in self._entries]
 
     def drop(self) -> None:
-        """Drop what ``replay`` runs, until ``make``; the entries stay."""
+        """Drop the calls of ``replay`` until ``make``; the entries stay."""
         for body in self._bodies:
             body.drop()
         self._calls = None
 
     def replay(self) -> None:
-        """Run every entry once, in order, in the memory of the capture.
-
-        Modes of the calling thread (autocast, gradient recording, dispatch modes) play no part.
-        An operation that raises, for example for an index out of range, stops the replay.
-        """
+        """Run every entry once, in order; modes of the calling thread have no effect."""
         if self._calls is None:
-            raise StateError("what this tape replays was dropped")
+            raise StateError("the calls of this tape were dropped")
         calls = iter(self._calls)
         with (
             torch._C._InferenceMode(True),
@@ -114,25 +109,25 @@ class Tape:
                 raise
 
     def replace(self, changes: Mapping[Span, Sequence[Entry]]) -> None:
-        """Exchange the entries of several spans at once: all of them, or none on an error."""
+        """Replace the entries of several spans: all of them, or none on an error."""
         new = {span: tuple(entries) for span, entries in changes.items()}
         flat = tuple(_flat(self._parts, new))
         calls = None if self._calls is None else [entry.run for entry in flat]
         for span, entries in new.items():
             span.entries = entries
-        self._entries, self._calls = flat, calls  # Last and at once, whenever an interrupt comes.
+        self._entries, self._calls = flat, calls  # last, because an error may come before
 
     def close(self) -> None:
-        """Drop the entries and let go of the pools. Idempotent."""
+        """Drop the entries and the claims on the pools. Idempotent."""
         self._parts, self._entries, self._calls = (), (), []
         for hold in self._holds:
             hold.release()
 
 
 def check_topology(span: Span, entries: Sequence[Entry]) -> None:
-    """Raise UpdateTopologyError unless ``entries`` are the same operations as those of ``span``.
+    """Raise UpdateTopologyError unless ``entries`` are the operations of ``span``, in order.
 
-    A device cannot exchange a region's nodes for others either; arguments may differ at will.
+    A device cannot replace nodes of a region by others either. Arguments may differ.
     """
     old = [entry.op.name for entry in span.entries]
     new = [entry.op.name for entry in entries]

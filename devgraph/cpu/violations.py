@@ -1,4 +1,4 @@
-"""What a capture refuses, in the words of the user's code."""
+"""Violations: code that a capture refuses, in the words of the user's code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from devgraph.cpu.tape import Op
 
 @attrs.frozen(kw_only=True)
 class Violation:
-    """One thing that a device capture would refuse or freeze, and the line that does it."""
+    """A line of code that a device capture refuses, or whose effect it freezes."""
 
     kind: str
-    """host_sync, host_value, data_dependent_shape, rng, escaping_allocation, or refused for
-    what has no place in a graph for another reason (sparse tensors, other devices, resizing)."""
+    """One of host_sync, host_value, data_dependent_shape, rng, escaping_allocation and refused.
+
+    The last one is for all other reasons, such as sparse tensors, other devices and resizing.
+    """
     op: str
     file: str
     line: int
     text: str
-    """What is wrong and what to do, as a sentence."""
+    """The cause and the remedy."""
 
     @classmethod
     def at(cls, where: SourceLine, *, kind: str, op: str, text: str) -> Violation:
@@ -36,8 +38,7 @@ class Violation:
 
 
 class Refusal:
-    """What happens at a violation: an error, or a report to ``on_violation`` after which the
-    recording goes on."""
+    """The reaction to violations: an error, or a report after which the recording goes on."""
 
     def __init__(self, on_violation: Callable[[Violation], None] | None) -> None:
         self._on_violation = on_violation
@@ -54,8 +55,10 @@ class Refusal:
             raise host_read_error(text)
 
     def shape(self, name: str, *, known: bool) -> None:
-        """Refuse a data-dependent shape with HostReadError; return if the recording goes on, with
-        a ``known`` one."""
+        """Refuse a data-dependent shape with HostReadError.
+
+        Return if the recording goes on and an assumed shape is ``known``.
+        """
         text = f"{name} has an output whose shape depends on device data, which the host must read"
         self._has_assumed = True
         self.note("data_dependent_shape", name, f"{text}. {host_read_cure()}")
@@ -63,10 +66,10 @@ class Refusal:
             raise host_read_error(text) from None
 
     def foreign(self, op: Op) -> None:
-        """Refuse with CaptureError a tensor that the recording did not make."""
+        """Refuse with CaptureError a tensor that another thread made."""
         text = (
             "a tensor was made during the capture by another thread, or by code that torch does "
-            "not show, and a replay would see it as it is now. Do that work in the thread of the "
+            "not show, and a replay would see its present data. Do that work in the thread of the "
             "step, or in a function marked @dg.no_graph under policy='breakable'"
         )
         if self._on_violation is None:
@@ -80,13 +83,12 @@ class Refusal:
         raise CaptureError(f"{text} (at {user_line()}).") from cause
 
     def note(self, kind: str, op: str, text: str) -> None:
-        """Report a violation that is collected, or do nothing."""
+        """Report a violation, if violations are collected."""
         if self._on_violation is not None:
             self._on_violation(Violation.at(user_line(), kind=kind, op=op, text=text))
 
 
-# Functions of torch that read tensor memory on the host without dispatching an operation, or that
-# are clearer named than the operation below them.
+# These functions read tensors on the host without an operation, or have a clearer name than it.
 HOST_READS: dict[Any, str] = {
     torch.Tensor.tolist: ".tolist()",
     torch.Tensor.numpy: ".numpy()",
@@ -105,7 +107,7 @@ HOST_READS: dict[Any, str] = {
     torch.tensor_split: "torch.tensor_split() at indices of a tensor",
 }
 
-# Functions that take host data; given tensors inside a list, they read them one by one.
+# These functions take host data and read tensors inside a list one at a time.
 CONSTRUCTORS = {
     torch.tensor: "torch.tensor() of a list of tensors",
     torch.as_tensor: "torch.as_tensor() of a list of tensors",
@@ -113,7 +115,7 @@ CONSTRUCTORS = {
     torch.Tensor.new_tensor: ".new_tensor() of a list of tensors",
 }
 
-# How a function's host read is called by the user who wrote it.
+# The user's spelling of host reads, by function.
 _SPELLING = {
     "item": ".item()",
     "__bool__": "bool() of a tensor",
@@ -130,12 +132,12 @@ _SPELLING = {
 
 
 def host_read_name(function: str, operation: str) -> str:
-    """Return how the user wrote the call that reached ``operation`` through ``function``."""
+    """Return the user's spelling of a call of ``function`` that reached ``operation``."""
     return _SPELLING.get(function, f"{function}()" if function else operation)
 
 
 def reads_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the data given to a constructor is a list with tensors in it."""
+    """Whether an argument of a constructor is a list that contains tensors."""
     return any(
         isinstance(value, (list, tuple))
         and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
@@ -144,7 +146,7 @@ def reads_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def assumed_scalar(dtype: torch.dtype) -> Any:
-    """Return the value with which a check goes on after a host read: 1, in the tensor's kind."""
+    """Return the value that a check assumes after a host read: 1, in the kind of the tensor."""
     if dtype is torch.bool:
         return True
     if dtype.is_complex:
@@ -154,8 +156,7 @@ def assumed_scalar(dtype: torch.dtype) -> Any:
 
 def _nonzero(tensor: torch.Tensor) -> Layout:
     count, width = tensor.numel(), tensor.dim()
-    # torch lays the indices out by column.
-    return Layout((count, width), (1, max(count, 1)), torch.int64)
+    return Layout((count, width), (1, max(count, 1)), torch.int64)  # by column
 
 
 def _row(count: int, dtype: torch.dtype) -> Layout:
@@ -182,7 +183,9 @@ _ASSUMED: dict[str, Callable[..., Any]] = {
 
 
 def assumed_layouts(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what a data-dependent operation returns if every element counts (all masks true, all
-    values different), or None if that is not known for ``name``."""
+    """Return the largest possible result of a data-dependent operation, or None if unknown.
+
+    It is the result for masks that are all true and values that all differ.
+    """
     rule = _ASSUMED.get(name.split(".")[0])
     return rule(*args, **kwargs) if rule is not None else None
