@@ -121,6 +121,8 @@ class Options:
         text = "fuse norms, rotary embeddings and neighbouring projections if a check of each fused"
         self("--fuse", f"{text} module gives the same values (default: on)", **_ON)
         self.number("--repeats", "number of runs; times are medians", 1)
+        text = "put each prompt into the chat template of the model"
+        self("--chat", text, action=argparse.BooleanOptionalAction, default=False)
         add_cli_args(self.parser)
 
 
@@ -175,7 +177,7 @@ def _demo(add: Options) -> None:
         metavar="TEXT",
     )
     add.engine()
-    add.parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
+    add.parser.set_defaults(backend="cpu", max_new_tokens=32, max_step_tokens=64, chat=True)
 
 
 def _bench(add: Options) -> None:

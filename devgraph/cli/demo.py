@@ -15,10 +15,9 @@ from devgraph.cli.tables import CommandError, note, working
 from devgraph.integrations.transformers.loading import DEMO_ENV, DEMO_PACKAGE, find_demo
 
 PROMPTS = (
-    "The capital of France is",
-    "Water boils at",
-    "Once upon a time, there was a little robot who",
-    "def fibonacci(n):",
+    "What is the capital of France?",
+    "What is the chemical formula of water?",
+    "Name three primary colors.",
 )
 
 

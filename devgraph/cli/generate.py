@@ -70,10 +70,11 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
         config=resolution.effective,
         network=network,
         tokenizer=tokenizer,
-        prompts=[list(tokenizer(prompt)["input_ids"]) for prompt in prompts],
+        prompts=[_encode(tokenizer, prompt, chat=args.chat) for prompt in prompts],
         sampling=sampling,
     )
-    text = OrderedText([f"[{index + 1}] {prompt}" for index, prompt in enumerate(prompts)])
+    gap = "\n" if args.chat else ""
+    text = OrderedText([f"[{index + 1}] {prompt}{gap}" for index, prompt in enumerate(prompts)])
     runs = run_all(task, None if args.json else text.add)
     difference = _difference(*runs) if args.compare else None
     report = {
@@ -98,8 +99,8 @@ def _print(report: dict[str, Any], args: argparse.Namespace, difference: str | N
     graphs = report["runs"][0]
     _print_phases(report)
     _print_speed(report["runs"])
-    say(f"buckets: {'; '.join(map(_buckets, graphs['phases']))}")
-    say(f"captured in {time_text(graphs['capture_seconds'])}, before the first token")
+    capture_seconds = sum(phase["capture_seconds"] for phase in graphs["phases"])
+    say(f"captured in {time_text(capture_seconds)}, before the first token")
     if graphs["fused"] is not None:
         left = _counted(graphs["unfused"])
         say(f"fused: {_counted(graphs['fused'])}; not fused: {left}")
@@ -128,6 +129,17 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if not prompts:
         raise CommandError(f"there is no prompt in {name}; write one per line")
     return prompts
+
+
+def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    """Return the token ids of a prompt, in the chat template of the model with ``chat``."""
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if not tokenizer.chat_template:
+        raise CommandError("the model has no chat template; leave --chat out, or add --no-chat")
+    message = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
@@ -233,12 +245,16 @@ def run_all(
         capture_seconds = time.perf_counter() - begin
         engines, repeats = {"graphs": graphs}, {"graphs": [run_engine(graphs, task, on_event)]}
         if task.args.compare:
-            stack.enter_context(working("running eagerly"))
+            status = stack.enter_context(working("comparing with eager"))
             engines["eager"] = stack.enter_context(_eager_engine(task))
-            repeats["eager"] = [run_engine(engines["eager"], task)]
-        for _ in range(task.args.repeats - 1):
+            repeats["eager"] = []
+        total = task.args.repeats
+        for number in range(total):
             for name, engine in engines.items():
-                repeats[name].append(run_engine(engine, task))
+                if name == "eager":
+                    status.update(f"comparing with eager ({number + 1} of {total})")
+                if len(repeats[name]) == number:
+                    repeats[name].append(run_engine(engine, task))
         runs = [_summary(name, engine, repeats[name]) for name, engine in engines.items()]
     runs[0]["capture_seconds"] = capture_seconds
     return runs
@@ -308,38 +324,34 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def _print_phases(report: dict[str, Any]) -> None:
+    """Print a table with one column per phase."""
     phases = report["runs"][0]["phases"]
     requested = report["mode"]["requested"]
-    columns = {
-        "phase": [one["name"] for one in phases],
+    rows = {
         "requested": [requested[one["phase"]]["policy"] for one in phases],
         "effective": [one["effective"] for one in phases],
         "steps": [one["steps"] for one in phases],
-        "in graphs": [one["graph_steps"] for one in phases],
-        "hits": [percent(one["hit_ratio"]) for one in phases],
-        "padding": [percent(one["padding_ratio"]) for one in phases],
+        "steps in graphs": [
+            f"{one['graph_steps']} ({percent(one['hit_ratio'])})" for one in phases
+        ],
         "eager steps": [one["eager"] for one in phases],
-        "graphs": [len(_captured(one)) for one in phases],
+        "padding": [percent(one["padding_ratio"]) for one in phases],
+        "buckets": [_buckets(one) for one in phases],
         "capture": [time_text(one["capture_seconds"]) for one in phases],
         "memory": [format_bytes(one["graph_bytes"]) for one in phases],
     }
     print_table(
         f"phases on {report['backend']} ({report['device']})",
-        list(columns),
-        zip(*columns.values(), strict=True),
-        numbers=("steps", "in graphs", "hits", "padding", "graphs", "capture", "memory"),
+        ("", *(one["name"] for one in phases)),
+        [(name, *cells) for name, cells in rows.items()],
     )
 
 
-def _captured(phase: dict[str, Any]) -> list[int]:
-    """Return the captured buckets of a phase in ascending order."""
-    return [one["bucket"] for one in reversed(phase["buckets"]) if one["state"] == "captured"]
-
-
-def _buckets(phase: dict[str, Any]) -> str:
+def _buckets(phase: dict[str, Any]) -> str | None:
+    """Return the captured buckets of a phase as text, or None."""
+    sizes = [one["bucket"] for one in reversed(phase["buckets"]) if one["state"] == "captured"]
     unit = "tokens" if phase["phase"] == "prefill" else "requests"
-    sizes = _captured(phase)
-    return f"{phase['name']} {ranges(sizes)} {unit}" if sizes else f"{phase['name']} none"
+    return f"{ranges(sizes)} {unit}" if sizes else None
 
 
 def _print_speed(runs: Sequence[dict[str, Any]]) -> None:

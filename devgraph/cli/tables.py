@@ -23,6 +23,7 @@ _PIPE_WIDTH = 80
 STYLES: Mapping[str, str] = {
     "error": "red",
     "place": "cyan",
+    "title": "bold",
     "FAILS": "bold red",
     "works": "green",
     "works, not declared": "yellow",
@@ -110,32 +111,40 @@ def print_table(
     """
     console = _console()
     cells = [[_text(value) for value in row] for row in rows]
-    widths = _widths([*cells, [Text(name) for name in columns]], console.width)
+    widths = _widths([Text(name) for name in columns], cells, console.width)
+    say(title, style="title")
     if widths is None:  # too narrow for columns: print a list
-        say(title)
         for row in cells:
             say()
             for name, cell in zip(columns, row, strict=True):
                 console.print(Text(f"  {name}: " if name else "  ") + cell)
         say()
         return
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name, width in zip(columns, widths, strict=True):
         side: Literal["left", "right"] = "right" if name in numbers else "left"
         table.add_column(name, justify=side, width=width, header_style="")
     for row in cells:
         table.add_row(*row)
+    say()
     console.print(table)
+    say()
 
 
-def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int] | None:
-    """Return column widths that break no word, or None if ``room`` is too narrow."""
-    columns = list(zip(*rows, strict=True))
+def _widths(names: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) -> list[int] | None:
+    """Return column widths that break no word, or None if ``room`` is too narrow.
+
+    Headings wrap before cells do.
+    """
+    columns = list(zip(names, *rows, strict=True))
     least = [max(max(map(cell_len, text.plain.split()), default=0) for text in c) for c in columns]
     widths = [max(text.cell_len for text in column) for column in columns]
-    room -= 3 * len(columns) + 1  # separators and margins
+    room -= 2 * len(columns) - 1  # separators and padding
     if sum(least) > room:
         return None
+    if sum(widths) > room:
+        bodies = [max((text.cell_len for text in column[1:]), default=0) for column in columns]
+        widths = [max(low, body) for low, body in zip(least, bodies, strict=True)]
     while sum(widths) > room:
         _, widest = max((w, at) for at, w in enumerate(widths) if w > least[at])
         widths[widest] -= 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +107,7 @@ def test_counters_add_up_and_say_why_a_step_was_eager(
 
 def test_many_buckets_are_listed_in_short(folder: Path, capsys: pytest.CaptureFixture[str]):
     result = run_cli(capsys, *_argv(folder, "--max-new-tokens", "2", "--max-step-tokens", "64"))
-    assert "buckets: prefill 4..32 by 4 48 64 tokens; decode" in result.out
+    assert "4..32 by 4 48 64 tokens" in result.out
 
 
 def test_text_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -119,7 +120,14 @@ def test_text_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixture
         block = f"[{index + 1}] {prompt}{text}\n\n"
         assert result.out.find(block) > position
         position = result.out.find(block)
-    for heading in ("requested", "effective", "in graphs", "padding", "eager steps", "memory"):
+    for heading in (
+        "requested",
+        "effective",
+        "steps in graphs",
+        "padding",
+        "eager steps",
+        "memory",
+    ):
         assert heading in result.out
     assert "tokens/s" in result.out
     assert "graphs and eager gave the same tokens" in result.out
@@ -281,3 +289,24 @@ def test_piecewise_is_refused_because_the_model_cannot_be_traced(
     result = run_cli(capsys, *_argv(folder, "--device-graph-mode", '{"prefill": "piecewise"}'))
     assert result.code == 2
     assert "torch.compile cannot trace" in result.err
+
+
+def test_prompts_are_put_into_the_chat_template_of_the_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = ["--max-new-tokens", "3", "--no-compare", "--chat"]
+    refused = run_cli(capsys, *_argv(folder, *argv, prompts=("ab",)))
+    assert refused.code == 2 and "the model has no chat template" in refused.err
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    shutil.copytree(folder, tmp_path / "chat")
+    tokenizer.save_pretrained(tmp_path / "chat")
+    (run,) = run_json(capsys, *_argv(tmp_path / "chat", *argv, prompts=("ab",)))["runs"]
+    assert run["tokens"] == [_expected(folder, "<ab>", 3)]
+
+
+def test_tables_fit_into_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]):
+    argv = _argv(folder, "--max-new-tokens", "2", "--prefill-disable-device-graph")
+    out = run_cli(capsys, *argv, columns=80).out
+    assert "steps in graphs" in out and "decode tokens/s" in out  # columns, not a list
+    assert max(map(len, out.splitlines())) <= 80

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from devgraph.cli import tables
+from tests.support.cli_programs import run_cli, write_steps
 
 
 def test_table_fits_the_terminal_without_broken_words(
@@ -22,10 +25,39 @@ def test_table_that_is_too_wide_becomes_a_list(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("COLUMNS", "26")
-    tables.print_table("title", ("name", "ready"), [("a" * 18, True)])
+    tables.print_table("title", ("name", "is_ready"), [("a" * 18, True)])
     assert capsys.readouterr().out.splitlines() == [
-        "title", "", f"  name: {'a' * 18}", "  ready: yes", "",
+        "title", "", f"  name: {'a' * 18}", "  is_ready: yes", "",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "headings"),
+    [
+        (["doctor", "--backend", "cpu", "--no-probe"], "available device"),
+        (["doctor", "--backend", "cpu"], "declared probed"),
+        (
+            ["plan", "--backend", "cuda", "--fact", "lora=true", "--encoder-budgets", "64"],
+            "encoder",
+        ),
+        (
+            "bench --backend cpu --layers 1 --hidden 8 --heads 1 --vocabulary 8 --window 8 "
+            "--steps 1 --repeats 1 --policy full --policy breakable".split(),
+            "wall vs",
+        ),
+        (["explain", "{steps}:breaks", "--inputs", "inputs", "--policy", "breakable"], "segment"),
+        (["check", "{steps}:synced", "--inputs", "inputs"], ""),
+    ],
+)
+def test_output_of_a_command_fits_into_80_columns(
+    argv: list[str], headings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    steps = write_steps(tmp_path).name
+    out = run_cli(capsys, *(word.format(steps=steps) for word in argv), columns=80).out
+    assert headings in " ".join(out.split())  # columns, not a list
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_sentences_wrap_at_words_and_keep_their_indent(
