@@ -28,9 +28,13 @@ if TYPE_CHECKING:
     from devgraph.api.config.phase import PhaseConfig as PhaseConfig
     from devgraph.api.config.resolve import resolve as resolve
     from devgraph.api.errors import *  # noqa: F403
+    from devgraph.api.gates import Gate as Gate
+    from devgraph.api.gates import Gates as Gates
     from devgraph.api.graph import DeviceGraph as DeviceGraph
     from devgraph.api.graph import GraphInfo as GraphInfo
     from devgraph.api.graph import GraphState as GraphState
+    from devgraph.api.marks.gates import signal as signal
+    from devgraph.api.marks.gates import wait as wait
     from devgraph.api.marks.marks import graph_break as graph_break
     from devgraph.api.marks.marks import is_capturing as is_capturing
     from devgraph.api.marks.marks import no_graph as no_graph

@@ -13,6 +13,7 @@ import torch
 
 from devgraph.api.device import Device
 from devgraph.api.errors import InputTypeError, brief
+from devgraph.api.gates import GateChannel, Gates, HostGates
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, Tracked
 from devgraph.api.marks.scopes import GraphScope
@@ -67,6 +68,14 @@ class Backend(Device):
             return lambda: seconds
 
         return stop
+
+    def fence_of(self, stream: Any) -> Callable[[], bool]:
+        """Return ``fence`` for the work on ``stream``; None is the current stream."""
+        return self.fence()
+
+    def make_gate_channel(self, gates: Gates) -> GateChannel:
+        """Return the device's side of ``gates``; here the host waits, between segments."""
+        return HostGates(gates, self.fence, self.fence_of)
 
     @property
     def version(self) -> str:

@@ -59,6 +59,11 @@ class Capabilities:
     """
     loops: bool = _may("DeviceGraph._loop")
     """A graph can contain a loop that the device repeats while a tensor is true."""
+    gates: bool = _may("Backend.make_gate_channel")
+    """A graph can wait at a gate that the host opens, and signal to the host.
+
+    Elsewhere, marks of gates break a capture, so policy ``full`` refuses them.
+    """
     max_streams: int | None = None
     """Maximum number of streams that captured graphs hold together; None if streams abound."""
 

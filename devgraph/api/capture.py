@@ -22,8 +22,10 @@ from devgraph.api.errors import (
     note,
     whole,
 )
+from devgraph.api.gates import Gates
 from devgraph.api.graph import DeviceGraph, GraphInfo, summed
 from devgraph.api.inputs import Inputs, Pair, write, write_back
+from devgraph.api.marks.gates import entered_gates
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.names import Names, nodes_text
@@ -51,8 +53,11 @@ class Captured:
     tensors in it are overwritten by replays of other captures as well.
     """
 
-    def __init__(self, job: Job, plan: Plan, policy: str, seconds: float) -> None:
+    def __init__(self, job: Job, plan: Plan, policy: str, seconds: float, gates: Gates) -> None:
         self.policy = policy
+        self.gates = gates
+        """The gates of the step, by name."""
+        self._marks = gates.recorded
         self.backend = job.backend
         self.pool = job.pool
         self.capture_seconds = seconds
@@ -135,6 +140,15 @@ class Captured:
         holds the pool's lock, has called ``pool.order()``, gives a value of the declared type for
         every host argument, and asks ``raise_if_lost`` about errors.
         """
+        if self._marks:
+            with self.gates.launch(self._marks):
+                self._run(host)
+            if self._waits:
+                self.gates.check()
+        else:
+            self._run(host)
+
+    def _run(self, host: Mapping[str, Any]) -> None:
         plan = self._plan
         try:
             if plan.marks:
@@ -216,17 +230,18 @@ class Captured:
         """
         self._check()
         assert self._job is not None
-        return prove(
-            self,
-            self._job,
-            cases=cases,
-            host_args=host_args,
-            sample=sample,
-            state=state,
-            rtol=rtol,
-            atol=atol,
-            snapshot_limit=snapshot_limit,
-        )
+        with self.gates.held_open():
+            return prove(
+                self,
+                self._job,
+                cases=cases,
+                host_args=host_args,
+                sample=sample,
+                state=state,
+                rtol=rtol,
+                atol=atol,
+                snapshot_limit=snapshot_limit,
+            )
 
     def info(self) -> GraphInfo:
         """Return the sums over all segments."""
@@ -263,7 +278,8 @@ class Captured:
 
     def stats(self) -> dict[str, Any]:
         """Return what the policy counted, by name; see the policies for the names."""
-        return dict(self._plan.notes)
+        in_breaks = self._marks.in_breaks
+        return {**self._plan.notes, **({"gates_in_breaks": in_breaks} if in_breaks else {})}
 
     def close(self) -> None:
         """Free all segments. Idempotent."""
@@ -307,6 +323,8 @@ def capture(
     name_nodes: bool | torch.nn.Module = False,
     bound: Mapping[str, Any] | None = None,
     snapshot_limit: int = DEFAULT_LIMIT,
+    gate_timeout: float | None = None,
+    gates: Gates | None = None,
 ) -> Captured:
     """Capture ``fn(*args, **kwargs, **host_args)`` and return what replays it.
 
@@ -345,6 +363,9 @@ def capture(
         snapshot_limit: bytes of copies that the capture may take of tensors in arguments and in
             ``bound`` and of buffers of modules, to give them their values back. Larger tensors in
             arguments and in ``bound`` are hashed, and must not be written.
+        gate_timeout: seconds after which a replay counts as invalid if one of its gates is closed;
+            by default those of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
+        gates: gates to share with other captures of the pool; ``gate_timeout`` is theirs.
 
     Raises:
         CaptureError: the step cannot be captured; nothing is left behind.
@@ -372,6 +393,8 @@ def capture(
         raise InputError(f"no compiler {compiler!r}. {did_you_mean(str(compiler), COMPILERS)}")
     owned = Owned(fn, args, kwargs or {}, bound)
     names = None if name_nodes is False else Names(name_nodes)
+    if gates is None:
+        gates = Gates(device, f"the capture of {_name(fn)}", timeout=gate_timeout)
     job = Job(
         fn=fn,
         owned=owned,
@@ -389,6 +412,7 @@ def capture(
     )
     started = time.perf_counter()
     with (
+        entered_gates(gates),
         session(memory, mode=job.capture_error_mode) as held,
         owned.kept(device, snapshot_limit) as same,
     ):
@@ -405,7 +429,12 @@ def capture(
                 plan.close()
                 raise
             plan.outputs = without_history(plan.outputs)
-    return Captured(job, plan, policy, time.perf_counter() - started)
+    gates.complete = True
+    return Captured(job, plan, policy, time.perf_counter() - started, gates)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def _require(what: str, value: object, fits: bool, wanted: str) -> None:

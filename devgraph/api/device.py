@@ -43,6 +43,11 @@ class _LossAware(Protocol):
         """Refuse further launches: the device is lost."""
 
 
+class _Checked(Protocol):
+    def check(self) -> None:
+        """Raise the error of an earlier replay, if any."""
+
+
 class Device(abc.ABC):
     """A vendor's device as pools, graphs and sessions see it; the base of every backend.
 
@@ -63,6 +68,8 @@ class Device(abc.ABC):
         """Whether memory of graphs is never freed."""
         self.graphs: weakref.WeakSet[_LossAware] = weakref.WeakSet()
         """Living graphs, which are notified when the device is lost."""
+        self.gate_sets: weakref.WeakSet[_Checked] = weakref.WeakSet()
+        """Gates at which the device waits; ``synchronize`` raises their errors."""
 
     def after_fork(self) -> None:
         """Replace the capture lock: the child process has no other thread that could hold it."""

@@ -28,6 +28,8 @@
     │   └── CapabilityError           the backend does not declare the capability
     ├── ResourceError                 memory, streams or another budget is exhausted
     │   └── ExecutableError           no memory to make or rebuild an executable
+    ├── GateError                     a gate was opened for a replay that is over
+    │   └── GateTimeoutError          a gate was not opened, or a signal not given, in time
     ├── AgreementError                ranks differ, are late or are gone
     ├── HandoffError                  a request cannot move to another engine (ValueError)
     └── DeviceLost                    the device is in a sticky error state
@@ -165,6 +167,14 @@ class ExecutableError(ResourceError):
 
     partly = False
     """Whether a part of the step ran before the error."""
+
+
+class GateError(DeviceGraphError):
+    """A gate was opened, or waited for, in a replay that is over."""
+
+
+class GateTimeoutError(GateError):
+    """A gate was not opened in time, so its replay is invalid; or no signal came in time."""
 
 
 class AgreementError(DeviceGraphError):

@@ -18,6 +18,7 @@ from devgraph.api.errors import (
     ResourceError,
 )
 from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks.gates import recording_gates
 from devgraph.api.marks.host_reads import host_read_error
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Scope, entered, is_capturing
@@ -51,7 +52,8 @@ class Session:
         outer, graph = self._undo, self._graph
         with contextlib.ExitStack() as self._undo:
             try:
-                with entered(scope):
+                gates = contextlib.nullcontext() if scope is None else recording_gates()
+                with entered(scope), gates:
                     yield self
                 self._undo.pop_all()
             finally:

@@ -17,6 +17,7 @@ from devgraph.api.backend import Backend, own_pool
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import CaptureError, FrozenValueError, ResourceError
 from devgraph.api.executable import Call, EvictableExecutable, Executable, Recording
+from devgraph.api.gates import GateChannel, Gates, HostGates
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
@@ -30,7 +31,7 @@ from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.modes import Dispatching, Functions
 from devgraph.cpu.recorder import Knowledge, Recorder
-from devgraph.cpu.tape import Entry, Span, Tape, check_topology
+from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class CpuGraph(DeviceGraph):
         self.pool.graphs_begun += 1
         self._recorder = recorder
         recorder.__enter__()
+        self._record_gates(recorder)
 
     def _end(self) -> Executable:
         recorder = self._leave()
@@ -125,7 +127,12 @@ class CpuGraph(DeviceGraph):
         if recorder is not None:
             recorder.__exit__(failure)
         self._recorder = None
+        self._record_gates(None)
         return recorder
+
+    def _record_gates(self, recorder: Recorder | None) -> None:
+        assert isinstance(self.backend, CpuBackend)
+        self.backend.recorder = recorder
 
     def _free(self) -> None:
         tape, self._tape = self._tape, None
@@ -227,7 +234,10 @@ class CpuBackend(Backend):
         piecewise=True,
         compilers=("eager", "inductor"),
         loops=True,
+        gates=True,
     )
+    recorder: Recorder | None = None
+    """The recorder of the capture in progress."""
 
     def after_fork(self) -> None:
         super().after_fork()
@@ -261,6 +271,13 @@ class CpuBackend(Backend):
             if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
                 raise ResourceError(f"no memory for a tensor of the step: {error}") from error
             raise
+
+    def make_gate_channel(self, gates: Gates) -> GateChannel:
+        def record(name: str, step: Callable[[], object]) -> None:
+            assert self.recorder is not None
+            self.recorder.append(step, Op(name=name, line=user_line()))
+
+        return HostGates(gates, self.fence, self.fence_of, record)
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
         return CompiledPiece(run, source)

@@ -10,14 +10,16 @@ import attrs
 import torch
 
 from devgraph.api.errors import BackendUnavailableError
+from devgraph.api.gates import GateChannel, Gates
 from devgraph.api.torchlike.base import FULL_BUILD, Pages
 from devgraph.api.torchlike.node_calls import NodeRuntime
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
+from devgraph.cuda.gates import DeviceGates
 from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime
 
-_OF_NODES = ("region_update", "node_counts", "node_ranges", "remakes_executables", "loops")
+_OF_NODES = ("region_update", "node_counts", "node_ranges", "remakes_executables", "loops", "gates")
 """Capabilities that need the driver's calls on nodes."""
 
 
@@ -31,7 +33,7 @@ class CudaBackend(NodeBackend):
     # cudaError: illegal address, launch timeout, assert, hardware stack, instruction, alignment,
     # address space, program counter, launch failure, ECC, unknown (CUDA Runtime API).
     sticky_errors = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 999})
-    capabilities = attrs.evolve(FULL_BUILD, releasable_memory=True, loops=True)
+    capabilities = attrs.evolve(FULL_BUILD, releasable_memory=True, loops=True, gates=True)
     needs: Mapping[str, str] = {
         **dict.fromkeys(_OF_NODES, "a driver of CUDA 12.3 or newer"),
         "releasable_memory": "a driver of CUDA 12.3 or newer and a C compiler, on Linux",
@@ -108,6 +110,11 @@ class CudaBackend(NodeBackend):
             return None
         with self.exclusive(), self.on_device():
             return self._pace.measure(self.capture_stream)
+
+    def make_gate_channel(self, gates: Gates) -> GateChannel:
+        if not self.capabilities.gates:
+            return super().make_gate_channel(gates)
+        return DeviceGates(self)
 
     def make_pages(self) -> Pages:
         return MappedPages.of_process()

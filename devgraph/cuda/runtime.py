@@ -61,6 +61,9 @@ _SET_GOING = b""".version 6.4
 _CONDITIONAL, _WHILE = 13, 1
 """CU_GRAPH_NODE_TYPE_CONDITIONAL and CU_GRAPH_COND_TYPE_WHILE."""
 
+_BATCH_MEM_OP = 12
+"""CU_GRAPH_NODE_TYPE_BATCH_MEM_OP."""
+
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 
@@ -145,6 +148,8 @@ class Runtime(NodeRuntime):
         "GraphKernelNodeSetParams": "_v2",
         "StreamBeginCapture": "_v2",
         "StreamGetCaptureInfo": "_v3",
+        "StreamBatchMemOp": "_v2",
+        "StreamDestroy": "_v2",
     }
     calls: ClassVar[Mapping[str, Arguments]] = {
         # These versions return the data of edges; without it the driver refuses some captures.
@@ -164,6 +169,14 @@ class Runtime(NodeRuntime):
         "StreamBeginCaptureToGraph": (*(c_void_p,) * 4, c_size_t, c_int),
         "GraphConditionalHandleCreate": (c_void_p, c_void_p, c_void_p, c_uint, c_uint),
         "GraphAddNode": (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p),
+        "GraphBatchMemOpNodeSetParams": (c_void_p, c_void_p),
+    }
+    # The queue of a stream may be full until the host opens a gate, for which it needs the GIL.
+    waiting_calls: ClassVar[Mapping[str, Arguments]] = {
+        "StreamBatchMemOp": (c_void_p, c_uint, c_void_p, c_uint),
+        "MemsetD32Async": (c_uint64, c_uint, c_size_t, c_void_p),
+        "StreamCreate": (c_void_p, c_uint),
+        "StreamDestroy": (c_void_p,),
     }
     structures: ClassVar[Mapping[str, type[Any]]] = {
         KERNEL: KernelParams,
@@ -176,6 +189,7 @@ class Runtime(NodeRuntime):
         super().__init__(brief, waiting)
         self._enter = enter
         self._set_going = 0
+        self.kinds[_BATCH_MEM_OP] = "batch_mem_op"
 
     @staticmethod
     def find(enter: Callable[[], object]) -> Runtime | None:

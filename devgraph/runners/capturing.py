@@ -417,7 +417,7 @@ class CaptureScheduler:
             static.prepared()
 
         if config.emulate:
-            return EmulatedGraph(functools.partial(step.called, run))
+            return EmulatedGraph(functools.partial(step.called, run), step.gates)
         misses = config.miss_budget
         with step.trial():
             return capture(
@@ -433,6 +433,7 @@ class CaptureScheduler:
                 budget=None if misses is None else UpdateBudget(misses=misses),
                 check=bool(options.debug),
                 name_nodes=options.name_nodes,
+                gates=step.gates,
             )
 
     def _barrier(self, tag: str) -> Callable[[], None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from devgraph.api.capture import Captured
 from devgraph.api.errors import InputError, StateError, brief, did_you_mean, whole
+from devgraph.api.gates import Gates
 from devgraph.api.graph import GraphInfo, summed
 from devgraph.api.pool import Pool
 from devgraph.runners.buckets import Buckets, ByTokens
@@ -32,12 +33,14 @@ class EmulatedGraph:
     capture_seconds = 0.0
     phases: Mapping[str, float] = {}
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], gates: Gates) -> None:
         self._step = run
+        self._gates = gates
 
     def run(self, host: Mapping[str, Any]) -> None:
         """Run the step; its outputs go where those of a graph would."""
-        self._step(**host)
+        with self._gates.launch():
+            self._step(**host)
 
     def info(self) -> GraphInfo:
         """Return the figures of an empty graph."""

@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import CaptureError, ConfigError, ConfigTypeError, InputError, brief, whole
+from devgraph.api.marks.gates import turns
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.decisions import Variant, canonical_variant
@@ -161,7 +162,8 @@ class Loop:
                         f"a loop of {kind[0]} requests was never run; run it once before capture."
                     )
                 return _repeated(step, self.steps, batch.running, repeat, layouts[kind])
-            running, results = zip(*(step() for _ in range(self.steps)), strict=True)
+            each = range(self.steps) if kind is None else turns(self.steps)
+            running, results = zip(*(step() for _ in each), strict=True)
             if kind is not None:
                 if len(layouts) >= _MAX_LAYOUTS:
                     del layouts[next(iter(layouts))]

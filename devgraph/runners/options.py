@@ -82,6 +82,7 @@ class RunnerOptions(TypedDict, total=False):
     name_nodes: bool | torch.nn.Module
     max_graphs: int | None
     snapshot_limit: int
+    gate_timeout: float | None
     progress: bool
 
 
@@ -155,6 +156,9 @@ class Options:
     """Bytes of copies that ``capture`` may take of bound tensors and of the state of requests, to
     give them their values back. Larger tensors are hashed, before the first and after the last
     capture of one call, and padding must not write them."""
+    gate_timeout: float | None = None
+    """Seconds after which a step counts as invalid if one of its gates is closed; None takes the
+    environment variable DEVGRAPH_GATE_TIMEOUT, or 30."""
     progress: bool = True
     """Show the progress of captures: a bar on a terminal, otherwise a line every few seconds."""
 

@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError, brief, whole
+from devgraph.api.errors import (
+    AgreementError,
+    ConfigError,
+    ConfigTypeError,
+    GateTimeoutError,
+    brief,
+    whole,
+)
 from devgraph.runners.decisions import Decision, GraphKey, Reason, Variant
 
 if TYPE_CHECKING:
@@ -319,6 +326,7 @@ class RankGroup:
         *,
         unable: Reason | None = None,
         dummy: bool = False,
+        invalid: GateTimeoutError | None = None,
     ) -> Decision:
         """Return the common decision of all ranks for this step, from a single vote.
 
@@ -328,8 +336,10 @@ class RankGroup:
             name: the name of the runner.
             unable: the reason why this rank cannot launch a graph for requests of other ranks.
             dummy: run a step even if no rank has requests.
+            invalid: the error of an earlier step, which all ranks raise.
 
         Raises:
+            GateTimeoutError: an earlier step is invalid on a rank.
             AgreementError: ranks request different variants, or a rank did not vote.
         """
         if self.size == 1:
@@ -343,7 +353,13 @@ class RankGroup:
             if busy.key is not None:
                 bucket, variant = busy.key.bucket, variants.index(busy.key.variant)
         low, high = (_NEUTRAL, _NEUTRAL) if variant is None else (variant, -variant)
-        able, bucket, low, high = self.minimum(f"{name}/vote", (able, -bucket, low, high))
+        vote = -1 if invalid else able, -bucket, low, high
+        able, bucket, low, high = self.minimum(f"{name}/vote", vote)
+        if able < 0:
+            raise invalid or GateTimeoutError(
+                f"a gate of {name} was not opened on another rank, so its last step is invalid on "
+                f"all ranks. The error of that rank names the gate."
+            )
         key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
         if able and key is None and (able == 2 or not dummy):
             return Decision.eager(Reason.EMPTY_BATCH)

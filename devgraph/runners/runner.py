@@ -30,6 +30,7 @@ from devgraph.api.errors import (
     brief,
     whole,
 )
+from devgraph.api.gates import Gates
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
@@ -78,6 +79,7 @@ class Runner:
         pool: graph memory; pass it to other runners of the engine to share it.
         graphs: the graphs by variant and bucket, largest first.
         state: the store of the state of requests, or None.
+        gates: the gates of all graphs and eager steps, by name.
     """
 
     def __init__(
@@ -131,6 +133,9 @@ class Runner:
         self._steps_per_launch = steps_per_launch
         self._implied = implied
         self.state = state
+        self.gates = Gates(
+            backend, options.name, timeout=options.gate_timeout, turns=steps_per_launch
+        )
         self._keeps_versions = (
             state is not None
             and state.earlier is not None
@@ -148,6 +153,7 @@ class Runner:
             options=options,
             backend=backend,
             pool=pool,
+            gates=self.gates,
             state=state,
             engine=engine or tuple(filter(None, (function, whole_step, tail))),
         )
@@ -225,6 +231,7 @@ class Runner:
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
+            GateTimeoutError: a gate of an earlier step was not opened on one of the ranks.
             InputError: the decision belongs to another runner.
         """
         self._require_open("agree")
@@ -240,9 +247,14 @@ class Runner:
                 unable = self.graphs.unusable()
             else:  # The runner may have changed since ``can_run``.
                 decision = self.graphs.launchable(decision)
-        dummy = self._options.idle_dummy
+        untold, self.gates.untold = self.gates.untold, None
         return self._ranks.agree(
-            decision, [*self.graphs.variants], self._name, unable=unable, dummy=dummy
+            decision,
+            [*self.graphs.variants],
+            self._name,
+            unable=unable,
+            dummy=self._options.idle_dummy,
+            invalid=untold,
         )
 
     # Running.
@@ -287,6 +299,7 @@ class Runner:
             InputError, InputTypeError, HostArgumentError: bad data; nothing was changed.
             StateError: the runner is closed, or a bound tensor has moved or has another layout.
             DeviceGraphError: the step cannot run in a graph and the runner is strict.
+            GateTimeoutError: a gate of an earlier step was not opened.
             DeviceLost: the device is in a sticky error state.
         """
         if current_scope() is not None:
@@ -677,7 +690,8 @@ class Runner:
     def _verify(self, chosen: Sequence[BucketGraph], cases: int) -> None:
         """Compare graphs with eager, and drop those that differ on any rank."""
         proof = self._proof(Terms(cases=cases, quick=True))
-        report = proof.of(self.graphs, chosen)
+        with self.gates.held_open():
+            report = proof.of(self.graphs, chosen)
         self._checked_at = self._steps_so_far
         self._counters.checks += report.cases
         causes: dict[str, str] = {}
@@ -981,7 +995,8 @@ class Runner:
                 atol=atol,
                 snapshot_limit=snapshot_limit,
             )
-            return self._proof(terms).of(self.graphs, self.graphs.captured)
+            with self.gates.held_open():
+                return self._proof(terms).of(self.graphs, self.graphs.captured)
 
     def _proof(self, terms: Terms) -> Proof:
         """Return the proof for ``terms``."""

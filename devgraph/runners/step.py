@@ -11,6 +11,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, InputTypeError, brief, note
+from devgraph.api.gates import Gates
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.pool import Pool
 from devgraph.api.snapshots import Snapshot
@@ -50,6 +51,8 @@ class Step:
     backend: Backend
     pool: Pool
     """The memory of the graphs."""
+    gates: Gates
+    """The gates of all graphs and eager steps."""
     state: StateStore | None = None
     """The state of requests."""
     engine: Sequence[Callable[..., Any]] = ()
@@ -142,7 +145,10 @@ class Step:
         host = self.host.resolve(host_args, size, size)
         tensors = self.inputs.eager_views(inputs, size)
         self.clock.now += 1
-        return self.call_eagerly(self.whole, tensors, size, host, options)
+        if self.gates:
+            self.pool.order()  # Launches of the gates follow each other.
+        with self.gates.launch():
+            return self.call_eagerly(self.whole, tensors, size, host, options)
 
     def run_pads(self, size: Size, options: Mapping[str, Any]) -> None:
         """Run the whole step eagerly on pad values."""
@@ -157,7 +163,8 @@ class Step:
         assert graph.captured is not None
         values = StaticBatch(self, graph).prepared()
         self.clock.now += 1
-        graph.captured.run(values)
+        with self.gates.held_open():
+            graph.captured.run(values)
         graph.used = self.clock.now  # as on the ranks that have requests
         graph.hits += 1
 

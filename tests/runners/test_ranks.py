@@ -384,6 +384,28 @@ def test_an_idle_rank_that_cannot_launch_keeps_the_others_from_it(why):
     assert in_ranks(2, work) == [{"voted_eager": 1, "empty_batch": 1}, {why: 1, "empty_batch": 1}]
 
 
+def test_gate_that_one_rank_forgot_makes_the_step_invalid_on_all_ranks():
+    def gated(batch):
+        dg.wait("kv")
+        return batch.x * 2
+
+    def work(rank, group):
+        runner, errors = ranked(group, gated, gate_timeout=0.05), []
+        for _ in range(3):
+            try:
+                decision = runner.agree(runner.can_run(2))
+                if errors or not rank:
+                    runner.gates["kv"].open()
+                runner.run({"x": rows_of_x(2)}, decision=decision)
+            except dg.GateTimeoutError as error:
+                errors.append(str(error))
+        return errors
+
+    late, others = in_ranks(2, work)[::-1]
+    assert len(late) == 2 and late[0] == late[1] and "'kv'" in late[0]
+    assert len(others) == 1 and "on another rank" in others[0]
+
+
 def _noting(group, **options):
     """Return a runner of one bucket, and the shapes that its step is run with from now on."""
     shapes = []

@@ -46,6 +46,10 @@ class Scope:
     def graph_break(self) -> None:
         """Break the capture here, if the policy breaks."""
 
+    def records_gates(self, call: str) -> bool:
+        """Whether ``call``, a mark of a gate, is recorded; raise if it cannot be."""
+        return False
+
     def refuse_elsewhere(self, name: str) -> NoReturn:
         """Refuse a mark of another thread, which runs in a copy of the capturing context."""
         self.refusal = CaptureError(
@@ -91,11 +95,11 @@ def is_capturing() -> bool:
 def graph_break() -> None:
     """Break the capture here with no work; nothing under ``full`` and outside a capture."""
     scope = _scope.get()
-    if scope is not None and _is_here(scope, "dg.graph_break()"):
+    if scope is not None and is_here(scope, "dg.graph_break()"):
         scope.graph_break()
 
 
-def _is_here(scope: Scope, name: str) -> bool:
+def is_here(scope: Scope, name: str) -> bool:
     """Whether this thread captures under ``scope``; raise if another one does.
 
     A thread that was started in a capture keeps a copy of its context after the capture is over.
@@ -267,14 +271,23 @@ class Absorbed(Scope):
     The name of the ``policy`` is for messages.
     """
 
-    def __init__(self, outer: Mark, policy: str) -> None:
+    def __init__(self, outer: Mark, policy: str, around: Scope | None = None) -> None:
         self.outer = outer
         self.policy = policy
+        self._around = around
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
             refuse_no_graph(mark, self.policy, inside=self.outer)
         return mark.call_eager(args, kwargs)
+
+    def records_gates(self, call: str) -> bool:
+        if self.outer.dynamic:
+            raise CaptureError(
+                f"{call} was called inside region {self.outer.name}, at {user_line()}, whose nodes "
+                f"an update replaces. Call it before or after the region."
+            )
+        return self._around is not None and self._around.records_gates(call)
 
 
 def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> None:
@@ -303,7 +316,7 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
     @functools.wraps(direct)
     def marked(*args: Any, **kwargs: Any) -> Any:
         scope = current_scope()
-        if scope is not None and _is_here(scope, mark.name):
+        if scope is not None and is_here(scope, mark.name):
             return scope.call(mark, args, kwargs)
         return direct(*args, **kwargs) if fn is None else fn(args, kwargs)
 

@@ -158,12 +158,18 @@ class GraphScope(Scope):
             self._repeating = False
         self.loops.update(loops=1, loop_nodes=nodes)
 
+    def records_gates(self, call: str) -> bool:
+        if self._repeating:
+            self._graph.spoiled = LoopError("gates", f"{call} was called in a loop")
+            raise self._graph.spoiled
+        return True
+
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
             refuse_no_graph(mark, "full")
         names = self._graph.names
         name = contextlib.nullcontext() if names is None else names.named(mark.name)
-        with entered(Absorbed(mark, "full")), name:
+        with entered(Absorbed(mark, "full", self)), name:
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
             if self._repeating:

@@ -9,6 +9,7 @@ from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, StateError, note
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
+from devgraph.api.marks.gates import open_recorded
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward, swallowed
 from devgraph.api.policy.job import Job, Policy
@@ -170,6 +171,7 @@ class _BreakableScope(Scope):
     def run_finished(self) -> None:
         """End the current graph and run pending segments, so that the next body sees its inputs."""
         self.finish_segment()
+        open_recorded()
         try:
             with entered(None):
                 while self._unrun:
@@ -178,6 +180,9 @@ class _BreakableScope(Scope):
         except ExecutableError as error:  # in a broken form, which is captured while the step runs
             error.partly = len(self.segments) > 1
             raise
+
+    def records_gates(self, call: str) -> bool:
+        return True
 
     def graph_break(self) -> None:
         refuse_break_in_backward("dg.graph_break()")

@@ -45,7 +45,7 @@ from devgraph.api.errors import (
     HostReadError,
     RegionError,
 )
-from devgraph.api.marks import marks
+from devgraph.api.marks import gates, marks
 from devgraph.api.marks.host_values import HostSpec, frozen, taken_from
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
@@ -301,10 +301,12 @@ def _mark_of(node: Node) -> Mark | None:
     return getattr(node.target, "__devgraph_mark__", None) if node.op == "call_function" else None
 
 
+_CALLS: tuple[Callable[..., Any], ...] = (marks.graph_break, gates.wait, gates.signal)
+"""Marks that are calls."""
+
+
 def _is_cut(node: Node) -> bool:
-    return node.op == "call_function" and (
-        node.target is marks.graph_break or _mark_of(node) is not None
-    )
+    return node.op == "call_function" and (node.target in _CALLS or _mark_of(node) is not None)
 
 
 class _Compiler:
@@ -784,7 +786,7 @@ _allowed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 def _allow_marks() -> None:
     """Make the tracer treat calls of marked functions as opaque operations."""
-    for marked in (marks.graph_break, *marks.marked_functions()):
+    for marked in (*_CALLS, *marks.marked_functions()):
         if marked not in _allowed:
             torch._dynamo.allow_in_graph(marked)  # type: ignore[no-untyped-call]
             _allowed.add(marked)

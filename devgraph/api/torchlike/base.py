@@ -512,6 +512,9 @@ class TorchBackend(Backend):
             except Exception as error:
                 raise_if_lost(self, error)
                 raise
+        if not self.capture_lock.is_recording_here:
+            for gates in list(self.gate_sets):
+                gates.check()
 
     def keep_memory(self) -> None:
         super().keep_memory()
@@ -533,7 +536,7 @@ class TorchBackend(Backend):
     def fence_of(self, stream: Any) -> Callable[[], bool]:
         """Return a callable that reports, without blocking, whether ``stream`` is done so far."""
         event = self.namespace.Event()
-        event.record(stream)
+        event.record(self.namespace.current_stream(self._device) if stream is None else stream)
         done: Callable[[], bool] = event.query
         return done
 

@@ -141,6 +141,8 @@ class NodeRuntime:
     """Suffixes of the library's names of some calls."""
     calls: ClassVar[Mapping[str, Arguments]] = {}
     """Brief calls of this driver that the tables lack or that have other arguments there."""
+    waiting_calls: ClassVar[Mapping[str, Arguments]] = {}
+    """Calls of this driver that may wait."""
     structures: ClassVar[Mapping[str, type[Any]]]
     """The ctypes structure of the parameters of each kind of node."""
     instantiate_flags: ClassVar[int]
@@ -149,13 +151,14 @@ class NodeRuntime:
 
     def __init__(self, brief: Any, waiting: Any) -> None:
         self._functions: dict[str, Any] = {}
-        for library, calls in ((brief, {**BRIEF, **self.calls}), (waiting, WAITING)):
+        long_calls = {**WAITING, **self.waiting_calls}
+        for library, calls in ((brief, {**BRIEF, **self.calls}), (waiting, long_calls)):
             for name, arguments in calls.items():
                 function = getattr(library, self._symbol(name), None)
                 if function is not None:
                     function.argtypes = arguments
                     self._functions[name] = function
-        all_calls = {**BRIEF, **self.calls, **WAITING}
+        all_calls = {**BRIEF, **self.calls, **long_calls}
         self.missing = frozenset(map(self._symbol, all_calls.keys() - self._functions.keys()))
         """The functions that the library lacks."""
         self.kinds = dict(enumerate(KINDS))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -171,6 +172,12 @@ class Kit:
         stream = self.streams.Stream()
         taken = stream == getattr(self.backend, "capture_stream", None)
         return self.streams.Stream() if taken else stream
+
+    def own_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context whose work does not queue behind that of the current stream."""
+        if not self.backend.capabilities.streams:
+            return contextlib.nullcontext()
+        return cast(contextlib.AbstractContextManager[Any], self.streams.stream(self.side_stream()))
 
 
 VOCAB, WIDTH, ROWS = 32, 8, 48

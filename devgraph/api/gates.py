@@ -1,0 +1,708 @@
+"""Gates: points of a step where the device waits for the host, and signals to the host.
+
+Each replay is one *epoch* of all gates (each turn, if the step is a loop). ``Gates`` keeps the
+epochs on the host. A ``GateChannel`` of the backend makes the device wait and signal; the numbers
+that it sees are those of launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import attrs
+
+from devgraph.api.capabilities import Capabilities
+from devgraph.api.errors import (
+    CaptureError,
+    ExecutableError,
+    GateError,
+    GateTimeoutError,
+    InputError,
+    UpdateError,
+    did_you_mean,
+    finite,
+    whole,
+)
+from devgraph.api.marks.gates import current_turn, entered_gates
+from devgraph.api.marks.source import user_line
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_VARIABLE = "DEVGRAPH_GATE_TIMEOUT"
+"""Environment variable with the seconds of ``gate_timeout`` if nothing else gives them."""
+
+_DEFAULT_TIMEOUT = 30.0
+
+_MOST_ERRORS = 64
+"""Number of invalid replays that are remembered for ``Gate.wait``."""
+
+Fence = Callable[[], bool]
+"""Whether the work before an ``open_after`` has finished."""
+
+
+class GateChannel(Protocol):
+    """The device's side of the gates of one capture or runner.
+
+    A *place* is the number of a mark: of one name in one turn. Launches have numbers from 1 and
+    follow each other on the device.
+    """
+
+    delayed: bool
+    """Whether waits happen on the device, so that the host must notice forgotten gates."""
+
+    def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
+        """Begin a launch on the current stream; the waits at ``opened`` pass in it.
+
+        Args:
+            launch: its number; None if nobody opens its gates.
+            opened: places.
+            signals: whether the step has signals.
+        """
+
+    def end(self, launch: int) -> None:
+        """End a launch on the current stream."""
+
+    def wait(self, place: int, timeout: float, recording: bool) -> None:
+        """Make the current stream wait at ``place``, now or in the capture."""
+
+    def signal(self, place: int, recording: bool) -> None:
+        """Signal ``place`` after the current stream's work, now or in the capture."""
+
+    def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
+        """Open places of a launch that has begun, after ``fence`` if there is one.
+
+        All places of earlier launches are open.
+        """
+
+    def after(self, stream: Any) -> Fence:
+        """Return a fence behind the work that is queued on ``stream``; None is the current one."""
+
+    def clear(self) -> None:
+        """Close all places before the next launch, because the last one did not use them all."""
+
+    def finished(self) -> int:
+        """Return the number of the last launch that has ended."""
+
+    def signalled(self, place: int, launch: int) -> bool:
+        """Whether ``place`` was signalled in ``launch``, or the launch has ended."""
+
+
+@attrs.define(eq=False)
+class _Launch:
+    """One replay or eager step."""
+
+    number: int
+    waits: dict[int, float]
+    """Timeout of each place that waits."""
+    opened: dict[int, Fence | None]
+    unwritten: set[int]
+    """Places at which the device waits and that the channel has not been told to open."""
+    grows: bool
+    """Whether the step is eager, so that its waits are not known beforehand."""
+    begun: bool = False
+    """Whether the channel knows the launch; an eager step begins with its first mark."""
+    since: float | None = None
+    """Time from which timeouts count: no earlier launch has a closed gate."""
+    error: GateTimeoutError | None = None
+
+    @property
+    def closed(self) -> list[int]:
+        """Places that nobody opened, in the order of the step."""
+        return [place for place in self.waits if place not in self.opened]
+
+    @property
+    def pending(self) -> list[int]:
+        """Closed places, and places that wait for a fence."""
+        waits = self.waits
+        fences = {place: fence for place, fence in self.opened.items() if fence is not None}
+        return [p for p in waits if p not in self.opened or (p in fences and not fences[p]())]
+
+
+@attrs.define
+class Recorded:
+    """The marks of one recording."""
+
+    waits: dict[int, float] = attrs.field(factory=dict)
+    eager: dict[int, float] = attrs.field(factory=dict)
+    """Waits in eager bodies of breaks."""
+    marks: set[tuple[str, int]] = attrs.field(factory=set)
+    """Kind and place of all marks."""
+    in_breaks: int = 0
+    """Number of marks that run in breaks."""
+
+    def __bool__(self) -> bool:
+        return bool(self.marks)
+
+    @property
+    def signals(self) -> bool:
+        """Whether there are signals."""
+        return any(kind == "signal" for kind, _ in self.marks)
+
+
+class Gate:
+    """One gate by name; all methods may be called from any thread."""
+
+    def __init__(self, gates: Gates, name: str, number: int) -> None:
+        self._gates = gates
+        self.name = name
+        self.number = number
+        self.next = 1
+        """Oldest epoch that may need an ``open``."""
+        self.taken = 0
+        """Last epoch that ``wait`` returned."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last replay that was launched; 0 before the first."""
+        return self._gates.epoch
+
+    def open(self, *, epoch: int | None = None) -> int:
+        """Open the gate for one replay and return its epoch.
+
+        Without ``epoch`` this is the oldest replay for which the gate is not open, launched or not.
+
+        Args:
+            epoch: the replay, counted from 1. If its gate is open, nothing happens.
+
+        Raises:
+            GateError: that replay is over.
+        """
+        return self._gates.open(self, epoch, None)
+
+    def open_after(self, stream: Any = None, *, epoch: int | None = None) -> int:
+        """Open the gate when the work now queued on ``stream`` has finished; return the epoch.
+
+        Args:
+            stream: a stream of the device; None is the current stream.
+            epoch: as for ``open``.
+
+        Raises:
+            GateError: that replay is over.
+        """
+        return self._gates.open(self, epoch, self._gates.channel.after(stream))
+
+    def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
+        """Wait until the step has signalled, and return the epoch.
+
+        Without ``epoch`` this is the oldest running replay, or the last one, that was not waited
+        for; if there is none, the next one.
+
+        Args:
+            timeout: seconds; by default those of the capture or runner.
+            epoch: the replay, counted from 1.
+
+        Raises:
+            GateTimeoutError: no signal came in time, or the replay is invalid, because one of its
+                gates was not opened.
+            GateError: the replay ended without the signal.
+        """
+        return self._gates.wait(self, timeout, epoch)
+
+    def __repr__(self) -> str:
+        return f"<Gate {self.name!r} of {self._gates.owner}, epoch {self.epoch}>"
+
+
+class _Gated(Protocol):
+    """What gates need of a backend."""
+
+    capabilities: Capabilities
+    gate_sets: weakref.WeakSet[Any]
+
+    def make_gate_channel(self, gates: Gates) -> GateChannel:
+        """Return the device's side of ``gates``."""
+
+
+class Gates(Mapping[str, Gate]):
+    """The gates of one capture or runner, by name.
+
+    Args:
+        backend: the backend of the step.
+        owner: name of the capture or runner in messages.
+        timeout: seconds until a gate counts as forgotten; None takes the environment's.
+        turns: number of turns of the step.
+    """
+
+    def __init__(
+        self, backend: _Gated, owner: str, *, timeout: float | None = None, turns: int = 1
+    ) -> None:
+        self._backend = backend
+        self.owner = owner
+        self.timeout = _timeout(timeout)
+        self._turns = turns
+        self._gates: dict[str, Gate] = {}
+        self._state = threading.Condition()
+        self._channel: GateChannel | None = None
+        self._launched = 0
+        self._ahead: dict[int, dict[int, Fence | None]] = {}
+        """Opened places of launches to come, by launch."""
+        self._launches: dict[int, _Launch] = {}
+        """Launches that may not have ended."""
+        self._now: _Launch | None = None
+        """The launch whose step this host is launching."""
+        self._held_open = 0
+        self._errors: dict[int, GateTimeoutError] = {}
+        self._unseen: list[GateTimeoutError] = []
+        self.untold: GateTimeoutError | None = None
+        """The last error, until other ranks know of it."""
+        self._watch: threading.Thread | None = None
+        self.recorded = Recorded()
+        """The marks of the last recording."""
+        self._unopened: list[int] = []
+        self._records = False
+        self.complete = False
+        """Whether a capture has shown all names."""
+        self.breaks = not backend.capabilities.gates
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    # Names.
+
+    def __getitem__(self, name: str) -> Gate:
+        gate = self._gates.get(name)
+        if gate is None:
+            if self.complete:
+                known = did_you_mean(str(name), self._gates)
+                raise InputError(f"{self.owner} has no gate {name!r}. {known}")
+            gate = self._named(name)
+        return gate
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._gates
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._gates)
+
+    def __len__(self) -> int:
+        return len(self._gates)
+
+    @property
+    def channel(self) -> GateChannel:
+        """The device's side."""
+        if self._channel is None:
+            self._channel = self._backend.make_gate_channel(self)
+            if self._channel.delayed:
+                self._backend.gate_sets.add(self)
+        return self._channel
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last replay that was launched; 0 before the first."""
+        return self._launched * self._turns
+
+    @property
+    def running(self) -> int:
+        """Number of the launch whose step this host is launching, or 0."""
+        return 0 if self._now is None else self._now.number
+
+    def _named(self, name: str) -> Gate:
+        with self._state:
+            return self._gates.setdefault(name, Gate(self, name, len(self._gates)))
+
+    def name_of(self, place: int) -> str:
+        """Return the name of the gate with ``place``."""
+        return list(self._gates)[place // self._turns]
+
+    # Marks.
+
+    def reach(self, kind: str, name: str, timeout: float | None, *, recording: bool) -> None:
+        """See ``GateSet.reach``."""
+        place = (self._gates.get(name) or self._named(name)).number * self._turns
+        place += current_turn.get()
+        seconds = self.timeout if timeout is None else _timeout(timeout)
+        launch, recorded, channel = self._now, self.recorded, self.channel
+        if recording or (launch is None and self._records):
+            if (kind, place) in recorded.marks:
+                raise CaptureError(
+                    f"dg.{kind}({name!r}) occurs twice in a capture, at {user_line()}: names are "
+                    f"unique in a step. Add the number of the layer to the name."
+                )
+            recorded.marks.add((kind, place))
+        if recording:
+            if kind == "signal":
+                channel.signal(place, True)
+            else:
+                recorded.waits[place] = seconds
+                self._unopened.append(place)
+                channel.wait(place, seconds, True)
+        elif launch is None:
+            recorded.in_breaks += self._records
+            if kind == "wait" and self._records:
+                recorded.eager[place] = seconds
+        else:
+            if not launch.begun:
+                launch.begun = True
+                channel.begin(launch.number, (), True)
+            self._reach_now(launch, kind, place, seconds)
+
+    def _reach_now(self, launch: _Launch, kind: str, place: int, seconds: float) -> None:
+        channel = self.channel
+        if kind == "signal":
+            channel.signal(place, False)
+        else:
+            with self._state:
+                launch.waits.setdefault(place, seconds)
+                fence = launch.opened.get(place)
+                is_open = place in launch.opened and (fence is None or fence())
+                if not is_open:
+                    launch.unwritten.add(place)
+            if not is_open:
+                channel.wait(place, seconds, False)
+                with self._state:
+                    self._issue()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """See ``GateSet.recording``."""
+        self.recorded, self._unopened, self._records = Recorded(), [], True
+        try:
+            yield
+        finally:
+            self._records = False
+
+    def open_recorded(self) -> None:
+        """See ``GateSet.open_recorded``."""
+        places, self._unopened = self._unopened, []
+        if self._now is None and places:
+            self.channel.begin(None, places, False)
+
+    def block(self, place: int, timeout: float) -> None:
+        """Wait on the host until ``place`` is open in the launch that runs.
+
+        Raises:
+            GateTimeoutError: nobody opened it in time.
+        """
+        launch = self._now
+        if launch is None or self._held_open:
+            return
+        deadline = time.monotonic() + timeout
+        with self._state:
+            while True:
+                fence = launch.opened.get(place)
+                if place in launch.opened and (fence is None or fence()):
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._expire(launch, place)
+                self._state.wait(left if fence is None else min(left, 1e-4))
+
+    # Launches.
+
+    @contextlib.contextmanager
+    def held_open(self) -> Iterator[None]:
+        """Let all waits pass in the block, whose replays are no epochs."""
+        self._held_open += 1
+        try:
+            yield
+        finally:
+            self._held_open -= 1
+
+    @contextlib.contextmanager
+    def launch(self, recorded: Recorded | None = None) -> Iterator[None]:
+        """Run one step in the block, under the lock of its pool.
+
+        An eager step without marks is no epoch.
+
+        Args:
+            recorded: the marks of its capture; None for an eager step.
+
+        Raises:
+            GateTimeoutError: a gate of an earlier replay was not opened.
+        """
+        self.check()
+        marks = recorded or Recorded()
+        if self._held_open:
+            if recorded:
+                self.channel.begin(None, marks.waits, False)
+            with entered_gates(self):
+                yield
+            return
+        with self._state:
+            if self._launches:
+                self._prune()
+            number = self._launched + 1
+            opened = self._ahead.pop(number, {})
+            waits = {**marks.waits, **marks.eager}
+            launch = _Launch(number, waits, opened, set(marks.waits), grows=recorded is None)
+            ready = [p for p, fence in opened.items() if p in marks.waits and fence is None]
+            launch.unwritten.difference_update(ready)
+            self._launched, self._launches[number] = number, launch
+        failure = None
+        try:
+            if recorded is not None:
+                self.channel.begin(number, ready, marks.signals)
+                launch.begun = True
+                with self._state:
+                    self._issue()
+            self._now = launch
+            with entered_gates(self):
+                yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self._now = None
+            self._end(launch, failure)
+
+    def _end(self, launch: _Launch, failure: BaseException | None) -> None:
+        unlaunched = (
+            not launch.begun
+            or isinstance(failure, UpdateError)
+            or (isinstance(failure, ExecutableError) and not failure.partly)
+        )
+        with self._state:
+            launch.grows = False
+            if failure is not None and launch.begun:
+                self.channel.clear()
+                for place in launch.closed if not unlaunched else ():
+                    launch.opened[place] = None
+                launch.unwritten.clear()
+            if unlaunched:
+                del self._launches[launch.number]
+                self._launched -= 1
+                self._ahead[launch.number] = launch.opened
+        if not unlaunched:
+            self.channel.end(launch.number)
+            with self._state:
+                self._issue()
+
+    def _prune(self) -> None:
+        done = self.channel.finished()
+        for number in [n for n, launch in self._launches.items() if n <= done]:
+            del self._launches[number]
+
+    def _issue(self) -> None:
+        """Tell the channel of opened places, in the order of launches, and start the watch.
+
+        Places of a launch wait until all places of earlier ones are open: the channel serves them
+        in this order.
+        """
+        for launch in self._launches.values():
+            if launch.since is None:
+                launch.since = time.monotonic()
+            by_fence: dict[Fence | None, list[int]] = {}
+            for place in launch.unwritten.intersection(launch.opened):
+                by_fence.setdefault(launch.opened[place], []).append(place)
+            for fence, places in by_fence.items():
+                self.channel.open(launch.number, places, fence)
+                launch.unwritten.difference_update(places)
+            if launch.closed:
+                break
+        if (
+            self._watch is None
+            and self.channel.delayed
+            and any(launch.pending for launch in self._launches.values())
+        ):
+            self._watch = threading.Thread(target=self._watch_gates, daemon=True)
+            self._watch.start()
+
+    def open(self, gate: Gate, epoch: int | None, fence: Fence | None) -> int:
+        """See ``Gate.open``."""
+        if epoch is not None:
+            whole("epoch", epoch, 1)
+        with self._state:
+            self._prune()
+            if epoch is None:
+                epoch = max(gate.next, self.channel.finished() * self._turns + 1)
+                while not self._needs(gate, epoch):
+                    epoch += 1
+                gate.next = epoch + 1
+            number, place = self._at(gate, epoch)
+            launch = self._launches.get(number)
+            if number <= self.channel.finished() or (launch is not None and launch.error):
+                why = f" ({launch.error})" if launch is not None and launch.error else ""
+                raise GateError(
+                    f"gate {gate.name!r} of {self.owner} cannot be opened for replay {epoch}, "
+                    f"which is over{why}. The last replay was {self.epoch}: open a later one."
+                )
+            if self._needs(gate, epoch):
+                if launch is None:
+                    self._ahead.setdefault(number, {})[place] = fence
+                else:
+                    launch.opened[place] = fence
+                    self._issue()
+                    self._state.notify_all()
+            return epoch
+
+    def _at(self, gate: Gate, epoch: int) -> tuple[int, int]:
+        """Return the launch and the place of ``gate`` in ``epoch``."""
+        launch, turn = divmod(epoch - 1, self._turns)
+        return launch + 1, gate.number * self._turns + turn
+
+    def _needs(self, gate: Gate, epoch: int) -> bool:
+        """Whether ``gate`` is still to be opened for ``epoch``, which is not over."""
+        number, place = self._at(gate, epoch)
+        launch = self._launches.get(number)
+        if launch is None:
+            return number > self._launched and place not in self._ahead.get(number, {})
+        return place not in launch.opened and (launch.grows or place in launch.waits)
+
+    def wait(self, gate: Gate, timeout: float | None, epoch: int | None) -> int:
+        """See ``Gate.wait``."""
+        seconds = self.timeout if timeout is None else finite("timeout", timeout)
+        deadline, pause, channel = time.monotonic() + seconds, 2e-5, self.channel
+        if epoch is not None:
+            whole("epoch", epoch, 1)
+        else:
+            with self._state:
+                running = min(channel.finished() + 1, self._launched) * self._turns
+                epoch = max(gate.taken + 1, running - self._turns + 1 if running else 1)
+                gate.taken = epoch
+        number, place = self._at(gate, epoch)
+        while True:
+            ended = number <= channel.finished()
+            if number in self._errors:
+                raise self._errors[number]
+            if number <= self._launched and channel.signalled(place, number):
+                return epoch
+            if ended:
+                raise GateError(
+                    f"replay {epoch} of {self.owner} ended without the signal {gate.name!r}: its "
+                    f"step failed, or has no such signal."
+                )
+            if time.monotonic() > deadline:
+                raise GateTimeoutError(
+                    f"replay {epoch} of {self.owner} did not signal {gate.name!r} within "
+                    f"{seconds:g} s. Launch it before, or wait longer (timeout=)."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+    # Forgotten gates.
+
+    def check(self) -> None:
+        """Raise the error of a replay with a forgotten gate, once.
+
+        Raises:
+            GateTimeoutError: the outputs of that replay are invalid.
+        """
+        if self._unseen:
+            with self._state:
+                error, self._unseen = self._unseen[0], []
+            raise error
+
+    def _expire(self, launch: _Launch, place: int) -> GateTimeoutError:
+        epoch = (launch.number - 1) * self._turns + place % self._turns + 1
+        name, late = self.name_of(place), place in launch.opened
+        reason = "the stream of its open_after has not finished" if late else "nobody opened it"
+        launch.error = error = GateTimeoutError(
+            f"gate {name!r} of {self.owner} was closed for {launch.waits[place]:g} s in replay "
+            f"{epoch} ({reason}). The outputs of this replay are invalid. Open the gate with "
+            f"gates[{name!r}].open(), or allow more time with gate_timeout= or {TIMEOUT_VARIABLE}."
+        )
+        self._errors[launch.number] = self.untold = error
+        while len(self._errors) > _MOST_ERRORS:
+            del self._errors[next(iter(self._errors))]
+        logger.error("%s", error)
+        return error
+
+    def _watch_gates(self) -> None:
+        """Open forgotten gates after their timeout; ends when no launch waits."""
+        while True:
+            with self._state:
+                self._prune()
+                launch = next((x for x in self._launches.values() if x.pending), None)
+                if launch is None:
+                    self._watch = None
+                    return
+                now, since = time.monotonic(), launch.since or time.monotonic()
+                pending = launch.pending
+                late = [p for p in pending if since + launch.waits[p] <= now]
+                if late:
+                    self._unseen.append(self._expire(launch, late[0]))
+                    launch.opened.update(dict.fromkeys(pending))
+                    launch.unwritten.difference_update(pending)
+                    self.channel.open(launch.number, pending, None)
+                    self.channel.clear()
+                    self._issue()
+                    continue
+                times = [t for x in self._launches.values() for t in x.waits.values()]
+                pause = min(since - now + min(launch.waits[p] for p in pending), *times)
+            time.sleep(max(pause, 1e-3))
+
+
+class HostGates:
+    """A channel that waits on the host, for the CPU reference and for breaks.
+
+    Args:
+        gates: the gates.
+        fence: ``Backend.fence``, which follows the current stream.
+        after: returns a fence behind a stream.
+        record: records a callable in the capture of this thread.
+    """
+
+    delayed = False
+
+    def __init__(
+        self,
+        gates: Gates,
+        fence: Callable[[], Fence],
+        after: Callable[[Any], Fence],
+        record: Callable[[str, Callable[[], object]], None] | None = None,
+    ) -> None:
+        self._gates, self._fence, self.after, self._record = gates, fence, after, record
+        self._ended = 0
+        self._signals: dict[int, tuple[int, Fence]] = {}
+
+    def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
+        pass
+
+    def end(self, launch: int) -> None:
+        self._ended = launch
+
+    def wait(self, place: int, timeout: float, recording: bool) -> None:
+        def block() -> None:
+            self._gates.block(place, timeout)
+
+        self._run(f"dg.wait({self._gates.name_of(place)!r})", block, recording)
+
+    def signal(self, place: int, recording: bool) -> None:
+        def note() -> None:
+            self._signals[place] = self._gates.running, self._fence()
+
+        self._run(f"dg.signal({self._gates.name_of(place)!r})", note, recording)
+
+    def _run(self, name: str, act: Callable[[], object], recording: bool) -> None:
+        if not recording:
+            act()
+        else:
+            assert self._record is not None
+            self._record(name, act)
+
+    def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def finished(self) -> int:
+        return self._ended
+
+    def signalled(self, place: int, launch: int) -> bool:
+        number, fence = self._signals.get(place, (0, bool))
+        return number > launch or (number == launch and fence())
+
+
+def _timeout(given: float | None) -> float:
+    """Return a timeout in seconds, from the environment if it is None.
+
+    Raises:
+        InputError: it is not a positive number.
+    """
+    value: Any = given
+    if value is None:
+        text = os.environ.get(TIMEOUT_VARIABLE, "")
+        try:
+            value = float(text) if text else _DEFAULT_TIMEOUT
+        except ValueError:
+            raise InputError(f"{TIMEOUT_VARIABLE} must be seconds, got {text!r}") from None
+    if not finite("gate_timeout", value):
+        raise InputError("gate_timeout must be more than 0 seconds")
+    return float(value)

@@ -1,0 +1,123 @@
+"""Gates in a step: ``wait`` for the host and ``signal`` to it.
+
+The gates of the capture or runner whose step runs are a context variable. Without them, both marks
+do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from devgraph.api.errors import CaptureError, InputTypeError, brief
+from devgraph.api.marks.marks import current_scope, is_here, no_graph
+from devgraph.api.marks.source import user_line
+
+
+class GateSet(Protocol):
+    """The gates of one capture or runner, as marks see them."""
+
+    breaks: bool
+    """Whether the backend has no gates inside a graph, so that marks break the capture."""
+
+    def reach(self, kind: str, name: str, timeout: float | None, *, recording: bool) -> None:
+        """Record a mark, run it now, or do nothing, as the state of the step requires."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Record the marks of the block, which names no gate twice."""
+
+    def open_recorded(self) -> None:
+        """Let the waits that were recorded since the last call pass once."""
+
+
+current_gates: ContextVar[GateSet | None] = ContextVar("devgraph_gates", default=None)
+current_turn: ContextVar[int] = ContextVar("devgraph_turn", default=0)
+
+
+@contextlib.contextmanager
+def entered_gates(gates: GateSet) -> Iterator[None]:
+    """Make ``gates`` those of the marks in the block."""
+    token = current_gates.set(gates)
+    try:
+        yield
+    finally:
+        current_gates.reset(token)
+
+
+def turns(count: int) -> Iterator[int]:
+    """Iterate over the turns of a loop; each turn is an epoch of its gates."""
+    token = current_turn.set(0)
+    try:
+        for turn in range(count):
+            current_turn.set(turn)
+            yield turn
+    finally:
+        current_turn.reset(token)
+
+
+def recording_gates() -> AbstractContextManager[None]:
+    """Return a context that records the marks of the current gates, if any."""
+    gates = current_gates.get()
+    return contextlib.nullcontext() if gates is None else gates.recording()
+
+
+def open_recorded() -> None:
+    """Let waits pass in the next replay of finished segments, which belongs to a capture."""
+    if (gates := current_gates.get()) is not None:
+        gates.open_recorded()
+
+
+def wait(name: str, *, timeout: float | None = None) -> None:
+    """Let the device wait here until the host opens the gate ``name`` for this replay.
+
+    Gates are open in warm-up runs, captures and proofs. In eager code without a runner the mark
+    does nothing.
+
+    Args:
+        name: unique among the waits of a capture, for example ``f"kv.{layer}"``.
+        timeout: seconds until the gate counts as forgotten; by default ``gate_timeout`` of the
+            capture or runner.
+
+    Raises:
+        CaptureError: the mark stands where no gate can, or the name occurs twice.
+        GateTimeoutError: on the CPU reference: nobody opened the gate. Devices report it later.
+    """
+    _reach("wait", name, timeout)
+
+
+def signal(name: str) -> None:
+    """Tell the host that the device has done the work before this call in this replay.
+
+    ``gates[name].wait()`` waits for it. See ``wait`` for the rules.
+    """
+    _reach("signal", name, None)
+
+
+def _reach(kind: str, name: str, timeout: float | None) -> None:
+    gates, scope = current_gates.get(), current_scope()
+    call, recording = f"dg.{kind}({name!r})", False
+    if scope is not None and is_here(scope, call):
+        recording = scope.records_gates(call)
+        if recording and gates is None:
+            raise CaptureError(
+                f"{call} was called at {user_line()} in a capture that has no gates. Capture the "
+                f"step with dg.capture or a runner, which have."
+            )
+    if gates is None:
+        return
+    if not isinstance(name, str):
+        raise InputTypeError(f"the name of a gate must be a string, got {brief(name)}")
+    if recording and gates.breaks:
+        _gate(kind, name, timeout)
+    else:
+        gates.reach(kind, name, timeout, recording=recording)
+
+
+@no_graph
+def _gate(kind: str, name: str, timeout: float | None) -> Any:
+    """Run a mark on a backend without gates inside graphs."""
+    if (gates := current_gates.get()) is not None:
+        gates.reach(kind, name, timeout, recording=False)
