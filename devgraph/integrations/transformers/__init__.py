@@ -35,6 +35,7 @@ from devgraph.integrations.transformers.handoff import Handoff
 from devgraph.integrations.transformers.loading import find_demo, load
 from devgraph.integrations.transformers.probe import UnsupportedModelError
 from devgraph.integrations.transformers.requests import FinishReason, SamplingParams
+from devgraph.integrations.transformers.transport import TorchTransport, Transport
 
 __all__ = [
     "Completion",
@@ -46,6 +47,8 @@ __all__ = [
     "Handoff",
     "SamplingParams",
     "TokenEvent",
+    "TorchTransport",
+    "Transport",
     "UnsupportedModelError",
     "accelerate",
     "accelerated",

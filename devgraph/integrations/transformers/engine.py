@@ -768,6 +768,8 @@ class Engine:
         if self.closed:
             return
         self.closed = True
+        for handoff in self._handoffs.values():
+            handoff.progress.end("closed with its engine")
         for runner in reversed(self.runners):
             runner.close()
         self.model.close()

@@ -1,0 +1,366 @@
+"""Transports of handoffs between processes.
+
+A transport has three verbs. The exporter offers a handoff and passes on the id of the offer. The
+receiver fetches the handoff, and releases it when it has admitted the request. ``TorchTransport``
+uses torch.distributed; ``NixlTransport`` in ``nixl.py`` reads the memory of the exporter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from devgraph.api.errors import HandoffError, InputError, finite
+from devgraph.integrations.transformers.handoff import Handoff
+from devgraph.runners.ranks import store_of
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 32 << 20
+"""Maximum size of one message; a cancelled request ends its transfer after the current one."""
+
+_FOREVER = datetime.timedelta(days=365)
+
+
+class Transport(Protocol):
+    """Moves handoffs between processes."""
+
+    def offer(self, handoff: Handoff) -> str:
+        """Make a handoff available to other processes and return the id of the offer.
+
+        The offer ends with the handoff: when the receiver releases it, or the exporter releases or
+        cancels the request, or its timeout passes.
+        """
+
+    def fetch(self, offer_id: str) -> Handoff:
+        """Return an offered handoff. It may be called from a thread beside the steps of an engine.
+
+        Raises:
+            HandoffError: the offer has ended, or its process is late or gone.
+        """
+
+    def release(self, offer_id: str) -> None:
+        """End an offer. The exporter's engine then frees the slot of the request."""
+
+
+class TorchTransport:
+    """Handoffs over torch.distributed: headers in the store, tensors by point-to-point messages.
+
+    Each pair of ranks has connections of its own, so that a lost rank disturbs no other pair. A
+    thread of each transport answers the requests of other ranks.
+
+    Args:
+        group: the process group; None is the default group. Its store must be a TCPStore.
+        device: device of fetched tensors. They travel from device to device if the exporter's
+            transport has a device of the same type and torch has a collective library for it, else
+            through host memory. None is the current accelerator if the group is not for the host,
+            else the host. Two ranks on one GPU need the host.
+        timeout_s: seconds to wait for another rank.
+
+    Raises:
+        InputError: the store of the group has no queues.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.timeout_s = finite("timeout_s", timeout_s)
+        self.device = _device_of(group) if device is None else torch.device(device)
+        self.closed = False
+        self._name = f"{self.rank}-{uuid.uuid4().hex[:12]}"
+        self._numbers = itertools.count()
+        self._offers: dict[str, Handoff] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._lock = threading.Lock()
+        # A blocked client of a store blocks its other users, so each thread has its own.
+        self._store = _prefixed("devgraph/handoff", store_of(group)).clone()
+        inbox: Any = self._store.clone()
+        inbox.set_timeout(_FOREVER)
+        try:
+            self._store.queue_len(self._name)
+        except (RuntimeError, NotImplementedError) as error:
+            raise InputError(
+                f"the store of the group has no queues ({error}); start the group with a TCPStore, "
+                f"for example by torchrun"
+            ) from error
+        self._thread = threading.Thread(
+            target=self._answer, args=(inbox,), name="devgraph-handoff", daemon=True
+        )
+        self._thread.start()
+
+    # -- verbs -----------------------------------------------------------------------------------
+
+    def offer(self, handoff: Handoff) -> str:
+        """As ``Transport.offer``."""
+        offer_id = f"{self._name}-{next(self._numbers)}"
+        sends_from = handoff.data.device.type if self.device.type != "cpu" else "cpu"
+        header = json.dumps({"device": sends_from, "header": handoff.to_json()})
+        with self._reaching(self.rank):
+            self._store.set(offer_id, header)
+            self._store.check([offer_id])  # set() does not wait for the server, and others read it.
+        with self._lock:
+            self._offers[offer_id] = handoff
+        handoff.progress.when_ended(lambda: self._end(offer_id))
+        return offer_id
+
+    def fetch(self, offer_id: str) -> Handoff:
+        """As ``Transport.fetch``."""
+        owner, rank = _owner(offer_id)
+        with self._reaching(rank, offer_id):
+            if not self._store.check([offer_id]):
+                raise HandoffError(
+                    f"rank {rank} offers no handoff {offer_id!r}: it was released or cancelled, or "
+                    f"its timeout passed"
+                )
+            entry = json.loads(self._store.get(offer_id))
+        direct = entry["device"] == self.device.type != "cpu" and bool(_library(self.device))
+        handoff = Handoff.from_json(entry["header"], self.device if direct else "cpu")
+        with self._lock:
+            peer = self._peers.setdefault(f"from {owner}", _Peer())
+        with peer.lock:
+            try:
+                with self._reaching(rank, offer_id):
+                    has_ended = self._receive(handoff, offer_id, owner, peer, direct)
+            except BaseException:
+                # Messages of this transfer may be on their way: later ones use new connections.
+                peer.forget()
+                raise
+        if has_ended:
+            raise HandoffError(
+                f"rank {rank} ended the handoff {offer_id!r} in transfer: its request was "
+                f"cancelled or released, or its timeout passed"
+            )
+        return handoff
+
+    def release(self, offer_id: str) -> None:
+        """As ``Transport.release``."""
+        owner, rank = _owner(offer_id)
+        with self._lock:
+            handoff = self._offers.get(offer_id)
+        if handoff is not None:
+            handoff.progress.end("released")
+        elif owner != self._name:
+            with self._reaching(rank, offer_id):
+                self._ask(owner, release=offer_id)
+
+    def close(self) -> None:
+        """End all offers and the thread. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for offer_id in list(self._offers):
+            self._end(offer_id)
+        with contextlib.suppress(HandoffError), self._reaching(self.rank):
+            self._ask(self._name, close=True)
+            self._thread.join(self.timeout_s)
+        for peer in self._peers.values():
+            peer.forget()
+
+    def __enter__(self) -> TorchTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- receiver --------------------------------------------------------------------------------
+
+    def _receive(
+        self, handoff: Handoff, offer_id: str, owner: str, peer: _Peer, direct: bool
+    ) -> bool:
+        """Receive the buffer of a handoff; return whether the handoff has ended instead."""
+        name = f"{owner}>{self._name}>{peer.generation}"
+        self._ask(
+            owner, send=offer_id, to=self.rank, peer=self._name, connection=name, direct=direct
+        )
+        peer.connect(name, 1, self._store, self.timeout_s)
+        control = torch.zeros(2, dtype=torch.int64, device="cpu")
+        start = 0
+        while start < handoff.nbytes:
+            peer.receive(control)
+            end, has_ended = control.tolist()
+            if has_ended:
+                return True
+            peer.receive(handoff.data[start:end])
+            start = end
+        return False
+
+    # -- exporter --------------------------------------------------------------------------------
+
+    def _answer(self, inbox: Any) -> None:
+        """Answer the messages of other ranks until this transport closes."""
+        while True:
+            try:
+                message = json.loads(inbox.queue_pop(self._name))
+            except RuntimeError as error:
+                if not self.closed:
+                    logger.warning("rank %d offers no more handoffs: %s", self.rank, error)
+                return
+            if "close" in message:
+                return
+            if "release" in message:
+                self.release(message["release"])
+            else:
+                threading.Thread(
+                    target=self._send, args=(message,), name="devgraph-send", daemon=True
+                ).start()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Send a handoff to one rank. An offer that has ended sends that it has ended."""
+        with self._lock:
+            handoff = self._offers.get(message["send"])
+            peer = self._peers.setdefault(f"to {message['peer']}", _Peer())
+        with peer.lock:
+            try:
+                with self._reaching(message["to"], message["send"]):
+                    peer.connect(message["connection"], 0, self._store, self.timeout_s)
+                    self._send_parts(handoff, message, peer)
+            except Exception as error:
+                peer.forget()
+                logger.warning("%s", error)
+
+    def _send_parts(self, handoff: Handoff | None, message: dict[str, Any], peer: _Peer) -> None:
+        start, ready = 0, 0
+        if handoff is not None:
+            handoff.progress.receiver = f"rank {message['to']}"
+        while handoff is None or start < handoff.nbytes:
+            if handoff is not None and start == handoff.layer_end(ready):
+                ready = handoff.progress.wait(ready, self.timeout_s)
+            if handoff is None or handoff.progress.ended is not None:
+                peer.send(torch.tensor([0, True], device="cpu"))
+                return
+            end = min(start + _CHUNK_BYTES, handoff.layer_end(ready))
+            peer.send(torch.tensor([end, False], device="cpu"))
+            part = handoff.data[start:end]
+            peer.send(part if message["direct"] else part.cpu())
+            start = end
+
+    # -- both ------------------------------------------------------------------------------------
+
+    def _ask(self, owner: str, **message: Any) -> None:
+        self._store.queue_push(owner, json.dumps(message))
+
+    def _end(self, offer_id: str) -> None:
+        with self._lock:
+            handoff = self._offers.pop(offer_id, None)
+        if handoff is not None:
+            with contextlib.suppress(HandoffError), self._reaching(self.rank):
+                self._store.delete_key(offer_id)
+
+    @contextlib.contextmanager
+    def _reaching(self, rank: int, offer_id: str = "") -> Iterator[None]:
+        """Convert errors of the store and of connections into errors that name the rank."""
+        try:
+            yield
+        except HandoffError:
+            raise
+        except RuntimeError as error:
+            of = f" of handoff {offer_id!r}" if offer_id else ""
+            who = "the store of the group" if rank == self.rank else f"rank {rank}"
+            raise HandoffError(
+                f"rank {self.rank} cannot reach {who} in the transfer{of}: it is gone, or later "
+                f"than {self.timeout_s:g} s ({error})"
+            ) from error
+
+
+class _Peer:
+    """The connections to one other transport, in one direction; the exporter is side 0."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.generation = 0
+        self._name = ""
+        self._groups: dict[str, Any] = {}
+
+    def connect(self, name: str, side: int, store: Any, timeout_s: float) -> None:
+        """Connect over the host under a name that both sides use, unless that is done."""
+        if self._name == name:
+            return
+        self._groups = {}
+        self._side, self._timeout = side, datetime.timedelta(seconds=timeout_s)
+        self._store = _prefixed(name, store.clone())
+        self._groups["cpu"] = dist.ProcessGroupGloo(self._store, side, 2, self._timeout)
+        self._name = name
+
+    def send(self, tensor: Tensor) -> None:
+        """Send a tensor from its device."""
+        self._wait(self._group(tensor.device).send([tensor], 1 - self._side, 0), tensor.device)
+
+    def receive(self, tensor: Tensor) -> None:
+        """Receive a tensor on its device."""
+        self._wait(self._group(tensor.device).recv([tensor], 1 - self._side, 0), tensor.device)
+
+    def _group(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return self._groups["cpu"]
+        torch.accelerator.set_device_index(device.index)  # The setting of this thread.
+        if device.type not in self._groups:
+            library = _library(device)
+            options = library.Options()
+            options._timeout = self._timeout
+            store = _prefixed(device.type, self._store)
+            self._groups[device.type] = library(store, self._side, 2, options)
+        return self._groups[device.type]
+
+    def _wait(self, work: Any, device: torch.device) -> None:
+        if device.type == "cpu":
+            work.wait(self._timeout)
+            return
+        end = time.monotonic() + self._timeout.total_seconds()
+        # On a device, wait() would only make the current stream wait, for a rank that may be gone.
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError("a message did not arrive in time")
+            time.sleep(1e-4)
+        work.wait()
+
+    def forget(self) -> None:
+        """Drop the connections; the next transfer uses new ones under another name."""
+        self.generation += 1
+        self._name = ""
+        self._groups = {}
+
+
+def _owner(offer_id: str) -> tuple[str, int]:
+    """Return the name and the rank of the transport that made an offer."""
+    name, _, number = offer_id.rpartition("-")
+    rank, _, unique = name.partition("-")
+    if not (rank.isdecimal() and unique and number.isdecimal()):
+        raise InputError(f"{offer_id!r} is not the id of an offer")
+    return name, int(rank)
+
+
+def _library(device: torch.device) -> Any:
+    """Return torch's process group for devices of this type, or None."""
+    name = dist.get_default_backend_for_device(device)
+    return getattr(dist, f"ProcessGroup{name.upper()}", None)
+
+
+def _device_of(group: Any) -> torch.device:
+    """Return the current accelerator if the group is for devices, else the host."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _prefixed(prefix: str, store: Any) -> Any:
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(prefix, store)

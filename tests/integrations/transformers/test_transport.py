@@ -1,0 +1,268 @@
+"""Handoffs between processes: equal bytes, ends of either side at any time, and no leaks."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the transformers integration")
+dist = pytest.importorskip("torch.distributed")
+
+import devgraph as dg
+from devgraph.api.errors import InputError
+from devgraph.integrations.transformers import TorchTransport
+from devgraph.integrations.transformers import transport as module
+from tests.support.handoff_ranks import joined, made_handoff, same
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=60))
+
+
+@pytest.fixture(autouse=True)
+def _local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def pair(store: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Two transports of one process; the receiver waits for two seconds."""
+    name = request.node.name
+    with joined(store, name, 0, 1), TorchTransport() as first, TorchTransport(timeout_s=2) as other:
+        yield first, other
+
+
+def eventually(is_true: Any) -> None:
+    end = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_handoff_arrives_whole_and_its_release_ends_it(pair: Any) -> None:
+    first, second = pair
+    for number in range(3):
+        handoff = made_handoff(number)
+        offer = first.offer(handoff)
+        fetched = second.fetch(offer)
+        assert same(fetched, handoff)
+        assert fetched.to_json() == handoff.to_json()
+        assert handoff.progress.receiver == "rank 0"
+        assert handoff.progress.ended is None
+        second.release(offer)
+        eventually(lambda: handoff.progress.ended == "released")  # noqa: B023
+        eventually(lambda: not first._offers)
+        with pytest.raises(dg.HandoffError, match="rank 0 offers no handoff"):
+            second.fetch(offer)
+
+
+def test_exporter_that_releases_or_cancels_withdraws_the_offer(pair: Any) -> None:
+    first, second = pair
+    for end in ("released", "cancelled"):
+        handoff = made_handoff()
+        offer = first.offer(handoff)
+        handoff.progress.end(end)
+        with pytest.raises(dg.HandoffError, match="released or cancelled"):
+            second.fetch(offer)
+    offer = first.offer(handoff := made_handoff())
+    first.release(offer)
+    assert handoff.progress.ended == "released"
+    second.release(offer)  # Ended already.
+
+
+def test_layers_travel_when_they_are_ready(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
+    first, second = pair
+    handoff = made_handoff()
+    handoff.progress.ready = 1
+    offer = first.offer(handoff)
+    fetched: list[Any] = []
+    thread = threading.Thread(target=lambda: fetched.append(second.fetch(offer)))
+    thread.start()
+    eventually(lambda: handoff.progress.receiver)
+    time.sleep(0.05)
+    assert not fetched
+    with handoff.progress.changed:
+        handoff.progress.ready = 2
+        handoff.progress.changed.notify_all()
+    thread.join(20)
+    assert same(fetched[0], handoff)
+    first.release(offer)
+
+
+def test_request_that_is_cancelled_in_transfer_is_named_and_the_next_one_arrives(pair: Any) -> None:
+    first, second = pair
+    handoff = made_handoff()
+    handoff.progress.ready = 1
+    offer = first.offer(handoff)
+    threading.Timer(0.2, handoff.progress.end, ["cancelled"]).start()
+    with pytest.raises(dg.HandoffError, match="ended the handoff .* in transfer"):
+        second.fetch(offer)
+    offer = first.offer(handoff := made_handoff(1))
+    assert same(second.fetch(offer), handoff)
+    first.release(offer)
+
+
+def test_late_layer_times_out_on_the_receiver_and_the_next_handoff_arrives(pair: Any) -> None:
+    first, second = pair
+    handoff = made_handoff()
+    handoff.progress.ready = 1
+    offer = first.offer(handoff)
+    with pytest.raises(dg.HandoffError, match="rank 0 cannot reach .* later than 2 s"):
+        second.fetch(offer)
+    handoff.progress.end("cancelled")
+    offer = first.offer(handoff := made_handoff(1))
+    assert same(second.fetch(offer), handoff)
+    first.release(offer)
+
+
+def test_handoffs_in_both_directions_from_several_threads(pair: Any) -> None:
+    wrong: list[Any] = []
+
+    def many(source: TorchTransport, target: TorchTransport, seed: int) -> None:
+        for number in range(10):
+            handoff = made_handoff(seed + number)
+            offer = source.offer(handoff)
+            if not same(target.fetch(offer), handoff):
+                wrong.append(offer)
+            target.release(offer)
+
+    first, second = pair
+    threads = [
+        threading.Thread(target=many, args=(*sides, seed))
+        for seed, sides in enumerate([(first, second), (second, first)] * 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    eventually(lambda: not first._offers and not second._offers)
+
+
+def test_ended_offers_keep_no_memory(pair: Any) -> None:
+    first, second = pair
+    handoff = made_handoff()
+    alive = weakref.ref(handoff)
+    offer = first.offer(handoff)
+    assert same(second.fetch(offer), handoff)
+    second.release(offer)
+    del handoff
+    eventually(lambda: gc.collect() >= 0 and alive() is None)
+
+
+def test_ids_of_offers_are_checked(pair: Any) -> None:
+    for given in ("", "7", "a-b-c", "0--1"):
+        with pytest.raises(InputError, match="is not the id of an offer"):
+            pair[1].fetch(given)
+
+
+def test_store_without_queues_is_refused(tmp_path: Path) -> None:
+    files = dist.FileStore(str(tmp_path / "store"), 1)
+    with (
+        joined(files, "files", 0, 1),
+        pytest.raises(InputError, match="has no queues .* start the group with a TCPStore"),
+    ):
+        TorchTransport()
+
+
+class Peer:
+    """A process that imports once and forks itself for each part that a test orders."""
+
+    def __init__(self, port: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.handoff_ranks", str(port)],
+            stdin=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+        )
+
+    def order(self, part: str, prefix: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([part, prefix]) + "\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+
+
+@pytest.fixture(scope="module", autouse=True)  # It imports beside the first tests.
+def peer(store: Any) -> Iterator[Peer]:
+    made = Peer(store.port)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def beside(store: Any, peer: Peer, part: str) -> Iterator[tuple[TorchTransport, Any]]:
+    """Join a group with a process that runs ``part``; yield a transport and a store."""
+    peer.order(part, part)
+    with joined(store, part, 0, 2), TorchTransport(timeout_s=3) as transport:
+        yield transport, dist.PrefixStore(part, store)
+
+
+@pytest.mark.parametrize("part", ["offers_and_dies", "dies_in_transfer"])
+def test_exporter_that_dies_is_named_and_the_receiver_goes_on(
+    store: Any, peer: Peer, part: str
+) -> None:
+    with beside(store, peer, part) as (transport, words), TorchTransport() as other:
+        offer = words.get("offer").decode()
+        with pytest.raises(dg.HandoffError, match="rank 0 cannot reach rank 1 in the transfer"):
+            transport.fetch(offer)
+        transport.release(offer)
+        offer = other.offer(handoff := made_handoff())
+        assert same(transport.fetch(offer), handoff)
+
+
+def test_exporter_that_dies_after_a_transfer_leaves_the_handoff(store: Any, peer: Peer) -> None:
+    with beside(store, peer, "dies_after_transfer") as (transport, words):
+        offer = words.get("offer").decode()
+        fetched = transport.fetch(offer)
+        words.set("fetched", "")
+        assert same(fetched, made_handoff())
+        transport.release(offer)
+
+
+def test_receiver_that_dies_is_named_and_the_exporter_goes_on(
+    store: Any, peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with beside(store, peer, "fetches_and_dies") as (transport, words), TorchTransport() as other:
+        handoff = made_handoff()
+        handoff.progress.ready = 1
+        offer = transport.offer(handoff)
+        words.set("offer", offer)
+        eventually(lambda: handoff.progress.receiver == "rank 1")
+        words.set("sending", "")
+        time.sleep(0.3)
+        with caplog.at_level(logging.WARNING), handoff.progress.changed:
+            handoff.progress.ready = 2
+            handoff.progress.changed.notify_all()
+        eventually(lambda: "cannot reach rank 1 in the transfer" in caplog.text)
+        assert same(other.fetch(offer), handoff)
+        transport.release(offer)
+        assert not transport._offers
