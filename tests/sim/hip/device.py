@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from ctypes import c_int64
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -160,10 +161,15 @@ class _Graph:
             self.reset()
 
 
-class Device:
-    """Stands for the module ``torch.cuda`` of a ROCm build."""
+class Device(ModuleType):
+    """Stands for the module ``torch.cuda`` of a ROCm build.
+
+    It is a module so that captures do not take its records for state of a step that reaches it:
+    they would save tensors whose memory has been freed, and write it again.
+    """
 
     def __init__(self, fake: Fake) -> None:
+        super().__init__("fake_device")
         self.fake = fake
         self.runtime: Any = ctypes.CDLL(fake.path)
         for name in ("hipStreamBeginCapture", "hipGraphLaunch"):
