@@ -46,6 +46,7 @@ STEPS = (
     Step("soak", f"{_TESTS} -n 0 tests/cuda/test_update.py -k ten_thousand", 60, ("cuda",)),
     Step("update", f"{_BENCHMARK} --json {{out}}/update.json", 300, ("cuda",)),
     Step("foundation", f"{_BENCHMARK} --json {{out}}/foundation.json", 120, ("cuda",)),
+    Step("gates", f"{_BENCHMARK} --json {{out}}/gates.json", 600, ("cuda",)),
     Step("piecewise", f"{_BENCHMARK} --json {{out}}/piecewise.json", 240, ("cuda",)),
     Step("generate", f"{_BENCHMARK} --backend {{backend}} --json {{out}}/generate.json", 240),
     Step("run", f"{_BENCHMARK} --backend {{backend}}", 240),

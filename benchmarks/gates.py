@@ -1,0 +1,277 @@
+"""Cost of gates, overlap with a transfer, and the comparison with breaks; one command for all rows.
+
+    python benchmarks/gates.py --json gates.json
+
+Each row is a process of its own. It compares two graphs of the same step in turns: ``with`` gates
+or breaks, and ``without``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import devgraph as dg
+
+LAYERS = 36
+SHAPES = {"small": (1024, 2816, 8, 8), "8b": (4096, 12288, 32, 8)}
+"""Hidden size, inner size, heads and KV heads."""
+
+HEAD = 128
+REPLAYS, ROUNDS = 20, 9
+ROWS = (
+    *(("cost", "small", t, v) for t in (64, 2048) for v in ("waits", "both", "both_during")),
+    *(("overlap", "small", t, "") for t in (64, 2048)),
+    *(("breaks", "8b", t, "") for t in (64, 512, 2048)),
+)
+"""Kind, shape, tokens and variant of each row."""
+
+
+class Model:
+    """Layers that write their keys and values into a cache and attend to it."""
+
+    def __init__(self, shape: str, tokens: int, backend: str) -> None:
+        hidden, inner, heads, kv_heads = SHAPES[shape]
+        self.backend = dg.get_backend(backend)
+        device = self.backend.device
+        options: Any = {"device": device, "dtype": torch.bfloat16}
+        self.heads, self.kv_heads = heads, kv_heads
+        widths = (hidden, (heads + 2 * kv_heads) * HEAD), (heads * HEAD, hidden)
+        sizes = (*widths, (hidden, 2 * inner), (inner, hidden))
+        self.layers = [[torch.randn(s, **options) * 0.02 for s in sizes] for _ in range(LAYERS)]
+        self.norm = torch.ones(hidden, **options)
+        self.cache = torch.zeros(LAYERS, 2, tokens, kv_heads * HEAD, **options)
+        self.x = torch.randn(tokens, hidden, **options)
+
+    def layer(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        qkv, out, up, down = self.layers[number]
+        mixed = F.rms_norm(x, self.norm.shape, self.norm) @ qkv
+        q, k, v = mixed.split([self.heads * HEAD, *[self.kv_heads * HEAD] * 2], -1)
+        for part, target in zip((k, v), self.cache[number], strict=True):
+            target.copy_(part)
+        k, v = (t.unflatten(-1, (self.kv_heads, HEAD)).transpose(0, 1) for t in self.cache[number])
+        q = q.unflatten(-1, (self.heads, HEAD)).transpose(0, 1)
+        seen = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, enable_gqa=self.heads != self.kv_heads
+        )
+        x = x + seen[0].transpose(0, 1).flatten(1) @ out
+        gate, value = (F.rms_norm(x, self.norm.shape, self.norm) @ up).chunk(2, -1)
+        return x + (F.silu(gate) * value) @ down
+
+    def step(self, before: Callable[[int], None], after: Callable[[int], None]) -> Any:
+        """Return the step with a call before and one after each layer."""
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            for number in range(LAYERS):
+                before(number)
+                x = self.layer(number, x)
+                after(number)
+            return x
+
+        return run
+
+    def capture(
+        self,
+        before: Callable[[int], None] = lambda layer: None,
+        after: Callable[[int], None] = lambda layer: None,
+        **options: Any,
+    ) -> dg.Captured:
+        return dg.capture(self.step(before, after), self.x, backend=self.backend, **options)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the seconds of ``run`` on the device and the host together."""
+        self.backend.synchronize()
+        begin = time.perf_counter()
+        run()
+        self.backend.synchronize()
+        return time.perf_counter() - begin
+
+    def compare(
+        self,
+        new: Callable[[], None],
+        old: Callable[[], None],
+        count: int,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Return the median microseconds of one replay of both, and their ratio.
+
+        ``prepare`` is called before each ``new`` and not timed.
+        """
+        pairs = []
+        for _ in range(ROUNDS + 1):
+            prepare()
+            pairs.append((self.seconds(new), self.seconds(old)))
+        columns = zip(*pairs[1:], strict=True)
+        ours, theirs = (statistics.median(column) / count * 1e6 for column in columns)
+        return {"with": ours, "without": theirs, "ratio": ours / theirs}
+
+
+def wait(layer: int) -> None:
+    dg.wait(f"kv.{layer}")
+
+
+def signal(layer: int) -> None:
+    dg.signal(f"kv.{layer}")
+
+
+def gates_of(captured: dg.Captured) -> list[dg.Gate]:
+    return [captured.gates[f"kv.{layer}"] for layer in range(LAYERS)]
+
+
+def same(one: dg.Captured, other: dg.Captured) -> None:
+    """Fail unless one replay of both returns the same bits."""
+    for gate in gates_of(one) if one.gates else ():
+        gate.open()
+    want = other.replay().clone()
+    if not torch.equal(one.replay(), want):
+        raise SystemExit("the results differ")
+
+
+def cost(model: Model, variant: str) -> Any:
+    """Compare a graph with gates and the plain graph."""
+    plain = model.capture()
+    gated = model.capture(wait) if variant == "waits" else model.capture(wait, signal)
+    same(gated, plain)
+    gates = gates_of(gated)
+
+    during = variant.endswith("during")
+
+    def open_all() -> None:
+        for gate in gates:
+            gate.open()
+
+    def with_gates() -> None:
+        for _ in range(REPLAYS):
+            gated.replay()
+            if during:
+                open_all()
+
+    def without() -> None:
+        for _ in range(REPLAYS):
+            plain.replay()
+
+    def before() -> None:
+        for _ in range(0 if during else REPLAYS):
+            open_all()
+
+    counts = {"nodes": [gated.info().nodes, plain.info().nodes]}
+    return {**model.compare(with_gates, without, REPLAYS, before), **counts}
+
+
+def overlap(model: Model) -> Any:
+    """Return the share of a transfer, as long as the step, that is hidden behind the step."""
+    namespace = torch.get_device_module(model.backend.device)
+    plain, gated = model.capture(), model.capture(wait)
+    same(gated, plain)
+    gates, stream = gates_of(gated), namespace.Stream()
+    plain.replay()
+    alone = statistics.median(model.seconds(plain.replay) for _ in range(ROUNDS))
+
+    def transfer(cycles: int, *, opens: bool) -> None:
+        with namespace.stream(stream):
+            for gate in gates:
+                namespace._sleep(cycles)
+                if opens:
+                    gate.open_after(stream)
+
+    trial = 100_000
+    spent = statistics.median(
+        model.seconds(lambda: transfer(trial, opens=False)) for _ in range(ROUNDS)
+    )
+    cycles = int(trial * alone / spent)
+
+    def layerwise() -> None:
+        transfer(cycles, opens=True)
+        gated.replay()
+
+    layerwise()
+    sent = statistics.median(
+        model.seconds(lambda: transfer(cycles, opens=False)) for _ in range(ROUNDS)
+    )
+    both = statistics.median(model.seconds(layerwise) for _ in range(ROUNDS))
+    return {
+        "step": alone * 1e6,
+        "transfer": sent * 1e6,
+        "layerwise": both * 1e6,
+        "hidden": (alone + sent - both) / sent,
+    }
+
+
+def breaks(model: Model) -> Any:
+    """Compare full with gates and breakable with a wait of the host in each layer."""
+    namespace = torch.get_device_module(model.backend.device)
+    stream = namespace.Stream()
+    events = [namespace.Event() for _ in range(LAYERS)]
+
+    @dg.no_graph
+    def host_wait(layer: int) -> None:
+        """Wait for the layer's transfer, as engines do between pieces."""
+        events[layer].synchronize()
+
+    broken = model.capture(host_wait, policy="breakable")
+    gated = model.capture(wait)
+    same(gated, broken)
+    gates = gates_of(gated)
+
+    def with_gates() -> None:
+        for gate in gates:
+            gate.open_after(stream)
+        gated.replay()
+
+    def with_breaks() -> None:
+        for event in events:
+            event.record(stream)
+        broken.replay()
+
+    return model.compare(with_gates, with_breaks, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--json", help="file for the rows")
+    parser.add_argument("--only", help="kind of rows: cost, overlap or breaks")
+    parser.add_argument("--row", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        kind, shape, tokens, variant = args.row
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            model = Model(shape, int(tokens), args.backend)
+            row = cost(model, variant) if kind == "cost" else globals()[kind](model)
+        print(json.dumps(row))
+        return
+    rows = []
+    for kind, shape, tokens, variant in ROWS:
+        if args.only not in (None, kind):
+            continue
+        command = [sys.executable, __file__, "--backend", args.backend]
+        command += ["--row", kind, shape, str(tokens), variant]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            row: dict[str, Any] = {"error": done.stderr.strip().splitlines()[-1:]}
+            print(done.stderr[-2000:], file=sys.stderr)
+        else:
+            row = json.loads(done.stdout.splitlines()[-1])
+        rows.append({"kind": kind, "shape": shape, "tokens": tokens, "variant": variant, **row})
+        figures = ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in row.items()
+        )
+        print(f"{kind:8} {shape:6} {tokens:5} {variant:12} {figures}", flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
