@@ -37,6 +37,21 @@ class Driver(StubDriver):
     def note(self, *what: Any) -> int:
         return 201 if self.needs_context and not self.context else super().note(*what)
 
+    def GraphBatchMemOpNodeSetParams(self, node: int, params: int) -> int:
+        return self.note("set operations", node)
+
+    def StreamBatchMemOp(self, stream: int, count: int, ops: int, flags: int) -> int:
+        return self.note("operations", stream, count)
+
+    def MemsetD32Async(self, address: int, value: int, count: int, stream: int) -> int:
+        return self.note("memset", address, value, count, stream)
+
+    def StreamCreate(self, stream: int, flags: int) -> int:
+        return self.note("stream", flags)
+
+    def StreamDestroy(self, stream: int) -> int:
+        return self.note("destroy stream", stream)
+
     def GraphKernelNodeGetAttribute(self, node: int, which: int, value: int) -> int:
         launch = self.launch[node]
         if which in launch.get("unknown", ()):

@@ -37,7 +37,8 @@ class StubDriver:
     def library(self, calls: type[NodeRuntime]) -> Any:
         """Return the functions that ``calls`` binds, those that this driver has."""
         found: dict[str, Any] = {}
-        for name, arguments in {**BRIEF, **calls.calls, **WAITING}.items():
+        tables = BRIEF, calls.calls, WAITING, calls.waiting_calls
+        for name, arguments in [call for table in tables for call in table.items()]:
             method = getattr(self, name, None)
             if method is not None:
                 make = ctypes.CFUNCTYPE(c_int, *arguments)
