@@ -157,7 +157,11 @@ class Seat:
         elif not has_keys:
             return original
         else:
-            layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+            layer = (
+                DynamicLayer()
+                if window is None
+                else DynamicSlidingWindowLayer(sliding_window=window)
+            )
         if self.records and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
         if self.length and has_keys:

@@ -29,7 +29,15 @@ def poison(model: CausalModel) -> None:
 
 
 def packed(model: CausalModel, work: list[tuple[int, int, list[int]]], padding: int = 3) -> Any:
-    """Run (slot, cached, ids) as one packed step with padded tokens behind; best tokens."""
+    """Run (slot, cached, ids) as one packed step with padded tokens behind; best tokens.
+
+    A model that attends by itself runs one request a step, over cleared rows.
+    """
+    if model.own and len(work) > 1:
+        return [packed(model, [request], padding)[0] for request in work]
+    if model.own:
+        slot, cached, new = work[0]
+        model.cache.prepare(slot, cached + len(new), model.max_len)
     ids, positions, rows, last, spans = [], [], [], [], []
     for slot, cached, new in work:
         ids += new
