@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
+import importlib.util
+import io
 import json
 import re
 import shlex
@@ -51,6 +54,32 @@ def _blocks(path: Path, language: str, *, needs: str = "") -> list[str]:
     return [block for device, block in found if device == needs]
 
 
+def _outputs(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield each Python block with the block named ``output`` below it, if there is one.
+
+    In an output, ``...`` stands for any text of a line.
+    """
+    text = path.read_text(encoding="utf-8")
+    for device, block, expected in re.findall(
+        r"(?:^<!-- needs: (\w+) -->\n)?^```python\n(.*?)^```(?:\n+```output\n(.*?)^```)?",
+        text,
+        re.DOTALL | re.MULTILINE,
+    ):
+        if not device:
+            yield block, _flat(expected) if expected else None
+
+
+def _flat(text: str) -> str:
+    """Remove spaces at the ends of lines and empty lines at both ends."""
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def test_output_that_differs_is_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n```output\n2\n```\n\n```python\nx = 1\n```\n")
+    assert [*_outputs(page)] == [("print(1)\n", "2"), ("x = 1\n", None)]
+
+
 WITH_CODE = [path for path in DOCUMENTS if _blocks(path, "python")]
 
 
@@ -76,9 +105,14 @@ def test_code_of_a_document_runs_from_top_to_bottom(
     monkeypatch.setitem(sys.modules, "document", document)
     space: dict[str, Any] = vars(document)
     space.update(CONTEXT.get(path.name, {}))
-    for number, block in enumerate(_blocks(path, "python")):
+    for number, (block, expected) in enumerate(_outputs(path)):
         code = compile(block, f"{path.name} block {number}", "exec", dont_inherit=True)
-        exec(code, space)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, space)
+        if expected is not None:
+            pattern = re.escape(expected.strip()).replace(r"\.\.\.", ".*")
+            assert re.fullmatch(pattern, _flat(printed.getvalue())), printed.getvalue()
 
 
 @pytest.mark.cuda
@@ -138,6 +172,21 @@ def test_figures_show_what_the_benchmarks_say(results: Path):
         # Microseconds, milliseconds, or tokens a second.
         told = (time * 1e6, time * 1e3, 1 / time)
         assert any(abs(one - number) < 5e-4 * one for one in told for number in numbers), time
+
+
+def test_drawings_are_those_of_their_sources():
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "figures" / "draw.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sources = sorted((ROOT / "docs" / "figures").glob("*.txt"))
+    assert len(sources) >= 6
+    pages = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    for source in sources:
+        assert source.with_suffix(".svg").read_text() == module.draw(source.read_text())
+        assert f"figures/{source.stem}.svg)" in pages
+    with pytest.raises(ValueError, match="a box begins with one of"):
+        module.draw("title\nrow | unknown box")
 
 
 def test_each_public_name_is_in_the_reference_and_each_error_has_a_section():

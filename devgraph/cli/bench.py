@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -267,15 +268,21 @@ def _print(report: dict[str, Any]) -> None:
         say(f"{name} FAILED: {why}")
 
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BAR, _GAP = 820, 250, 90, 72, 18, 16
-_KINDS = {
-    "host": ("#4051b5", "host: until the call returns"),
-    "wall": ("#f0a04b", "wall: until the device has finished"),
+_WIDTH, _EDGE, _FIGURE, _BAR, _STEP = 480, 16, 64, 14, 18
+_KINDS = {"host": "host: until the call returns", "wall": "wall: until the device has finished"}
+_STYLE = """
+.page { fill: #fff } text { fill: #1d2330; font: 13px system-ui, sans-serif }
+.title { font-weight: 600; font-size: 14px } path { stroke: #1d2330 }
+.host { fill: #4f62c8 } .wall { fill: #f0a04b }
+@media (prefers-color-scheme: dark) {
+  .page { fill: #1f2430 } text { fill: #e9ecf3 } path { stroke: #e9ecf3 }
+  .host { fill: #7f90ee } .wall { fill: #c77f2c }
 }
+"""
 
 
 def chart(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG chart of host and wall times.
+    """Return an SVG chart of host and wall times, for light and dark pages and narrow screens.
 
     Args:
         title: the title of the chart.
@@ -284,37 +291,39 @@ def chart(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """
     kinds = [kind for kind in _KINDS if kind in rows[0]]
     timed = [one for row in rows for one in (row, *row.get("repeats", ()))]
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(one[kind] for one in timed for kind in kinds)
-    step = len(kinds) * _BAR + _GAP
-    height = _TOP + len(rows) * step
+    scale = (_WIDTH - 2 * _EDGE - _FIGURE) / max(one[kind] for one in timed for kind in kinds)
+    row_height = len(kinds) * _STEP + 28
+    titles = textwrap.wrap(title, 58)
+    legend = 30 + 20 * len(titles)
+    top = legend + 18 * len(kinds)
+    height = top + len(rows) * row_height + 8
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-        'font-family="system-ui, sans-serif" font-size="13" fill="#222">',
+        f'width="{_WIDTH * 1.25:g}" height="{height * 1.25:g}">',
         f"<title>{escape(title)}</title>",
-        f'<rect width="{_WIDTH}" height="{height}" rx="8" fill="#fff"/>',
-        f'<text x="20" y="28" font-size="16" font-weight="600">{escape(title)}</text>',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>',
+        *(
+            f'<text class="title" x="{_EDGE}" y="{26 + 20 * number}">{escape(line)}</text>'
+            for number, line in enumerate(titles)
+        ),
     ]
     for number, kind in enumerate(kinds):
-        colour, meaning = _KINDS[kind]
+        y = legend + 18 * number
         lines.append(
-            f'<rect x="{20 + 230 * number}" y="42" width="12" height="12" fill="{colour}"/>'
-            f'<text x="{38 + 230 * number}" y="53">{meaning}</text>'
+            f'<rect class="{kind}" x="{_EDGE}" y="{y - 10}" width="12" height="12"/>'
+            f'<text x="{_EDGE + 18}" y="{y}">{_KINDS[kind]}</text>'
         )
-    for place, row in enumerate(rows):
-        top = _TOP + place * step
-        lines.append(
-            f'<text x="{_LEFT - 12}" y="{top + len(kinds) * _BAR / 2 + 4:g}" text-anchor="end">'
-            f"{escape(row['name'])}</text>"
-        )
+    for row in rows:
+        lines.append(f'<text x="{_EDGE}" y="{top + 13}">{escape(row["name"])}</text>')
         for number, kind in enumerate(kinds):
-            y, width = top + number * _BAR, row[kind] * scale
+            y, width = top + 18 + number * _STEP, row[kind] * scale
             spread = [one[kind] * scale for one in row.get("repeats", ())] or [width]
             lines += [
-                f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR - 2}" '
-                f'fill="{_KINDS[kind][0]}"/>',
-                f'<path d="M{_LEFT + min(spread):.1f} {y + 8}H{_LEFT + max(spread):.1f}" '
-                'stroke="#222"/>',
-                f'<text x="{_LEFT + max(width, *spread) + 6:.1f}" y="{y + 13}" font-size="12">'
+                f'<rect class="{kind}" x="{_EDGE}" y="{y}" width="{width:.1f}" height="{_BAR}"/>',
+                f'<path d="M{_EDGE + min(spread):.1f} {y + 7}H{_EDGE + max(spread):.1f}"/>',
+                f'<text x="{_EDGE + max(width, *spread) + 6:.1f}" y="{y + 12}">'
                 f"{time_text(row[kind])}</text>",
             ]
+        top += row_height
     return "\n".join([*lines, "</svg>", ""])

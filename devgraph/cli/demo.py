@@ -15,9 +15,10 @@ from devgraph.cli.tables import CommandError, note, working
 from devgraph.integrations.transformers.loading import DEMO_ENV, DEMO_PACKAGE, find_demo
 
 PROMPTS = (
-    "What is the capital of France?",
+    "Name the capital of France.",
     "What is the chemical formula of water?",
     "Name three primary colors.",
+    "What is 2 + 3?",
 )
 
 
