@@ -57,7 +57,7 @@ def _blocks(path: Path, language: str, *, needs: str = "") -> list[str]:
 def _outputs(path: Path) -> Iterator[tuple[str, str | None]]:
     """Yield each Python block with the block named ``output`` below it, if there is one.
 
-    In an output, ``...`` stands for any text of a line.
+    In an output, ``...`` stands for any text.
     """
     text = path.read_text(encoding="utf-8")
     for device, block, expected in re.findall(
@@ -112,7 +112,7 @@ def test_code_of_a_document_runs_from_top_to_bottom(
             exec(code, space)
         if expected is not None:
             pattern = re.escape(expected.strip()).replace(r"\.\.\.", ".*")
-            assert re.fullmatch(pattern, _flat(printed.getvalue())), printed.getvalue()
+            assert re.fullmatch(pattern, _flat(printed.getvalue()), re.DOTALL), printed.getvalue()
 
 
 @pytest.mark.cuda
