@@ -128,7 +128,7 @@ lint: $(STAMP)
 	$(BIN)/codespell
 
 docs: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "the site: .cache/site/index.html"
 
 .venv-docs/.installed: pyproject.toml

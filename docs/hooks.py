@@ -20,6 +20,15 @@ PAGES = {
 }
 
 
+def on_config(config: Any) -> Any:
+    """Show the version below each page."""
+    source = (ROOT / "devgraph" / "api" / "__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'^__version__ = "(.*)"$', source, re.MULTILINE)
+    assert version is not None
+    config.copyright = f"devgraph {version[1]}"
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the documents of the root as pages."""
     for name, page in PAGES.items():

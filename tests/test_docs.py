@@ -10,6 +10,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -130,9 +131,12 @@ def test_code_that_no_test_can_run_uses_names_that_exist(path: Path):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("devgraph"):
                 for one in node.names:
-                    modules[one.asname or one.name] = importlib.import_module(
-                        f"{node.module}.{one.name}"
-                    )
+                    parent = importlib.import_module(str(node.module))
+                    if hasattr(parent, one.name):
+                        modules[one.asname or one.name] = getattr(parent, one.name)
+                    else:
+                        path_of_module = f"{node.module}.{one.name}"
+                        modules[one.asname or one.name] = importlib.import_module(path_of_module)
         for name, attribute in re.findall(r"\b(\w+)\.(\w+)", block):
             assert name not in modules or hasattr(modules[name], attribute), (name, attribute)
 
@@ -190,7 +194,8 @@ def test_drawings_are_those_of_their_sources():
 
 
 def test_each_public_name_is_in_the_reference_and_each_error_has_a_section():
-    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    pages = sorted((ROOT / "docs").glob("api*.md"))
+    reference = "".join(path.read_text(encoding="utf-8") for path in pages)
     described = set(re.findall(r"^::: \S+\.(\w+)$", reference, re.MULTILINE))
     assert {*dg.__all__} - described - {*errors.__all__} == {"__version__"}
     sections = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -234,6 +239,26 @@ def test_anchors_of_a_document_exist(path: Path):
         if "://" not in target and anchor not in _anchors(path.parent / file if file else path):
             missing.append(target)
     assert missing == []
+
+
+@pytest.mark.skipif(
+    not (ROOT / ".venv-docs" / "bin" / "mkdocs").exists(), reason="make docs has not run"
+)
+@pytest.mark.parametrize(("anchor", "code"), [("here", 0), ("no-such-anchor", 1)])
+def test_site_is_refused_for_a_broken_anchor(anchor: str, code: int, tmp_path: Path):
+    command = re.search(r"bin/mkdocs (build .*)", (ROOT / "Makefile").read_text())
+    assert command is not None
+    strict = (ROOT / "mkdocs.yml").read_text().partition("\nvalidation:")[2]
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: x\nvalidation:{strict}")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n[link](other.md#{anchor})\n")
+    (tmp_path / "docs" / "other.md").write_text("# Other\n\n## Here\n")
+    done = subprocess.run(
+        [str(ROOT / ".venv-docs" / "bin" / "mkdocs"), *command[1].split()],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert (anchor in done.stderr) is bool(code)
 
 
 def test_each_page_is_in_the_menu_of_the_site():

@@ -205,6 +205,10 @@ def _check(add: Options) -> None:
     add("--output-format", text, choices=("text", "github", "sarif"), default="text")
 
 
+def _completion(add: Options) -> None:
+    add("shell", "the shell that reads the script", choices=("bash", "zsh", "fish"))
+
+
 def _troubleshoot(add: Options) -> None:
     text = "an error class or another section (default: list all sections)"
     add("section", text, nargs="?", metavar="SECTION")
@@ -233,6 +237,7 @@ COMMANDS = {
     "bench": ("time eager and every policy on the same work", _bench),
     "check": ("list the places in a function that a device capture would refuse or freeze", _check),
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
+    "completion": ("print a completion script for a shell", _completion),
     "troubleshoot": ("print the documentation of an error class", _troubleshoot),
 }
 """Summary and options of each command."""

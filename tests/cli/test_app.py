@@ -19,7 +19,17 @@ from tests.support.suite import printed_by
 
 FULL_DEVICE = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
-COMMANDS = ("doctor", "plan", "generate", "demo", "bench", "check", "explain", "troubleshoot")
+COMMANDS = (
+    "doctor",
+    "plan",
+    "generate",
+    "demo",
+    "bench",
+    "check",
+    "explain",
+    "completion",
+    "troubleshoot",
+)
 
 
 def test_help_lists_every_command_and_imports_no_torch():
