@@ -35,9 +35,6 @@ _WAIT, _WRITE = 1, 2
 _AT_LEAST, _EQUAL = 0, 1
 """CU_STREAM_WAIT_VALUE_GEQ, which compares cyclically, and CU_STREAM_WAIT_VALUE_EQ."""
 
-_BARRIER, _NO_BARRIER = 0, 1
-"""Whether a write becomes visible only after the earlier work of its stream."""
-
 _NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING."""
 
@@ -107,7 +104,7 @@ class DeviceGates:
             self._close_all(stream)
         if signals:
             self._clear_words(self._signal, stream)
-        ops = [self._write(self._place(place), 1, _NO_BARRIER) for place in opened]
+        ops = [self._write(self._place(place), 1) for place in opened]
         if launch is not None:
             self._launched = launch
             ops.append(self._write(self._begun, launch))
@@ -118,9 +115,7 @@ class DeviceGates:
 
     def wait(self, place: int, timeout: float, recording: bool) -> None:
         flag = self._place(place)
-        self._launch(
-            [MemOp(_WAIT, 0, flag, 1, _EQUAL), self._write(flag, 0, _NO_BARRIER)], recording
-        )
+        self._launch([MemOp(_WAIT, 0, flag, 1, _EQUAL), self._write(flag, 0)], recording)
 
     def signal(self, place: int, recording: bool) -> None:
         self._place(place)
@@ -160,8 +155,9 @@ class DeviceGates:
             raise CaptureError(f"a step has more than {CAPACITY} gates (names times turns)")
         return self._flag + 4 * place
 
-    def _write(self, address: int, value: int, flags: int = _BARRIER) -> Any:
-        return MemOp(_WRITE, 0, address, value & 0xFFFFFFFF, flags)
+    def _write(self, address: int, value: int) -> Any:
+        # The flag for writes without a barrier is an error in this version of the calls.
+        return MemOp(_WRITE, 0, address, value & 0xFFFFFFFF, 0)
 
     def _run(self, stream: int, ops: Sequence[Any]) -> None:
         on_device = self._backend.on_device if self._backend.elsewhere() else contextlib.nullcontext

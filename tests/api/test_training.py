@@ -71,8 +71,9 @@ def test_gradients_accumulate_over_calls() -> None:
     graphed(module)
     for _ in range(4):
         x = torch.randn(8, 4)
-        module(x).sum().backward()
-        plain(x).sum().backward()
+        # sum() alone would give eager's kernels gradients of stride 0.
+        module(x).square().sum().backward()
+        plain(x).square().sum().backward()
         for one, other in zip(module.parameters(), plain.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None
             same(one.grad, other.grad)
@@ -119,8 +120,9 @@ def test_frozen_and_unfrozen_parameters_have_graphs_of_their_own() -> None:
             one[0].requires_grad_(not frozen)
             one.zero_grad()
         x = torch.randn(8, 4)
-        module(x).sum().backward()
-        plain(x).sum().backward()
+        # sum() alone would give eager's kernels gradients of stride 0.
+        module(x).square().sum().backward()
+        plain(x).square().sum().backward()
         for one, other in zip(module.parameters(), plain.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)
             if one.grad is not None and other.grad is not None:
