@@ -60,8 +60,6 @@ ELSEWHERE = {
     "api/inputs.py": "api/test_capture.py",
     "api/marks/host_reads.py": "cpu/test_check.py",
     "api/marks/source.py": "cli/test_check.py",
-    "api/owned.py": "api/test_cases_state.py",
-    "api/reach.py": "api/test_cases_state.py",
     "api/snapshots.py": "api/test_cases_state.py",
     "api/trees.py": "api/test_cases_state.py",
     "cpu/tape.py": "cpu/test_recorder.py",

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import math
 import numbers
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ from devgraph.api.marks.host_values import same_value
 from devgraph.api.reach import PLAIN, Entry, containers, entries, tree_entries
 from devgraph.api.tensors import alike_to, byte_range, has_place, tensors_in
 from devgraph.api.trees import leaves_of
+
+CHECKED = 4
+"""Number of tensors that a replay compares by address where it compares identities of all."""
 
 _ALIGNMENT = 256
 """Alignment of buffers in bytes, like that of device allocators.
@@ -198,23 +202,28 @@ class Bound:
         self._known = [(what, tensor, _look(tensor)) for what, tensor in named]
         self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
         """The tensors without duplicates."""
-        self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
         self._alike: dict[bool, Callable[..., bool]] = {}
         """Guards that compare the tensors, by inference mode."""
-        self._sources = [
-            (name, fn, tensors_in(fn())) for name, fn in owners.items() if returns_tree(fn)
-        ]
-        held = {name: owner for name, owner in owners.items() if not returns_tree(owner)}
-        kept = (torch.Tensor, *PLAIN) if values else torch.Tensor
+        trees = {name: fn() for name, fn in owners.items() if returns_tree(fn)}
+        self._sources = [(n, owners[n], tree, tensors_in(tree)) for n, tree in trees.items()]
+        returned = {id(tensor) for *_, tensors in self._sources for tensor in tensors}
+        split = [[t for t in self.tensors if (id(t) in returned) is kind] for kind in (False, True)]
+        self._placed = [*split[0], *split[1][:CHECKED]]
+        """The tensors whose addresses are compared."""
+        self._places = [*map(torch.Tensor.data_ptr, self._placed)]
+        held = {**owners, **trees}
+        kept = (torch.Tensor, tuple, *PLAIN) if values else (torch.Tensor, tuple)
         leaves = [entry for name, owner in held.items() for entry in tree_entries(name, owner)]
         objects = (leaf for name, owner in held.items() for leaf in leaves_of(name, owner))
         inner = [*entries(objects, weights=weights), *places]
-        self._entries = [
-            (entry.holder, entry.key, entry.value, entry)
+        held_entries = [
+            entry
             for group, kind in ((leaves, kept), (inner, torch.Tensor))
             for entry in group
-            if entry.holder is not None and isinstance(entry.value, kind)
+            if entry.holder is not None and isinstance(entry.value, kind) and entry.key != "grad"
         ]
+        self._rows = [*_rows(entry for entry in held_entries if _is_row(entry.holder))]
+        self._others = [entry for entry in held_entries if not _is_row(entry.holder)]
         self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
 
     def check(self) -> None:
@@ -222,24 +231,29 @@ class Bound:
         tensors = self.tensors
         if tensors:
             alike = self._alike.get(torch.is_inference_mode_enabled())
-            places = [*map(torch.Tensor.data_ptr, tensors)]
+            places = [*map(torch.Tensor.data_ptr, self._placed)]
             if alike is None or places != self._places or not alike(*tensors):
                 self._look_closely()
-        for holder, key, value, entry in self._entries:
+        for read, holder, values, row in self._rows:
             try:
-                same = holder[key] is value
-            except (LookupError, TypeError):
-                same = entry.now() is value
+                same = all(map(operator.is_, read(holder), values))
+            except LookupError:
+                same = False
             if not same:
-                self._require_same(entry)
+                self._require_same(row)
+        if self._others:
+            self._require_same(self._others)
         for holder, size, path in self._sizes:
             if len(holder) != size:
                 raise StateError(
                     f"{path} has {len(holder)} entries and had {size} at capture, which are in "
                     f"the graph. Capture again."
                 )
-        for name, source, then in self._sources:
-            now = tensors_in(source())
+        for name, source, tree, then in self._sources:
+            now = source()
+            if now is tree:
+                continue  # Its entries were compared above.
+            now = tensors_in(now)
             if len(now) != len(then) or not all(map(_is_alike, now, then)):
                 raise StateError(
                     f"bound {name!r} returns other tensors than at capture, and the graph would "
@@ -247,24 +261,32 @@ class Bound:
                     f"(in a runner: invalidate() and capture())."
                 )
 
-    def _require_same(self, entry: Entry) -> None:
-        now, holder = entry.now(), entry.holder
-        if isinstance(entry.value, torch.Tensor):
-            what = (
-                f"entry {entry.key!r} of a {type(holder).__name__}"
-                if holder is not None and isinstance(holder, list | dict) and entry.is_item
-                else entry.path
-            )
-            raise StateError(
-                f"{what} among the bound tensors is not the tensor of capture any more: the graph "
-                f"would use the old one. Write new data into that tensor with copy_(), or capture "
-                f"again."
-            )
-        if not same_value(now, entry.value):
-            raise StateError(
-                f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, which is "
-                f"in the graph. Capture again, or make it a host argument of a marked function."
-            )
+    def _require_same(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            now, holder = entry.now(), entry.holder
+            if now is entry.value:
+                continue
+            if isinstance(entry.value, tuple) and isinstance(now, tuple):
+                one, other = tensors_in(entry.value), tensors_in(now)
+                if len(one) == len(other) and all(map(operator.is_, one, other)):
+                    continue
+            if isinstance(entry.value, torch.Tensor | tuple):
+                what = (
+                    f"entry {entry.key!r} of a {type(holder).__name__}"
+                    if isinstance(holder, list | dict) and entry.is_item
+                    else entry.path
+                )
+                raise StateError(
+                    f"{what} among the bound tensors is not the tensor of capture any more: the "
+                    f"graph would use the old one. Write new data into that tensor with copy_(), "
+                    f"or capture again."
+                )
+            if not same_value(now, entry.value):
+                raise StateError(
+                    f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, which "
+                    f"is in the graph. Capture again, or make it a host argument of a marked "
+                    f"function."
+                )
 
     def _look_closely(self) -> None:
         """Check each tensor, then build a guard for all of them."""
@@ -278,6 +300,25 @@ class Bound:
                 )
         if all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in self.tensors):
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
+
+
+_Row = tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...], list[Entry]]
+"""A function that reads the values of entries of one holder in one call, the holder, the values
+of capture, and the entries."""
+
+
+def _is_row(holder: Any) -> bool:
+    return isinstance(holder, dict | list)
+
+
+def _rows(entries: Iterable[Entry]) -> Iterator[_Row]:
+    rows: dict[int, list[Entry]] = {}
+    for entry in entries:
+        rows.setdefault(id(entry.holder), []).append(entry)
+    for row in rows.values():
+        padded = row * 2 if len(row) == 1 else row  # of one key, itemgetter returns no tuple
+        read = operator.itemgetter(*(entry.key for entry in padded))
+        yield read, row[0].holder, tuple(entry.value for entry in padded), row
 
 
 def returns_tree(owner: Any) -> bool:

@@ -7,6 +7,8 @@ import functools
 import inspect
 import itertools
 import operator
+import random
+import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,7 +28,7 @@ from torch.utils._python_dispatch import (
 )
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import Bound, bound_in, returns_tree
+from devgraph.api.buffers import CHECKED, Bound, bound_in, returns_tree
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphWarning,
@@ -36,14 +38,12 @@ from devgraph.api.errors import (
     note,
 )
 from devgraph.api.marks.marks import current_scope
-from devgraph.api.reach import PLAIN, Entry, Watch, entries, names_in
-from devgraph.api.snapshots import Snapshot
+from devgraph.api.reach import PLAIN, Entry, Watch, entries, named_in, names_in
+from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import has_place
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
 _TRAINING = operator.itemgetter("training")
-_CHECKED = 4
-"""Number of tensors of modules that every replay compares. An assignment makes it compare all."""
 
 
 class Owned:
@@ -98,7 +98,12 @@ class Owned:
         self._created: dict[str, torch.Tensor] | None = None
         """Tensors that the first run of the step made for later ones."""
         self._keeper: Callable[[Iterable[tuple[str, torch.Tensor]]], Snapshot] | None = None
+        """Saves the tensors that the first run made, and restores the state before it."""
         self._after_first: Snapshot | None = None
+        self._weights: list[tuple[torch.Tensor, int]] = []
+        """Parameters and their versions before the first run."""
+        self.is_unsettled = False
+        """Whether another warm-up run must show that tensors of the first run do not go on."""
 
     @property
     def given(self) -> list[torch.Tensor]:
@@ -139,9 +144,11 @@ class Owned:
         """
         copies: dict[int, Copied] = {}
         copied = [own_copy(name, value, copies) for name, value in self.arguments.items()]
-        captured = current_scope() is not None
+        scope = current_scope()
+        captured = scope is not None and scope.records
         is_first, self._created = self._created is None, self._created or {}
-        watch = Watch(self.roots) if captured or strict or is_first else None
+        is_checked = captured or strict or is_first or scope is not None
+        watch = Watch(self.roots) if is_checked else None
         outer, self._watch = self._watch, watch if captured else None
         count = self.count
         versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
@@ -154,11 +161,16 @@ class Owned:
         for tensor, version in zip(seen, versions, strict=True):
             if tensor._version != version:
                 self.written.add(id(tensor))
+        if self.is_unsettled and not captured:
+            self._require_settled()
         if is_first and not captured:
             self._created = {p: t for item in changes for p, t in item.tensors}
             if self._created and self._keeper is not None:
                 self._after_first = self._keeper(self._created.items())
+                self.is_unsettled = True
             changes = [item for item in changes if strict and item.verb != "adds"]
+        elif not captured and not strict:  # a run that checks a compiled step
+            changes = [item for item in changes if item.verb != "adds" or _is_written(item.tensors)]
         change = (changes[0].verb, changes[0].path) if changes else None
         for item in copies.values():
             change = change or change_in(item, self._note_state)
@@ -179,6 +191,23 @@ class Owned:
         if self._watch is not None:
             self._watch.settle()
 
+    def _require_settled(self) -> None:
+        """Raise CaptureError if tensors that the first run made went on in the second.
+
+        Both runs begin from the same state.
+        """
+        self.is_unsettled = False
+        assert self._after_first is not None
+        if any(tensor._version != version for tensor, version in self._weights):
+            return  # an optimiser, whose parameters are not restored either
+        for name, _, now, saved, _ in self._after_first.parts():
+            if not _is_near(now, saved):
+                raise CaptureError(
+                    f"the first run of the step makes {name}, and later runs go on from its "
+                    f"values, so that replays would be one step ahead of eager runs. Make {name} "
+                    f"before the capture, which then gives it its first values back."
+                )
+
     def _note_state(self, path: str, old: Any, new: Any) -> None:
         self._state[path] = (self._state.get(path, (old,))[0], new)
 
@@ -189,8 +218,18 @@ class Owned:
         Yields a function that raises CaptureError if the step changed the memory or the layout of
         a tensor.
         """
-        snapshot, watch = self.snapshot(backend, limit), Watch(self.roots)
-        self._keeper = lambda tensors: Snapshot(backend, (), limit=limit, optional=tensors)
+        snapshot, watch = self.snapshot(backend, limit), Watch(self.roots, gradients=True)
+        reached = [tensor for _, tensor in self.reached() if not tensor.is_inference()]
+        self._weights = [(tensor, tensor._version) for tensor in reached if _is_weight(tensor)]
+        leaves = [t for t in reached if t.requires_grad and t.is_leaf and t.grad is None]
+
+        def keeper(tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
+            saved = Snapshot(backend, (), limit=limit, optional=tensors)
+            snapshot.restore()
+            return saved
+
+        self._keeper = keeper
+        numbers = _host_random()
         try:
             yield snapshot.require_places
             self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
@@ -204,8 +243,15 @@ class Owned:
             raise
         self._restore_created()
         snapshot.restore()
+        with torch.no_grad():
+            for leaf in leaves:  # Sums begin at -0.0, which no addition shows.
+                if leaf.grad is not None and has_place(leaf.grad):
+                    leaf.grad.fill_(-0.0)
         snapshot.require_unwritten()
         watch.changes(self._note_state)
+        for name, state in _host_random().items():
+            if numbers.get(name, state) != state:
+                self._note_state(name, numbers[name][-1], state[-1])
         if self._state:
             changes = "; ".join(
                 f"{path} from {brief(old)} to {brief(new)}"
@@ -255,7 +301,8 @@ class Owned:
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Functions among the arguments are the step's to call, unlike those in ``bound``.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
-        places = []
+        places = [*named_in(self._fn)] if self.roots[len(self._inner) :] else []
+        reached = [entry.value for entry in places if isinstance(entry.value, torch.nn.Module)]
         owner = self._fn if isinstance(self._fn, torch.nn.Module) else _receiver(self._fn)
         if isinstance(owner, torch.nn.Module):
             modules.append(owner)
@@ -263,15 +310,19 @@ class Owned:
         elif owner is not None:
             used = names_in(self._fn.__func__.__code__)  # type: ignore[attr-defined]
             held = getattr(owner, "__dict__", {})
-            places = [Entry(f"self.{n}", held, n, v) for n, v in held.items() if n in used]
+            places += [Entry(f"self.{n}", held, n, v) for n, v in held.items() if n in used]
         count = self._in_arguments
         named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
         checks = [Bound(named[:count], owners, values=True, weights=False, places=places).check]
         if self._bound:
-            weights = [(f"bound tensor {p!r}", t) for p, t in self._bound_tensors]
-            checks.append(Bound(weights, self._bound).check)
-        if modules:
-            checks.append(Weights(modules).check)
+            inside = [v for v in self._bound.values() if isinstance(v, torch.nn.Module)]
+            modules += inside
+            held_by = {id(t) for m in inside for t in (*m.parameters(), *m.buffers())}
+            rest = [(p, t) for p, t in self._bound_tensors if id(t) not in held_by]
+            trees = {n: v for n, v in self._bound.items() if not isinstance(v, torch.nn.Module)}
+            checks.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees).check)
+        if modules or reached:
+            checks.append(Weights(modules, reached).check_all)
         return checks
 
 
@@ -327,31 +378,36 @@ def refuse_fakes(what: str) -> None:
 class Weights:
     """The parameters and buffers of modules, which assignments replace.
 
-    torch reports every assignment to a module. A replay compares all tensors after one, and else a
-    few, so that its cost does not grow with the module.
+    torch reports every assignment to a module. A replay compares all tensors after one, and else
+    the addresses of a few, so that its cost does not grow with the modules.
+
+    Args:
+        modules: modules that the capture was given.
+        reached: modules that the step names; only assignments to them are noticed.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], reached: Iterable[torch.nn.Module] = ()
+    ) -> None:
         _report_assignments()
-        self._modules = [*modules]
-        self.modules = [inner for module in self._modules for inner in module.modules()]
+        given = [*modules]
+        every = [*{id(module): module for module in (*given, *reached)}.values()]
+        self.modules = [inner for module in every for inner in module.modules()]
         self._attributes = [vars(module) for module in self.modules]
+        self._given = [vars(module) for module in given]
+        self._modes = [*map(_TRAINING, self._given)]
         self._held = [
             (table, key, tensor, path)
-            for module in self._modules
+            for module in every
             for path, inner in module.named_modules()
             for table in (inner._parameters, inner._buffers)
+            if isinstance(table, dict)  # not of a ScriptModule
             for key, tensor in table.items()
         ]
-        self._children = [
-            (inner._modules, dict(inner._modules))
-            for module in self._modules
-            for inner in module.modules()
-        ]
-        self._first = [
-            (table, key, tensor, path, look := _address_of(tensor), look())
-            for table, key, tensor, path in self._held[:_CHECKED]
-        ]
+        self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
+        tensors = (t for m in given for t in (*m.parameters(), *m.buffers()) if has_place(t))
+        self._first = [*itertools.islice(tensors, CHECKED)]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._first)]
         self._assignments = _assignments[0]
 
     def training(self) -> list[bool]:
@@ -363,33 +419,39 @@ class Weights:
 
         After an assignment to any module the answer is False until ``check`` has passed.
         """
-        if self._assignments != _assignments[0]:
-            return False
-        for table, key, tensor, _, address_now, address in self._first:
-            if table.get(key) is not tensor or address_now() != address:
-                return False
-        return True
+        return (
+            self._assignments == _assignments[0]
+            and [*map(torch.Tensor.data_ptr, self._first)] == self._addresses
+        )
 
     def check(self) -> None:
-        """Raise StateError if a tensor of a module was replaced."""
+        """Raise StateError if a tensor or a submodule was replaced."""
         if self.hold():
             return
         assignments = _assignments[0]
         for table, key, tensor, path in self._held:
             if table.get(key) is not tensor:
-                self._refuse(path, key)
+                self._refuse(repr(f"{path}.{key}" if path else key))
         for table, children in self._children:
-            if table != children:
+            if dict(table.items()) != children:
                 raise StateError(f"a module of the step has other submodules {_AGAIN}")
-        for _, key, _, path, address_now, address in self._first:
-            if address_now() != address:
-                self._refuse(path, key)
         self._assignments = assignments
+        if not self.hold():
+            self._refuse("a parameter or buffer")
 
-    def _refuse(self, path: str, key: str) -> NoReturn:
-        name = f"{path}.{key}" if path else key
+    def check_all(self) -> None:
+        """Raise as ``check``, and if a given module was switched between train() and eval()."""
+        self.check()
+        if [*map(_TRAINING, self._given)] != self._modes:
+            raise StateError(
+                "a module of the step was captured in training mode and is in evaluation mode now, "
+                "or the other way round: the graph does the work of the mode of capture. Call "
+                "train() or eval() on it, or capture again."
+            )
+
+    def _refuse(self, what: str) -> NoReturn:
         raise StateError(
-            f"{name!r} of a module is not the tensor of capture any more, or has other memory "
+            f"{what} of a module is not the tensor of capture any more, or has other memory "
             f"{_AGAIN}"
         )
 
@@ -419,9 +481,29 @@ def _report_assignments() -> None:
     register_module_module_registration_hook(count)
 
 
-def _address_of(tensor: torch.Tensor | None) -> Callable[[], int]:
-    """Return a callable that returns the address of ``tensor``."""
-    return tensor.data_ptr if tensor is not None and has_place(tensor) else int
+def _host_random() -> dict[str, tuple[Any, ...]]:
+    """Return the states of the generators of Python and NumPy, which end with a position."""
+    _, numbers, _ = random.getstate()
+    states: dict[str, tuple[Any, ...]] = {"the position of Python's random": numbers}
+    if "numpy" in sys.modules:
+        _, keys, position, *rest = sys.modules["numpy"].random.get_state()
+        states["the position of numpy.random"] = (keys.tobytes(), *rest, position)
+    return states
+
+
+def _is_written(named: Iterable[tuple[str, torch.Tensor]]) -> bool:
+    return any(not tensor.is_inference() and tensor._version for _, tensor in named)
+
+
+def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether contents are equal, or may differ by rounding. Bytes may be anything."""
+    if one.dtype is torch.uint8 or same_bytes(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    one, other = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (one, other))
+    size = float(other.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return torch.allclose(one, other, rtol=0.01, atol=0.01 * size, equal_nan=True)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.backend import Backend, poison
 from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, whole
 from devgraph.api.modes import Settings
 from devgraph.api.reach import Watch, entries
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot, same_bytes
-from devgraph.api.tensors import unexpanded
+from devgraph.api.tensors import has_place, unexpanded
 
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
@@ -313,7 +314,7 @@ class State:
         drawn = [*generators, *(value for value in held if isinstance(value, torch.Generator))]
         self.snapshot = Snapshot(backend, named, {id(g): g for g in drawn}.values(), limit=limit)
         self._entries = [entry for entry in reached if entry.holder is not None]
-        self._watch = Watch(roots)
+        self._watch = Watch(roots, gradients=True)
         self.rebound: set[int] = set()
         """Tensors that an eager run replaced; they are no state."""
         self.moved: dict[str, None] = {}
@@ -676,7 +677,7 @@ class _Prover:
     def _poison_outputs(self) -> None:
         kept = {leaf.untyped_storage().data_ptr() for _, leaf in self._state}
         for _, output in named_tensors(self._captured.outputs, ""):
-            if output.untyped_storage().data_ptr() not in kept:
+            if has_place(output) and output.untyped_storage().data_ptr() not in kept:
                 with torch.inference_mode():
                     poison(unexpanded(output))
 
@@ -686,13 +687,20 @@ def _copies(tree: Any) -> Named:
 
 
 def named_tensors(tree: Any, prefix: str) -> Named:
-    """Return the tensors of a tree, each behind its path with a prefix."""
+    """Return the tensors of a tree, each behind its path with a prefix.
+
+    Tensors that wrap others are taken apart.
+    """
     leaves, _ = pytree.tree_flatten_with_path(tree)
-    return [
-        (prefix + (pytree.keystr(path) or "0"), leaf)
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
+    named: Named = []
+    for path, leaf in leaves:
+        name = prefix + (pytree.keystr(path) or "0")
+        if is_traceable_wrapper_subclass(leaf):
+            inner, _ = leaf.__tensor_flatten__()
+            named += ((f"{name}.{part}", getattr(leaf, part)) for part in inner)
+        elif isinstance(leaf, torch.Tensor):
+            named.append((name, leaf))
+    return named
 
 
 def prove(

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import builtins
+import contextvars
 import functools
+import gc
+import itertools
 import operator
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch._library.custom_ops import CustomOpDef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.trees import children_of, fields_of
@@ -56,7 +63,7 @@ class Entry(NamedTuple):
 
 
 def tree_entries(path: str, node: Any) -> Iterator[Entry]:
-    """Yield the places of a tree that hold leaves, as far as they can come to hold others."""
+    """Yield the places of a tree that hold leaves or tuples, if they can come to hold others."""
     children = children_of(node)
     if children is None:
         return
@@ -71,7 +78,7 @@ def tree_entries(path: str, node: Any) -> Iterator[Entry]:
     for key, (suffix, child) in zip(keys, children, strict=True):
         if children_of(child) is not None:
             yield from tree_entries(path + suffix, child)
-        elif holder is not None:
+        if holder is not None and (isinstance(child, tuple) or children_of(child) is None):
             yield Entry(path + suffix, holder, key, child)
     if holder is None:  # a registered class, whose attributes can come to hold others
         held = getattr(node, "__dict__", {})
@@ -92,6 +99,8 @@ def containers(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterator[Entry]:
     """Yield every place below ``roots`` that holds a tensor, a generator or a plain value.
 
+    Gradients of tensors are such places.
+
     Args:
         roots: functions, modules, objects and containers, each behind its name. A function reaches
             its closure, its defaults and the globals that it names.
@@ -101,6 +110,9 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
         for entry in _members(path, value, weights):
             if isinstance(entry.value, (torch.Tensor, torch.Generator, *PLAIN)):
                 yield entry
+                gradient = entry.value.grad if _has_gradient(entry.value) else None
+                if gradient is not None:
+                    yield Entry(f"{entry.path}.grad", entry.value, "grad", gradient)
 
 
 def _walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str, Any]]:
@@ -120,7 +132,8 @@ def _walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str
             todo.extend(
                 (entry.path, entry.value, depth + (not is_module))
                 for entry in _members(path, value, weights)
-                if not isinstance(entry.value, (torch.Tensor, torch.Generator, *PLAIN))
+                if not isinstance(entry.value, (torch.Generator, *PLAIN))
+                and (not isinstance(entry.value, torch.Tensor) or _is_wrapper(entry.value))
             )
 
 
@@ -161,9 +174,15 @@ class _Place:
     def _now(self) -> tuple[list[Any], list[Any]]:
         if self._keys is not None:
             return self._keys, [_read(self.holder, key) for key in self._keys]
-        if isinstance(self.holder, dict):
-            return [*self.holder], [*self.holder.values()]
-        return [*range(len(self.holder))], [*self.holder]
+        holder = self.holder
+        if isinstance(holder, types.GeneratorType):
+            holder = {} if holder.gi_frame is None else holder.gi_frame.f_locals
+        if isinstance(holder, dict):
+            return [*holder], [*holder.values()]
+        if isinstance(holder, list | deque):
+            return [*range(len(holder))], [*holder]
+        values = gc.get_referents(holder)  # of an object that cannot be read by keys
+        return [*map(id, values)], values
 
     def entries(self) -> Iterator[Entry]:
         """Yield the keys with the values that the holder held."""
@@ -187,10 +206,13 @@ class _Place:
                 yield self._at(key), old, new
 
     def put_back(self) -> None:
-        """Let the holder hold its old values again."""
-        if isinstance(self.holder, list | deque):
+        """Let the holder hold its old values again, unless it is one of Python's closed objects."""
+        if isinstance(self.holder, list | deque | set):
             self.holder.clear()
-            self.holder.extend(self._values)
+            put = self.holder.update if isinstance(self.holder, set) else self.holder.extend
+            put(self._values)
+            return
+        if isinstance(self.holder, _CLOSED):
             return
         if self._keys is None:
             for key in [key for key in self.holder if key not in self._held]:
@@ -200,11 +222,24 @@ class _Place:
                 _write(self.holder, key, value)
 
 
-_ATTRIBUTE, _ITEM, _NAME = "{path}.{key}", "{path}[{key!r}]", "{key}"
+_ATTRIBUTE, _ITEM, _NAME, _WHOLE = "{path}.{key}", "{path}[{key!r}]", "{key}", "{path}"
+_CLOSED: tuple[type, ...] = (
+    types.GeneratorType,
+    functools._lru_cache_wrapper,
+    type(iter([])),
+    type(iter(())),
+)
+"""Objects of Python that hold values and cannot be given others."""
 
 
 def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
-    if isinstance(value, torch.nn.Module):
+    if isinstance(value, torch.jit.ScriptModule):
+        pass
+    elif isinstance(value, torch.Tensor):
+        if _is_wrapper(value):
+            names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+            yield _Place(path, _ATTRIBUTE, value, names)
+    elif isinstance(value, torch.nn.Module):
         inner = vars(value)
         for table in ("_modules", "_parameters", "_buffers")[: 3 if weights else 1]:
             yield _Place(path, _ATTRIBUTE, inner.get(table, {}))
@@ -221,6 +256,16 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
                     yield _Place(name, _ATTRIBUTE, vars(module), used)
     elif isinstance(value, dict | list | deque):
         yield _Place(path, _ITEM, value)
+    elif isinstance(value, types.GeneratorType):
+        yield _Place(path, _ATTRIBUTE, value)
+    elif isinstance(value, (set, *_CLOSED)):
+        yield _Place(path, _WHOLE, value)
+    elif isinstance(value, contextvars.ContextVar):
+        yield _Place(value.name, _WHOLE, value, (_CELL,))
+    elif isinstance(value, itertools.count):
+        yield _Place(path, _WHOLE, value, ("__repr__",))
+    elif isinstance(value, threading.local):
+        yield _Place(path, _ATTRIBUTE, vars(value))
     elif isinstance(value, type):
         if not is_machinery_module(value.__module__):
             state = [name for name, child in vars(value).items() if _is_state(child)]
@@ -245,6 +290,13 @@ def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value.keywords
     elif isinstance(value, tuple):
         yield from ((f"{path}[{index}]", child) for index, child in enumerate(value))
+    elif isinstance(value, weakref.ref):
+        yield path, value()
+    elif isinstance(value, torch.jit.ScriptModule):
+        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield f"{path}.{name}", tensor
+    elif isinstance(value, CustomOpDef):
+        yield path, value._init_fn
     elif isinstance(value, type):
         if not is_machinery_module(value.__module__):
             functions = (types.FunctionType, classmethod, staticmethod)
@@ -252,11 +304,13 @@ def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
                 if isinstance(child, functions):
                     yield path, getattr(child, "__func__", child)
     elif isinstance(value, torch.nn.Module) or (
-        not isinstance(value, (*_PASSIVE, dict, list, deque)) and _has_state(value)
+        not isinstance(value, (*_PASSIVE, *_HOLDERS, torch.Tensor, dict, list, deque))
+        and _has_state(value)
     ):
         yield path, type(value)
 
 
+_HOLDERS = (set, weakref.ref, contextvars.ContextVar, itertools.count, threading.local, *_CLOSED)
 _PASSIVE = (types.ModuleType, types.MethodType, functools.partial, tuple, *PLAIN)
 _BUILTINS = frozenset(vars(builtins))
 
@@ -271,7 +325,18 @@ def _has_state(value: Any) -> bool:
     if any(kind.__module__.startswith("devgraph.") for kind in type(value).__mro__):
         return False
     module = type(value).__module__
-    return module == "collections" or not is_machinery_module(module)
+    return module in ("collections", "weakref") or not is_machinery_module(module)
+
+
+def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return type(tensor) not in _TENSORS and is_traceable_wrapper_subclass(tensor)
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_users(module: types.ModuleType) -> bool:
@@ -286,7 +351,9 @@ def _read(holder: Any, key: Any) -> Any:
     try:
         if isinstance(holder, Mapping | list | deque):
             return holder[key]
-        return getattr(holder, key)
+        if isinstance(holder, contextvars.ContextVar):
+            return holder.get(_ABSENT)
+        return repr(holder) if key == "__repr__" else getattr(holder, key)
     except (LookupError, AttributeError, ValueError, TypeError):
         return _ABSENT
 
@@ -297,8 +364,12 @@ def _write(holder: Any, key: Any, value: Any) -> None:
             holder.pop(key, None)
         else:
             holder[key] = value
+    elif isinstance(holder, contextvars.ContextVar):
+        holder.set(value) if value is not _ABSENT else None
     elif isinstance(holder, types.CellType | type):
         setattr(holder, key, value) if value is not _ABSENT else delattr(holder, key)
+    elif isinstance(holder, torch.Tensor):
+        setattr(holder, key, value)
     elif value is _ABSENT:
         object.__delattr__(holder, key)
     else:
@@ -312,6 +383,15 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+def named_in(fn: Callable[..., Any]) -> Iterator[Entry]:
+    """Yield the closure and the globals of a function that hold a tensor or a module themselves."""
+    if isinstance(fn, types.FunctionType):
+        for place in _places("the step", fn, False):
+            for entry in place.entries():
+                if isinstance(entry.value, torch.Tensor | torch.nn.Module):
+                    yield entry
+
+
 def _set_by_hooks(module: torch.nn.Module) -> set[str]:
     """Return the attributes that hooks of torch compute before each forward: weight_norm, ..."""
     hooks = module._forward_pre_hooks.values()
@@ -322,7 +402,8 @@ def _set_by_hooks(module: torch.nn.Module) -> set[str]:
 @functools.lru_cache(maxsize=1024)
 def _slots_of(kind: type) -> tuple[str, ...]:
     members = (member for base in kind.__mro__ for member in vars(base).values())
-    return tuple(m.__name__ for m in members if isinstance(m, types.MemberDescriptorType))
+    names = (m.__name__ for m in members if isinstance(m, types.MemberDescriptorType))
+    return tuple(name for name in names if name != "__dict__")
 
 
 class Change(NamedTuple):
@@ -336,12 +417,20 @@ class Change(NamedTuple):
 
 
 class Watch:
-    """The places that a step can reach, with what they hold before a run of it."""
+    """The places that a step can reach, with what they hold before a run of it.
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self._places = [
-            place for path, value in _walk(roots, True) for place in _places(path, value, True)
-        ]
+    Args:
+        roots: as for ``entries``.
+        gradients: whether gradients of tensors are places, too.
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
+        self._places: list[_Place] = []
+        for path, value in _walk(roots, True):
+            self._places += _places(path, value, True)
+            if gradients:
+                leaves = (e for e in _members(path, value, True) if _has_gradient(e.value))
+                self._places += [_Place(e.path, _ATTRIBUTE, e.value, ("grad",)) for e in leaves]
 
     def changes(
         self, note_state: Callable[[str, Any, Any], None] = lambda *_: None

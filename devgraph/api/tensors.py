@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
 """Storage, offset, shape and strides: everything that in-place layout changes can change."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({type(None), bool, int, float, str})
 
 
@@ -45,8 +48,27 @@ def describe(value: object) -> str:
 
 
 def has_place(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has an address and strides. Sparse and nested tensors have none."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+    """Whether ``tensor`` has an address and strides.
+
+    Sparse, nested and meta tensors have none, and neither have those that wrap others or are lazy.
+    """
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_meta)
+        and (type(tensor) in _PLAIN or _has_memory(tensor))
+    )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass has memory of its own. Fake tensors count as tensors."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return not is_lazy(tensor)
+    if is_traceable_wrapper_subclass(tensor):
+        return False
+    try:
+        return hasattr(tensor, "fake_mode") or tensor.untyped_storage().data_ptr() >= 0
+    except RuntimeError:
+        return False
 
 
 def place_of(tensor: torch.Tensor) -> Place:

@@ -6,7 +6,7 @@ import argparse
 import copy
 import dataclasses
 import types
-from collections import UserDict
+from collections import UserDict, UserList
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ def children_of(node: Any) -> Children | None:
             pairs, _ = flatten.flatten_with_keys_fn(node)
             return [(str(key), child) for key, child in pairs]
         return [(f"[{index}]", child) for index, child in enumerate(flatten.flatten_fn(node)[0])]
-    if isinstance(node, list | tuple):
+    if isinstance(node, list | tuple | UserList):
         return [(f"[{index}]", child) for index, child in enumerate(node)]
     if names := fields_of(node):
         return [(f".{name}", getattr(node, name)) for name in names if hasattr(node, name)]
@@ -78,7 +78,7 @@ def rebuilt(node: Any, children: Iterable[Any]) -> Any:
         registered = pytree.SUPPORTED_NODES[kind]
         return registered.unflatten_fn(children, registered.flatten_fn(node)[1])
     made = copy.copy(node)
-    if isinstance(node, list):
+    if isinstance(node, list | UserList):
         made[:] = children
         return made
     names = [name for name in fields_of(node) if hasattr(node, name)]

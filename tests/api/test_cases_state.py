@@ -570,8 +570,9 @@ def test_tensor_that_the_first_run_makes_is_right(kit: Kit, cap: Cap) -> None:
         kit.same(captured.replay(), x * 3)
 
 
-def test_tensor_that_the_first_run_makes_and_later_ones_advance_is_named(
-    kit: Kit, cap: Cap
+@pytest.mark.parametrize("warmup", [1, 2, 3])
+def test_tensor_that_the_first_run_makes_and_later_ones_advance_is_refused(
+    kit: Kit, cap: Cap, warmup: int
 ) -> None:
     """FAULTS 47."""
     holder = types.SimpleNamespace(n=None)
@@ -582,11 +583,26 @@ def test_tensor_that_the_first_run_makes_and_later_ones_advance_is_named(
         holder.n.add_(1)
         return x * holder.n
 
+    with pytest.raises(dg.CaptureError, match=r"first run of the step makes holder\.n"):
+        cap(step, kit.tensor(3), warmup=warmup)
+    assert holder.n is None
+
+
+@pytest.mark.parametrize("warmup", [1, 2])
+def test_scratch_memory_that_the_first_run_makes_is_right(kit: Kit, cap: Cap, warmup: int) -> None:
+    holder = types.SimpleNamespace(scratch=None, total=kit.tensor(3))
+
+    def step(x: Any) -> Any:
+        if holder.scratch is None:
+            holder.scratch = torch.empty_like(x)
+        holder.scratch.copy_(x + holder.total + torch.rand(3, device=x.device))
+        holder.total.add_(x)
+        return holder.scratch * 0 + x
+
     x = kit.tensor(3)
-    with pytest.warns(dg.DeviceGraphWarning, match=r"first warm-up run made holder\.n"):
-        captured = cap(step, x, warmup=3)
-    for count in (2, 3):
-        kit.same(captured.replay(), x * count)
+    captured = cap(step, x, warmup=warmup)
+    kit.refill(x, 7)
+    kit.same(captured.replay(), x)
 
 
 def test_eager_body_may_rebind(kit: Kit, policy: str) -> None:

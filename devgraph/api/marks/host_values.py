@@ -346,10 +346,7 @@ def same_value(one: object, other: object) -> bool:
     """Whether two host values have equal keys."""
     try:
         return one is other or bool(exact(one) == exact(other))
-    except (
-        TypeError,
-        ValueError,
-    ):  # not hashable, or compared by element
+    except (TypeError, ValueError, RuntimeError):  # not hashable, or compared by element
         return False
 
 

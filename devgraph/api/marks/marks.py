@@ -34,6 +34,8 @@ R = TypeVar("R")
 class Scope:
     """The meaning of marks in the thread that captures."""
 
+    records = True
+    """Whether the step is recorded in the scope, and not run."""
     thread: int | None = None
     """The thread that is inside the scope, or None."""
     refusal: CaptureError | None = None

@@ -146,9 +146,11 @@ class Policy(Protocol):
     def warm_up(self, job: Job, runs: int) -> Job:
         """Run the step ``runs`` times on the capture stream; return the job to capture.
 
-        Libraries initialise lazily in these runs.
+        Libraries initialise lazily in these runs. If the first makes tensors for later ones, there
+        are at least two.
         """
-        for _ in range(runs):
+        while runs > 0 or job.owned.is_unsettled:
+            runs -= 1
             job.outputs.hold(job.call(job.spec.declared))
             job.warmed_up()
         return job

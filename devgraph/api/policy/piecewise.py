@@ -183,6 +183,8 @@ class _Checking(Scope):
     Host arguments are tracked, as in a capture under another policy.
     """
 
+    records = False
+
     def __init__(self, spec: HostSpec) -> None:
         self._spec = spec
         self._host: dict[Mark, dict[str, Any]] = {}
@@ -695,7 +697,9 @@ class _Piecewise(Policy):
             _refuse_compiled(job.fn)
             _allow_marks()
             step = _CompiledStep(job, compiler)
-        for _ in range(max(runs, 1)):
+        runs = max(runs, 1)
+        while runs > 0 or job.owned.is_unsettled:
+            runs -= 1
             step.warm_up()
         return attrs.evolve(job, fn=step)
 

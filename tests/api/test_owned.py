@@ -1,0 +1,111 @@
+"""Gradients, modules in reach and random numbers of the host, around a capture."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit
+
+
+@pytest.mark.parametrize("start", ["none", "zeros"])
+def test_gradient_that_a_step_adds_to_begins_at_its_old_value(kit: Kit, start: str) -> None:
+    """FAULTS 47."""
+    weight = kit.tensor(3).requires_grad_()
+    weight.grad = None if start == "none" else kit.tensor(3, seed=8)
+    want = torch.zeros_like(weight) if start == "none" else weight.grad.clone()
+
+    def step(x: Any) -> Any:
+        (weight * x).sum().backward()
+        return weight.grad * 1
+
+    x = kit.tensor(3, seed=1)
+    captured = kit.capture(step, x)
+    for seed in (4, 5):
+        kit.refill(x, seed)
+        want += x
+        kit.same(captured.replay(), want)
+    assert captured.prove(cases=1).ok
+
+
+def test_gradient_that_the_step_makes_anew_stays_with_the_graph_after_a_proof(kit: Kit) -> None:
+    weight = kit.tensor(3).requires_grad_()
+
+    def step(x: Any) -> None:
+        weight.grad = None
+        (weight * x).sum().backward()
+
+    x = kit.tensor(3, seed=1)
+    captured = kit.capture(step, x)
+    captured.prove(cases=1)
+    kit.refill(x, 4)
+    captured.replay()
+    kit.same(weight.grad, x)
+
+
+def test_failed_capture_leaves_no_gradient_behind(kit: Kit) -> None:
+    weight = kit.tensor(3).requires_grad_()
+
+    def step(x: Any) -> None:
+        (weight * x).sum().backward()
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        kit.capture(step, kit.tensor(3))
+    assert weight.grad is None
+
+
+def test_module_that_the_step_names_is_compared_after_assignments(kit: Kit) -> None:
+    """FAULTS 10."""
+    module, x = torch.nn.Linear(3, 3).to(kit.device), kit.tensor(2, 3)
+    captured = kit.capture(lambda x: module(x), x)
+    module.weight = torch.nn.Parameter(kit.tensor(3, 3))
+    with pytest.raises(dg.StateError, match="'weight' of a module"):
+        captured.replay()
+
+
+def test_tensor_that_the_step_names_is_compared(kit: Kit) -> None:
+    """FAULTS 10."""
+    weight, x = kit.tensor(3), kit.tensor(3, seed=1)
+
+    def step(x: Any) -> Any:
+        return x * weight
+
+    captured = kit.capture(step, x)
+    kit.same(captured.replay(), x * weight)
+    weight = kit.tensor(3, seed=5)
+    with pytest.raises(dg.StateError, match="weight among the bound tensors"):
+        captured.replay()
+
+
+def test_switch_between_training_and_evaluation_is_noticed(kit: Kit) -> None:
+    module, x = torch.nn.Dropout(0.5).eval(), kit.tensor(3)
+    captured = kit.capture(torch.nn.Sequential(torch.nn.ReLU(), module).eval(), x)
+    kit.same(captured.replay(), x.relu())
+    outer = torch.nn.Sequential(torch.nn.ReLU(), module).eval()
+    captured = kit.capture(outer, x)
+    outer.train()
+    with pytest.raises(dg.StateError, match=r"in training mode"):
+        captured.replay()
+
+
+def test_lazy_module_is_captured(kit: Kit) -> None:
+    module, x = torch.nn.LazyLinear(2).to(kit.device), kit.tensor(3, 4)
+    with pytest.warns(dg.DeviceGraphWarning, match="in_features"):
+        captured = kit.capture(module, x)
+    kit.refill(x, 4)
+    kit.same(captured.replay(), module(x))
+
+
+@pytest.mark.parametrize("source", ["random", "numpy.random"])
+def test_random_numbers_of_the_host_are_named(kit: Kit, source: str) -> None:
+    if source == "numpy.random":
+        pytest.importorskip("numpy")
+    draw = random.random if source == "random" else sys.modules["numpy"].random.rand
+    with pytest.warns(dg.DeviceGraphWarning, match=f"position of .*{source.rpartition('.')[0]}"):
+        kit.capture(lambda x: x * float(draw()), kit.tensor(3))
