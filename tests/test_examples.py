@@ -47,6 +47,19 @@ def test_recurrent_model_generates_what_it_does_without_graphs():
     assert graphs == "decode steps in graphs: 15 of 15"
 
 
+def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process():
+    out = _run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--check"),
+    )
+    assert "prefill on cpu: breakable, buckets [16, 64]" in out
+    assert "the tokens of one process: True" in out
+    table = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
+    in_graphs, steps = re.findall(r"\d+", table["decode steps in graphs"])
+    assert in_graphs == steps
+    assert table["requests"] == "7 length, 1 aborted"
+
+
 def test_quickstart_of_the_readme_runs(tmp_path: Path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     quick = re.search(r"## A step with host values\n+```python\n(.*?)```", readme, re.DOTALL)

@@ -40,6 +40,7 @@ WHOLE = {
     "npu/test_accelerator.py": "the backend of torch's accelerator over the graph of torch_npu",
     "npu/test_budget.py": "hardware streams that run out under a runner",
     "npu/test_generate.py": "a language model over the simulated driver",
+    "npu/test_handoff.py": "requests that move between the simulated device and the CPU",
     "npu/test_hardware.py": "what only a device can prove",
     "rocm/test_conformance.py": "the suite over the fake library",
     "rocm/test_device.py": "updates through libamdhip64, or the shim, on a GPU",

@@ -1,0 +1,350 @@
+"""Prefill on one backend, decode on another: two processes, one mode string, one model.
+
+    torchrun --standalone --nproc-per-node 2 examples/mixed_cluster.py --backends cpu cpu --check
+    torchrun --standalone --nproc-per-node 2 examples/mixed_cluster.py --backends cpu cuda
+    python examples/mixed_cluster.py --backends cpu cpu --ray      # pip install devgraph[ray]
+
+Rank 0 runs prompts and hands each request over after its first token. Rank 1 continues them. A
+scheduler lets eight requests join and leave, aborts one of them, and prints tokens as they come.
+Each process asserts that it runs what ``devgraph plan --cluster`` foretells for it. On Ascend, add
+``--dtype float16``, the dtype of its attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import devgraph as dg
+from devgraph.integrations.transformers import Engine, TorchTransport, load
+
+MODE = {
+    "decode": {"policy": "full", "buckets": [1, 2, 4, 8]},
+    "prefill": {"policy": "breakable", "buckets": [16, 64]},
+    "backends": {"npu": {"prefill": "full"}},
+}
+ROLES = ("prefill", "decode")
+SIZES: dict[str, int] = {"max_requests": 8, "max_len": 256, "max_step_tokens": 64}
+
+
+def small_model() -> PreTrainedModel:
+    """Return a random model of two layers; its best token is never within rounding of the next."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=211, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        initializer_range=0.3, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+class Node:
+    """One process: its engine, its transport, and its messages as JSON in the store.
+
+    Args:
+        role: "prefill" or "decode".
+        args: the command line.
+        store: a client of the store that all processes share.
+    """
+
+    def __init__(self, role: str, args: argparse.Namespace, store: Any) -> None:
+        self.role, self._store = role, store
+        backend = dg.get_backend(args.backends[ROLES.index(role)])
+        dtype = getattr(torch, args.dtype)
+        if args.model:
+            model, tokenizer = load(args.model, dtype=dtype, device=backend.device)
+        else:
+            model, tokenizer = small_model().to(backend.device, dtype), None
+        config = dg.DeviceGraphConfig.from_args(args)
+        self.engine = Engine(model, tokenizer, config=config, backend=backend, **SIZES)
+        getattr(self.engine, role).capture()
+        self.check_plan(config, args.backends)
+        self.transport = TorchTransport()
+
+    def check_plan(self, config: dg.DeviceGraphConfig, backends: Sequence[str]) -> None:
+        """Print the plan of the cluster for this node, and assert that the engine follows it."""
+        groups = [
+            {"name": role, "role": role, "backend": backend}
+            for role, backend in zip(ROLES, backends, strict=True)
+        ]
+        plan = dg.plan_cluster(config, {"groups": groups})[ROLES.index(self.role)]
+        foretold = plan.resolution.effective.phase(self.role)
+        runner = getattr(self.engine, self.role)
+        buckets = sorted(bucket.bucket for bucket in runner.stats().buckets)
+        print(f"{self.role} on {plan.group.backend}: {foretold.policy}, buckets {buckets}")
+        assert runner.effective_policy == foretold.policy
+        assert buckets == sorted(foretold.buckets)
+
+    def tell(self, receiver: str, **message: Any) -> None:
+        self._store.queue_push(receiver, json.dumps(message))
+
+    def messages(self, *, wait: bool) -> Iterator[dict[str, Any]]:
+        """Yield the messages for this node; wait for the first one if ``wait``."""
+        while wait or self._store.queue_len(self.role):
+            yield json.loads(self._store.queue_pop(self.role))
+            wait = False
+
+    def report(self, **figures: Any) -> None:
+        stats = getattr(self.engine, self.role).stats()
+        self.tell(
+            "scheduler", role=self.role, steps=stats.steps, graph_steps=stats.graph_steps,
+            reasons=dict(stats.eager), **figures,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.transport.close()
+        self.engine.close()
+
+
+def prefill(node: Node) -> None:
+    """Run prompts, and offer each request after its first token."""
+    engine, names, sent = node.engine, {}, Counter[str]()
+    while True:
+        for message in node.messages(wait=not engine.has_work):
+            if "stop" in message:
+                node.report(**sent)
+                return
+            if "abort" in message:
+                for request, name in list(names.items()):
+                    if name == message["abort"]:
+                        del names[request]
+                        engine.cancel(request)
+                continue
+            request = engine.add_request(message["prompt"], max_new_tokens=message["new"])
+            names[request] = message["request"]
+        for event in engine.step():
+            name, ended = names[event.request_id], event.finish_reason
+            node.tell("scheduler", request=name, token=event.token, text=event.text, ended=ended)
+            if ended is None:
+                handoff = engine.export(event.request_id)
+                # The request may be aborted until the receiver has released it.
+                handoff.progress.when_ended(lambda request=event.request_id: names.pop(request, 0))
+                sent.update(handoffs=1, bytes=handoff.nbytes)
+                node.tell("decode", request=name, offer=node.transport.offer(handoff))
+
+
+def decode(node: Node) -> None:
+    """Continue requests. A thread fetches handoffs beside the steps."""
+    engine, transport = node.engine, node.transport
+    names: dict[int, int] = {}
+    arriving: dict[int, tuple[str, Future[Any]]] = {}
+    with ThreadPoolExecutor(1) as threads:
+        while True:
+            for message in node.messages(wait=not engine.has_work and not arriving):
+                if "stop" in message:
+                    node.report()
+                    return
+                if "abort" in message:
+                    for request, name in list(names.items()):
+                        if name == message["abort"]:
+                            del names[request]
+                            engine.cancel(request)
+                    if message["abort"] in arriving:
+                        transport.release(arriving.pop(message["abort"])[0])
+                    continue
+                offer = message["offer"]
+                arriving[message["request"]] = offer, threads.submit(transport.fetch, offer)
+            for name, (offer, fetched) in list(arriving.items()):
+                if not fetched.done():
+                    continue
+                del arriving[name]
+                try:
+                    names[engine.admit(fetched.result())] = name
+                    transport.release(offer)
+                except dg.HandoffError as error:  # Cancelled, or rank 0 is gone.
+                    print(f"request {name}: {error}", file=sys.stderr)
+                    node.tell("scheduler", request=name, token=None, text="", ended="lost")
+            for event in engine.step():
+                name, ended = names[event.request_id], event.finish_reason
+                node.tell(
+                    "scheduler", request=name, token=event.token, text=event.text, ended=ended
+                )
+                if ended is not None:
+                    del names[event.request_id]
+            if arriving and not engine.has_work:
+                time.sleep(1e-3)
+
+
+class Scheduler:
+    """Sends requests that join and leave, aborts one, and collects their tokens.
+
+    Args:
+        store: a client of the store that all processes share.
+        prompts: prompts of the requests, as text or token ids.
+    """
+
+    def __init__(self, store: Any, prompts: Sequence[Any]) -> None:
+        self._store = store
+        self.prompts = prompts
+        self.lengths = [9 + 5 * (i % 4) for i in range(len(prompts))]
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.ended: dict[int, str] = {}
+        self.first: dict[int, float] = {}
+        self.reports: dict[str, dict[str, Any]] = {}
+
+    def _tell(self, receiver: str, **message: Any) -> None:
+        self._store.queue_push(receiver, json.dumps(message))
+
+    def run(self, abort: int) -> None:
+        """Let a request join after every fifth token, and abort one after its third token."""
+        begun: dict[int, float] = {}
+        while len(self.ended) < len(self.prompts):
+            seen = sum(map(len, self.tokens))
+            allowed = 2 + seen // 5 + len(self.ended)
+            while len(begun) < min(len(self.prompts), allowed):
+                name = len(begun)
+                begun[name] = time.perf_counter()
+                prompt, new = self.prompts[name], self.lengths[name]
+                self._tell("prefill", request=name, prompt=prompt, new=new)
+            message = json.loads(self._store.queue_pop("scheduler"))
+            name, token = message["request"], message["token"]
+            if name in self.ended:
+                continue
+            if token is not None:
+                self.tokens[name].append(token)
+                self.first.setdefault(name, time.perf_counter() - begun[name])
+                print(f"request {name}: {message['text'] or token}")
+            if message["ended"]:
+                self.ended[name] = message["ended"]
+            elif name == abort and len(self.tokens[name]) == 3:
+                self.ended[name] = "aborted"
+                for role in ROLES:
+                    self._tell(role, abort=name)
+        for role in ROLES:
+            self._tell(role, stop=True)
+        while len(self.reports) < len(ROLES):
+            message = json.loads(self._store.queue_pop("scheduler"))
+            if "role" in message:
+                self.reports[message["role"]] = message
+
+    def print_table(self) -> None:
+        sent, decoding = (self.reports[role] for role in ROLES)
+        first = sorted(self.first.values())
+        reasons = Counter(sent["reasons"]) + Counter(decoding["reasons"])
+        rows = {
+            "requests": ", ".join(f"{n} {why}" for why, n in Counter(self.ended.values()).items()),
+            "handoffs": sent.get("handoffs", 0),
+            "bytes": f"{sent.get('bytes', 0):,}",
+            "time to first token": f"{first[len(first) // 2]:.3f} s, at most {first[-1]:.3f} s",
+            "decode steps in graphs": f"{decoding['graph_steps']} of {decoding['steps']}",
+            "eager steps": ", ".join(f"{n} {why}" for why, n in reasons.items()) or "none",
+        }
+        for name, value in rows.items():
+            print(f"{name:24}{value}")
+
+    def check(self, node: Node) -> bool:
+        """Return whether one process gives the same tokens; aborted requests have fewer."""
+        eager = {"decode": "disabled", "prefill": "disabled"}
+        model, tokenizer, backend = (
+            node.engine.model.model,
+            node.engine.tokenizer,
+            node.engine.backend,
+        )
+        with Engine(model, tokenizer, backend=backend, config=eager, **SIZES) as alone:
+            wanted = [
+                alone.generate([prompt], max_new_tokens=length)[0].token_ids
+                for prompt, length in zip(self.prompts, self.lengths, strict=True)
+            ]
+        pairs = zip(self.tokens, wanted, strict=True)
+        same = all(
+            tuple(tokens) == (want[: len(tokens)] if self.ended[name] == "aborted" else want)
+            for name, (tokens, want) in enumerate(pairs)
+        )
+        print(f"the tokens of one process: {same}")
+        return same
+
+
+def prompts_of(args: argparse.Namespace) -> list[Any]:
+    if args.model:
+        return [f"Tell me {count} facts about the number {count}." for count in range(1, 9)]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(211, (3 + 7 * i,), generator=generator).tolist() for i in range(8)]
+
+
+def serve(rank: int, args: argparse.Namespace, store: Any) -> Node:
+    """Run the loop of one rank to its end; return its node."""
+    limit = datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    node = Node(ROLES[rank], args, dist.PrefixStore("messages", store).clone())
+    (prefill, decode)[rank](node)
+    return node
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backends", nargs=2, metavar=("PREFILL", "DECODE"), required=True)
+    parser.add_argument("--model", help="a model for transformers; else a random one of two layers")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device-graph-mode", metavar="JSON", default=json.dumps(MODE))
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for a rank")
+    parser.add_argument("--check", action="store_true", help="compare with one process, eagerly")
+    parser.add_argument("--ray", action="store_true", help="run both ranks as Ray actors")
+    dg.add_cli_args(parser)
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run this rank, and the scheduler beside rank 1; return the exit status."""
+    rank = int(os.environ["RANK"])
+    limit = datetime.timedelta(seconds=args.timeout)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(*address, is_master=hosted, timeout=limit)
+    good = True
+    if rank == 0:
+        node = serve(0, args, store)
+    else:
+        scheduler = Scheduler(dist.PrefixStore("messages", store).clone(), prompts_of(args))
+        thread = threading.Thread(target=scheduler.run, args=[2], daemon=True)
+        thread.start()
+        node = serve(1, args, store)
+        thread.join()
+        scheduler.print_table()
+        good = not args.check or scheduler.check(node)
+    dist.barrier()
+    node.close()
+    dist.destroy_process_group()
+    return 0 if good else 1
+
+
+def main_ray(args: argparse.Namespace) -> int:
+    """Run both ranks as Ray actors, and the scheduler here."""
+    import ray
+
+    ray.init(log_to_driver=True)
+    limit = datetime.timedelta(seconds=args.timeout)
+    address = ray.util.get_node_ip_address()
+    store = dist.TCPStore(address, 0, is_master=True, timeout=limit)
+
+    @ray.remote
+    def run(rank: int) -> None:
+        client = dist.TCPStore(address, store_port, is_master=False, timeout=limit)
+        node = serve(rank, args, client)
+        dist.barrier()
+        node.close()
+
+    store_port = store.port
+    done = [run.remote(rank) for rank in range(2)]
+    scheduler = Scheduler(dist.PrefixStore("messages", store).clone(), prompts_of(args))
+    scheduler.run(abort=2)
+    ray.get(done)
+    scheduler.print_table()
+    return 0
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    sys.exit(main_ray(arguments) if arguments.ray else main(arguments))

@@ -1,0 +1,120 @@
+"""Requests that move between the simulated device and the CPU reference, in either direction."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the transformers integration")
+
+from devgraph.integrations.transformers import Engine, Handoff, SamplingParams
+from tests.npu.test_generate import engine, small_llama
+from tests.sim.ascend import Driver
+
+pytest_plugins = ["tests.sim.ascend.plugin"]
+
+ROOT = Path(__file__).parents[2]
+PROMPT, NEW = [5, 6, 7, 8, 9, 3, 1], 12
+
+
+def begin(engine: Engine, **options: Any) -> tuple[Handoff, list[int]]:
+    request = engine.add_request(PROMPT, max_new_tokens=NEW, **options)
+    tokens: list[int] = []
+    while not tokens:
+        tokens += [event.token for event in engine.step()]
+    return engine.export(request), tokens
+
+
+def moved(handoff: Handoff, source: Engine) -> Handoff:
+    """Return a handoff as a transport delivers it, and release its request."""
+    received = Handoff.from_json(handoff.to_json())
+    received.data.copy_(handoff.data)
+    handoff.progress.end("released")
+    source.step()
+    return received
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_cache_is_equal_bit_for_bit_after_npu_cpu_npu(
+    driver: Driver, backend: Any, dtype: torch.dtype
+) -> None:
+    model = small_llama().to(dtype)
+    with (
+        engine(model, "cpu", "breakable", max_requests=5, max_len=192) as on_cpu,
+        engine(small_llama().to(dtype).to("npu"), backend, "full") as on_npu,
+    ):
+        if dtype == torch.float32:
+            on_npu.suspend()  # The device has no attention of this dtype in graphs.
+        else:
+            on_npu.capture()
+        (alone,) = on_cpu.generate([PROMPT], max_new_tokens=NEW)
+        first, tokens = begin(on_npu)
+        backend.synchronize()
+        there = on_cpu.export(on_cpu.admit(moved(first, on_npu)))
+        back = on_npu.export(on_npu.admit(moved(there, on_cpu)))
+        backend.synchronize()
+        for name, tensor in back.tensors.items():
+            assert torch.equal(tensor.cpu(), first.tensors[name].cpu()), name
+        reference, same = begin(on_cpu)
+        assert same == tokens
+        for name, tensor in reference.tensors.items():
+            limit = 1e-5 if dtype == torch.float32 else 1e-2
+            torch.testing.assert_close(first.tensors[name].cpu(), tensor, rtol=limit, atol=limit)
+        continued = on_npu.admit(moved(back, on_npu))
+        while on_npu.has_work:
+            tokens += [e.token for e in on_npu.step() if e.request_id == continued]
+        assert tokens == list(alone.token_ids)
+        stats = on_npu.decode.stats()
+        assert stats.steps == NEW - 1
+        assert stats.graph_steps == (0 if dtype == torch.float32 else NEW - 1)
+
+
+def test_sampled_request_continues_on_the_other_backend_by_seed_and_draws(
+    driver: Driver, backend: Any
+) -> None:
+    sampling = SamplingParams(temperature=0.8, seed=4)
+    with (
+        engine(small_llama(), "cpu", "breakable") as on_cpu,
+        engine(small_llama().to("npu"), backend, "full") as on_npu,
+    ):
+        handoff, _ = begin(on_npu, sampling=sampling)
+        received = moved(handoff, on_npu)
+        runs: list[list[int]] = []
+        for _ in range(2):
+            on_cpu.admit(received)
+            runs.append([])
+            while on_cpu.has_work:
+                runs[-1] += [event.token for event in on_cpu.step()]
+        assert len(runs[0]) == NEW - 1
+        assert runs[0] == runs[1]
+
+
+def test_example_prefills_on_npu_and_decodes_on_cpu(driver: Driver) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    example = [str(ROOT / "examples" / "mixed_cluster.py"), "--backends", "npu", "cpu"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *example, "--check", "--dtype", "float16"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={
+            **os.environ,
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "prefill on npu: full, buckets [16, 64]" in done.stdout
+    assert "decode on cpu: full, buckets [1, 2, 4, 8]" in done.stdout
+    assert "the tokens of one process: True" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("decode steps")]
+    *_, in_graphs, _, steps = line.split()
+    assert in_graphs == steps
