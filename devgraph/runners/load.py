@@ -50,13 +50,11 @@ class CopyPlan:
         run_tensors: Mapping[str, torch.Tensor],
         *,
         join: bool | None = None,
-        bare: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
         self._arena = arena
         self._real = real
         self._padded = padded
         self._run_tensors = run_tensors
-        self._bare = bare
         if join is None:
             join = arena.device.type != "cpu"
         joined = _joined(list(arena.given.values())) if join else set()
@@ -71,11 +69,6 @@ class CopyPlan:
         self._is_alike: Callable[..., bool] = _never
         """Whether inputs have the shapes, strides, dtypes and devices of the last inputs that were
         checked, and need no gradients."""
-        self._sources: list[torch.Tensor] = []
-        """Sources of the last load."""
-        self._addresses: list[int] = []
-        """Addresses of the inputs whose sources can be used again; empty for none."""
-        self._bare_works = True
         self._on_host: tuple[int, ...] = ()
         """Indices of the inputs that come from the host."""
         self._reinterpreted = [
@@ -138,23 +131,26 @@ class CopyPlan:
 
         Nothing is written when an input is refused. Raises as ``InputArena.admit``.
         """
-        values: Sequence[torch.Tensor] | None = self._recognised(inputs)
-        if values is None:
-            self._addresses = []
-            values = self._admitted(inputs)
-        sources = self._sources
-        if values is not sources:
-            sources = self._reinterpret(list(values))
+        values = self._recognised(inputs)
+        sources = list(self._admitted(inputs) if values is None else values)
+        if self._on_host:
+            self._send(sources)
+        for index, dtype in self._reinterpreted:
+            try:
+                sources[index] = sources[index].view(dtype)
+            except RuntimeError:  # The rows of this tensor are not whole words.
+                contiguous = sources[index].clone(memory_format=torch.contiguous_format)
+                sources[index] = contiguous.view(dtype)
         for group in self._groups:
             torch._foreach_copy_(group.targets, sources[group.first : group.last] + group.pads)
         if self._has_padding:
             self._padding.write()
 
-    def _recognised(self, inputs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
+    def _recognised(self, inputs: Mapping[str, Any]) -> Values | None:
         """Return the inputs in the order of the copies if they need no closer check.
 
         They need none if they are like the last inputs that were checked, and none of them lies in
-        the static buffers. At the addresses of the last load the result is ``_sources`` itself.
+        the static buffers.
         """
         try:
             selected = self._select(inputs)
@@ -163,36 +159,10 @@ class CopyPlan:
         values: Values = selected if len(self._names) > 1 else (selected,)
         if len(inputs) != len(self._names) or not self._is_alike(*values):
             return None
-        addresses = [value.data_ptr() for value in values]
-        if addresses == self._addresses:
-            return self._sources
         start, stop = self._arena.buffers.start, self._arena.buffers.stop
-        if any(start <= address < stop for address in addresses):
+        if any(start <= value.data_ptr() < stop for value in values):
             return None
-        if self._reinterpreted and self._bare_works and not self._on_host:
-            self._addresses = addresses
         return values
-
-    def _reinterpret(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sources on the device, each in the dtype of its copy.
-
-        They are kept, without their memory, for inputs that come back at the same addresses.
-        A source that had to be copied is not kept.
-        """
-        if self._on_host:
-            self._send(sources)
-        for index, dtype in self._reinterpreted:
-            try:
-                sources[index] = sources[index].view(dtype)
-            except RuntimeError:  # Where they lie, its rows are not whole words.
-                contiguous = sources[index].clone(memory_format=torch.contiguous_format)
-                sources[index] = contiguous.view(dtype)
-                self._addresses = []
-        if self._addresses:
-            self._sources = [*map(self._bare, sources)]
-            if any(map(operator.is_, self._sources, sources)):
-                self._sources, self._addresses, self._bare_works = [], [], False
-        return sources
 
     def _admitted(self, inputs: Mapping[str, Any]) -> Values:
         """Check inputs one by one, and remember their layout for ``_recognised``."""

@@ -314,20 +314,20 @@ class Runner:
                 self._busy.append(self)
                 if not clone and self._step.clock.caller != get_ident():
                     self._step.clock.called_by(get_ident())
-                if self.state is None and state_slots is None and accepted is None:
-                    return self._run(inputs, host_args, variant, decision, longest, clone)
-                state = self._require_state("run")
-                if inputs is None:
-                    return self._run(inputs, host_args, variant, decision, longest, clone)
-                slots, known = state.admit(state_slots), inputs
-                if isinstance(inputs, Mapping):
-                    known = {**inputs, STATE_SLOTS: state.tensor(slots)}
-                if accepted is not None:
-                    self._require_open("run")
-                    self.pool.order()
-                    state.roll_back(slots, accepted)
-                out = self._run(known, host_args, variant, decision, longest, clone)
-                state.note(slots, self._width(known, variant))
+                slots = None
+                if self.state is not None or state_slots is not None or accepted is not None:
+                    inputs, slots = self._with_state(inputs, state_slots, accepted)
+                step = None
+                if decision is None and not self._decide_always and inputs is not None:
+                    step = self._steps.find(inputs, variant)
+                if step is None or inputs is None:
+                    out = self._decide(inputs, host_args, variant, decision, longest, clone)
+                else:
+                    if self._options.bound:
+                        self.buffers.check()
+                    out = self._replay(step, inputs, host_args, clone)
+                if inputs is not None and slots is not None and self.state is not None:
+                    self.state.note(slots, self._width(inputs, variant))
                 return out
             except Exception as error:
                 raise_if_lost(self.backend, error)
@@ -335,25 +335,26 @@ class Runner:
             finally:
                 self._busy.clear()
 
-    def _run(
+    def _with_state(
         self,
         inputs: Mapping[str, Any] | None,
-        host_args: Mapping[str, Any] | None,
-        variant: Mapping[str, Any] | None,
-        decision: Decision | None,
-        longest: int | None,
-        clone: bool,
-    ) -> Any:
-        """Replay the graph of a batch of known size, or decide first."""
-        if decision is None and not self._decide_always and inputs is not None:
-            step = self._steps.find(inputs, variant)
-            if step is not None:
-                if self._options.bound:
-                    self.buffers.check()
-                return self._replay(step, inputs, host_args, clone)
-        return self._run_decided(inputs, host_args, variant, decision, longest, clone)
+        state_slots: Sequence[int] | torch.Tensor | None,
+        accepted: Sequence[int | None] | None,
+    ) -> tuple[Any, tuple[int, ...] | None]:
+        """Roll the state of the requests back; return the inputs of the step and their slots."""
+        state = self._require_state("run")
+        if inputs is None:
+            return None, None
+        slots = state.admit(state_slots)
+        if isinstance(inputs, Mapping):
+            inputs = {**inputs, STATE_SLOTS: state.tensor(slots)}
+        if accepted is not None:
+            self._require_open("run")
+            self.pool.order()
+            state.roll_back(slots, accepted)
+        return inputs, slots
 
-    def _run_decided(
+    def _decide(
         self,
         inputs: Mapping[str, Any] | None,
         host_args: Mapping[str, Any] | None,

@@ -309,7 +309,7 @@ class GraphStep:
         self._planned: Mapping[str, Any] = {}
         """Host arguments that the engine planned in the last run."""
         self._run_tensors = inputs.run_views(real)
-        self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors, bare=step.pool.bare).load
+        self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors).load
         self.replay: _Replay = graph.captured.run
         """Replays the graph on the loaded batch."""
         if step.options.ranges:
