@@ -248,7 +248,7 @@ class Recordings:
         self._made += 1
         self._seconds += time.perf_counter() - started
 
-    def made(self, make: Callable[[], Executable]) -> Executable:
+    def make(self, make: Callable[[], Executable]) -> Executable:
         """Return the executable that ``make`` returns; evict others if memory runs out."""
         self.require_memory()
         with self.making():
@@ -436,7 +436,7 @@ class EvictableExecutable(Recording):
     def _make_and_launch(self) -> None:
         graph, recordings = dereference(self._graph), self._recordings
         recordings.drop_own(graph)  # an interrupted launch may have left one
-        executable = recordings.made(self._make)
+        executable = recordings.make(self._make)
         self.used = next(recordings.clock)
         recordings.put(graph, _OWN, self)
         self._executable = executable

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -38,7 +38,7 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
 )
-from devgraph.api.executable import Call, Executable, Recording, call_weakly
+from devgraph.api.executable import Call, Executable, Recording, call_weakly, dereference
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec, exact
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
@@ -150,9 +150,9 @@ class DeviceGraph(abc.ABC):
         """Whether the executable stays regardless of the pool's budget."""
         self._process = identity.token
         self._state = GraphState.EMPTY
-        self._unready = Call(call_weakly(self._refuse_replay))
-        self._slot = slot = [cast(Executable, self._unready)]
+        self._slot: list[Executable] = [self._refusal()]
         """The launch target, in a list so that closures need no reference to the graph."""
+        slot = self._slot
         self.launch = lambda: slot[0].launch()
         self.replay = self._make_replay()
         self._capture_seconds = 0.0
@@ -303,7 +303,7 @@ class DeviceGraph(abc.ABC):
 
     def give_up(self) -> None:
         """Refuse all later replays, because the device is lost."""
-        self.use(self._unready)
+        self.use(self._refusal())
 
     # Methods for scopes and policies.
 
@@ -515,13 +515,13 @@ class DeviceGraph(abc.ABC):
         The closure refers to the graph weakly, so that dropping the last reference frees device
         memory immediately.
         """
-        slot, refuse, scope = self._slot, self._unready, current_scope
+        slot, scope = self._slot, current_scope
         pool, order, lock = self.pool, self.pool.order, self.pool.lock
         process, graph_of = self._process, weakref.ref(self)
 
         def replay() -> None:
             if scope() is not None or identity.token is not process:
-                refuse.launch()
+                dereference(graph_of)._refuse_replay()
             with lock:
                 if pool.occupied:
                     pool.require_free("replay a graph")
@@ -539,7 +539,11 @@ class DeviceGraph(abc.ABC):
     def _leave_for(self, state: GraphState) -> None:
         """Enter a state in which the graph cannot be launched."""
         self._state = state
-        self.use(self._unready)
+        self.use(self._refusal())
+
+    def _refusal(self) -> Executable:
+        """Return the launch target of a graph that cannot be launched."""
+        return Call(call_weakly(self._refuse_replay))
 
     def _refuse_replay(self) -> NoReturn:
         self._require("replay", GraphState.READY)

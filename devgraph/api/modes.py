@@ -104,7 +104,8 @@ class _Stack:
 
 
 def _is_own(mode: object) -> bool:
-    return type(mode).__module__.partition(".")[0] == __name__.partition(".")[0]
+    """Whether ``mode`` is one of devgraph's modes, which set the attribute to True."""
+    return getattr(mode, "is_devgraph_mode", False)
 
 
 _STACKS = (

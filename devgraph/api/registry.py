@@ -99,7 +99,7 @@ class _Registry:
     def make(self, name: str) -> Backend:
         with self._lock:
             if name not in self._instances:
-                self._instances[name] = _made(name, lambda: self.factory(name)())
+                self._instances[name] = _make(name, lambda: self.factory(name)())
             return self._instances[name]
 
     def factory(self, name: str) -> Callable[[], Backend]:
@@ -162,7 +162,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "devgraph"
 
 
-def _made(name: str, factory: Callable[[], Backend]) -> Backend:
+def _make(name: str, factory: Callable[[], Backend]) -> Backend:
     try:
         backend = factory()
     except DeviceGraphError:

@@ -37,6 +37,7 @@ class _BottomMode:
     lowest first.
     """
 
+    is_devgraph_mode = True
     stack: Callable[[], list[Any]]
     pop: Callable[[], Any]
     push: Callable[[Any], None]

@@ -285,6 +285,8 @@ def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
 class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that collects the operations of a call and runs none."""
 
+    is_devgraph_mode = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []

@@ -92,7 +92,7 @@ class Tape:
     def replay(self) -> None:
         """Run every entry once, in order; modes of the calling thread have no effect."""
         if self._calls is None:
-            raise StateError("the calls of this tape were dropped")
+            raise StateError("the launch target of this tape was dropped")
         calls = iter(self._calls)
         with (
             torch._C._InferenceMode(True),

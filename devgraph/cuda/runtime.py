@@ -219,17 +219,17 @@ class Runtime(NodeRuntime):
         return True
 
     def context(self) -> tuple[int]:
-        context = self.made("CtxGetCurrent")
+        context = self.make("CtxGetCurrent")
         if not context:
             self._enter()
-            context = self.made("CtxGetCurrent")
+            context = self.make("CtxGetCurrent")
         return (context,)
 
     def kernel(self, text: bytes, name: bytes) -> int:
         """Load an assembly text and return its kernel ``name``."""
         source, entry = ctypes.create_string_buffer(text), ctypes.create_string_buffer(name)
-        module = self.made("ModuleLoadData", addressof(source))
-        return self.made("ModuleGetFunction", module, addressof(entry))
+        module = self.make("ModuleLoadData", addressof(source))
+        return self.make("ModuleGetFunction", module, addressof(entry))
 
     @contextlib.contextmanager
     def looping(
@@ -240,14 +240,14 @@ class Runtime(NodeRuntime):
             if not self._set_going:
                 self._set_going = self.kernel(_SET_GOING, b"set_going")
         graph, (context,) = self._captured(stream)[0], self.context()
-        handle = self.made("GraphConditionalHandleCreate", graph, context, 0, 0)
+        handle = self.make("GraphConditionalHandleCreate", graph, context, 0, 0)
         self._launch_set_going(stream, handle, going)
         last_nodes = self._captured(stream)[1]
         node = _ConditionalParams(
             type=_CONDITIONAL, handle=handle, kind=_WHILE, size=1, context=context
         )
         dependencies = (c_uint64 * len(last_nodes))(*last_nodes)
-        added = self.made(
+        added = self.make(
             "GraphAddNode", graph, addressof(dependencies), len(last_nodes), addressof(node)
         )
         loop = c_uint64(added)

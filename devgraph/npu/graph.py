@@ -72,7 +72,7 @@ class NpuGraph(TorchGraph):
         super().__init__(backend, pool)
         self._regions: TaskGroups | None = None
         self._group_open: Any = None
-        self._launched: Callable[[], None] = self._unready.launch
+        self._launched: Callable[[], None] = call_weakly(self._refuse_replay)
         self._wanted: Host = {}
         """Host values that the groups must hold in the next replay."""
         self._job: Job | None = None
@@ -264,7 +264,7 @@ class NpuGraph(TorchGraph):
         regions, self._regions = self._regions, None
         self._job = None
         self._wanted = {}
-        self._launched = self._unready.launch
+        self._launched = call_weakly(self._refuse_replay)
         self._told = False
         return regions
 

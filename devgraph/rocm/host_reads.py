@@ -32,6 +32,8 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     costs a capture a few microseconds per operation and does not affect replays.
     """
 
+    is_devgraph_mode = True
+
     def __init__(self, is_device: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_device = is_device

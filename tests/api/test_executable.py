@@ -397,7 +397,7 @@ def test_a_broken_form_says_how_far_it_came_while_it_was_captured(
         scale(x, out, n=n)
         return out + state
 
-    state, x, tries, made = torch.zeros(4), torch.ones(4), list[int](), Recordings.made
+    state, x, tries, made = torch.zeros(4), torch.ones(4), list[int](), Recordings.make
     pool, budget = kit.backend.make_pool(), UpdateBudget(misses=0)
     pool.limit(0)
     captured = dg.capture(
@@ -410,7 +410,7 @@ def test_a_broken_form_says_how_far_it_came_while_it_was_captured(
             raise ExecutableError("no memory")
         return made(recordings, make)
 
-    monkeypatch.setattr(Recordings, "made", exhausted)
+    monkeypatch.setattr(Recordings, "make", exhausted)
     for fails, partly in ((1, False), (2, True)):  # a key that comes again is recorded
         state.zero_()
         tries.clear()

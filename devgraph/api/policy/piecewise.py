@@ -139,6 +139,8 @@ class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     FakeTensorMode can accept real tensors itself, but then writes some of them.
     """
 
+    is_devgraph_mode = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -36,6 +36,8 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     bodies of breaks may draw random numbers.
     """
 
+    is_devgraph_mode = True
+
     def __init__(self, why: str, error: type[DeviceGraphError] = CaptureError) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._why = why

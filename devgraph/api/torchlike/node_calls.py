@@ -182,7 +182,7 @@ class NodeRuntime:
         if error:
             self.failed(error, name, *args)
 
-    def made(self, name: str, *args: Any) -> int:
+    def make(self, name: str, *args: Any) -> int:
         """Make a call that writes a handle to its first argument, and return the handle."""
         handle = c_uint64()
         self.call(name, addressof(handle), *args)
@@ -360,10 +360,10 @@ class NodeRuntime:
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
         """Return a copy of ``graph`` with new parameters; the caller owns the copy."""
         self.context()  # without a context, setting a node's kernel can end the process
-        copy = self.made("GraphClone", graph)
+        copy = self.make("GraphClone", graph)
         try:
             for update in updates:
-                node, kind = self.made("GraphNodeFindInClone", update.node, copy), update.kind
+                node, kind = self.make("GraphNodeFindInClone", update.node, copy), update.kind
                 if kind == KERNEL and not update.exact:
                     self._relaunch(node, update)
                 else:
@@ -405,7 +405,7 @@ class NodeRuntime:
 
     def instantiate(self, graph: int) -> int:
         """Create an executable of ``graph`` with torch's flags."""
-        return self.made("GraphInstantiateWithFlags", graph, self.instantiate_flags)
+        return self.make("GraphInstantiateWithFlags", graph, self.instantiate_flags)
 
     def destroy_executable(self, executable: int) -> None:
         """Free an executable; the driver defers that while a launch is in flight."""

@@ -236,7 +236,7 @@ class NodeGraph(TorchGraph):
         self._pattern: RegionPattern | None = None
         self.update_strategy = self.backend.update_strategy_type()
         self._own: _Own | None = None
-        self._own_executable: Executable = self._unready
+        self._own_executable = self._refusal()
         self._closing: tuple[int, ...] = ()
 
     # Capture and launch.
@@ -385,7 +385,7 @@ class NodeGraph(TorchGraph):
             recording = self._recorded(host)
         if not recording.exact:
             try:
-                self.pool.recordings.made(functools.partial(self._build, recording))
+                self.pool.recordings.make(functools.partial(self._build, recording))
             except RuntimeCallError as error:
                 recording.close()
                 raise UpdateTopologyError(
@@ -397,7 +397,7 @@ class NodeGraph(TorchGraph):
     def _give_executable(self, recording: NodeRecording) -> None:
         build, recordings = functools.partial(self._build, recording), self.pool.recordings
         if not recording.exact:  # the graph's own executable cannot take it
-            recordings.made(build)
+            recordings.make(build)
         else:
             try:
                 with recordings.making():
@@ -613,6 +613,7 @@ class NodeBackend(TorchBackend):
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that refuses the first operation and remembers it."""
 
+    is_devgraph_mode = True
     refused = False
 
     def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:

@@ -708,6 +708,8 @@ def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
 class _NoLists(TorchFunctionMode):
     """Refuses reads of CPU tensors that bypass the dispatcher."""
 
+    is_devgraph_mode = True
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -718,6 +720,8 @@ class _NoLists(TorchFunctionMode):
 
 class _NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations whose results depend on a read by the host."""
+
+    is_devgraph_mode = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

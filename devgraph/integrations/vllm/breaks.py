@@ -75,6 +75,8 @@ class AttentionBreaks(TorchFunctionMode):
         regions: result of ``attention_ops``.
     """
 
+    is_devgraph_mode = True
+
     def __init__(self, regions: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self._regions = regions

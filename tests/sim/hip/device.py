@@ -296,8 +296,7 @@ class Device(ModuleType):
 class Recorder(TorchDispatchMode):
     """Records this thread's operations on a capturing stream; the rest runs as always."""
 
-    # It stands for the device, so it must not count as a mode of the user.
-    __module__ = "devgraph.rocm.fake"
+    is_devgraph_mode = True  # it stands for the device, so it is not a mode of the user
 
     def __init__(self, device: Device) -> None:
         super().__init__()
