@@ -211,7 +211,7 @@ class DeviceGates:
         key = fence.stream if isinstance(fence, _After) else None
         if key not in self._streams:
             with self._backend.on_device():
-                handle = self._runtime.made("StreamCreate", _NON_BLOCKING)
+                handle = self._runtime.make("StreamCreate", _NON_BLOCKING)
             namespace: Any = self._backend.namespace
             opener = namespace.ExternalStream(handle, device=self._backend.device)
             self._flags.record_stream(opener)
