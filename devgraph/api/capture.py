@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from devgraph.api import html
 from devgraph.api.backend import Backend, own_pool
 from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
@@ -275,6 +276,22 @@ class Captured:
         lines.append(f"  phases: {spent}")
         lines.extend(f"  {name}: {value}" for name, value in self.stats().items())
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the segments and counters as tables, for notebooks."""
+        rows: list[tuple[object, ...]] = []
+        for index, segment in enumerate(self.segments):
+            if isinstance(segment, DeviceGraph):
+                info = segment.info()
+                regions = ", ".join(hit.mark.name for hit in segment.hits)
+                rows.append((index, "graph", info.nodes, regions or None, info.bytes))
+            else:
+                rows.append((index, repr(segment).strip("<>"), None, None, None))
+        spent = [(name, f"{seconds:.3f} s") for name, seconds in self.phases.items()]
+        columns = ("#", "segment", "nodes", "updatable regions", "bytes")
+        return html.table(
+            f"policy {self.policy} on {self.backend.name}", columns, rows
+        ) + html.table("time and counters", ("", ""), [*spent, *self.stats().items()])
 
     def stats(self) -> dict[str, Any]:
         """Return what the policy counted, by name; see the policies for the names."""

@@ -223,6 +223,8 @@ def _explain(add: Options) -> None:
     add("--dot", "write the segments as a Graphviz graph", metavar="FILE")
     text = "write one timed replay for chrome://tracing or ui.perfetto.dev"
     add("--chrome-trace", text, metavar="FILE")
+    text = "write segments, regions, nodes, memory and times as one HTML file"
+    add("--html", text, metavar="FILE")
     add("--prove", "also compare replays with eager", action="store_true")
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import attrs
 import torch
 
+from devgraph.api import html
 from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks.names import NodeRange
+from devgraph.api.marks.names import NodeRange, nodes_text
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import check_compilers
 from devgraph.cli.measure import median, seconds_per_call
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
             write_file(args.dot, _dot(target, parts))
         if args.chrome_trace is not None:
             write_file(args.chrome_trace, json.dumps(_trace(captured, parts)))
+        if args.html is not None:
+            write_file(args.html, _page(captured, target, parts, report))
         if args.json:
             print_json(_data(captured, parts, report))
         else:
@@ -109,6 +112,34 @@ def _data(captured: Captured, parts: list[_Part], report: Any) -> dict[str, Any]
         "segments": [attrs.asdict(part) for part in parts],
         "proof": None if report is None else {"ok": report.ok, "text": str(report)},
     }
+
+
+def _page(captured: Captured, target: Target, parts: list[_Part], report: Any) -> str:
+    """Return the report as one HTML file."""
+    longest = max(part.seconds for part in parts)
+    times = [
+        (part.index, part.name, time_text(part.seconds), "█" * round(30 * part.seconds / longest))
+        for part in parts
+    ]
+    ranges = [
+        (part.index, "\u2003" * one.depth + one.name, nodes_text(one.first, one.stop))
+        for part in parts
+        for one in part.ranges
+    ]
+    memory = [
+        ("pool", format_bytes(captured.pool.bytes)),
+        ("recordings, with executables", format_bytes(captured.pool.recordings.bytes)),
+        *((part.name, format_bytes(part.bytes)) for part in parts if part.kind == "graph"),
+    ]
+    tables = [
+        captured._repr_html_(),
+        html.table("one replay", ("#", "segment", "median", ""), times),
+        html.table("nodes", ("#", "module or region", "nodes"), ranges),
+        html.table("memory", ("", ""), memory),
+    ]
+    if report is not None:
+        tables.append(html.table("proof", ("",), [(report,)]))
+    return html.page(f"{target.name} on {captured.backend.device_name}", *tables)
 
 
 def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from devgraph.api import html
 from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import Graphs
@@ -256,6 +257,13 @@ class RunnerStats:
             text, pace = "Time between kernels of a graph.", self.replay_pace
             page.metric("replay_pace_microseconds", "gauge", text, pace.microseconds)
         return page.text()
+
+    def _repr_html_(self) -> str:
+        """Return the summary and the buckets as tables, for notebooks."""
+        summary = [line.strip().partition(": ")[::2] for line in str(self).splitlines()]
+        columns = ("bucket", "state", "hits", "memory")
+        rows = [(one.key, one.state, one.hits, format_bytes(one.bytes)) for one in self.buckets]
+        return html.table("runner", ("", ""), summary) + html.table("buckets", columns, rows)
 
     def __str__(self) -> str:
         """Return a summary of a few lines; ``to_dict`` returns everything."""

@@ -928,6 +928,9 @@ class Runner:
             replay_pace=self._scheduler.pace,
         )
 
+    def _repr_html_(self) -> str:
+        return self.stats()._repr_html_()
+
     def explain(self) -> str:
         """Return buckets, segments, reasons and counters as text."""
         lines = [str(self.stats())]

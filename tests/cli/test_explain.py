@@ -61,6 +61,22 @@ def test_dot_and_trace_have_every_segment_in_order(
     assert [one["ts"] for one in timed[1:]] == pytest.approx(ends[:-1])
 
 
+def test_page_has_segments_times_nodes_memory_and_proof(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "capture.html"
+    target = f"{write_steps(tmp_path)}:hosted"
+    result = run_cli(
+        capsys, "explain", target, "--inputs", "inputs", "--host-arg", "factor=2",
+        "--backend", "cpu", "--html", page, "--prove",
+    )  # fmt: skip
+    assert result.code == 0
+    text = page.read_text(encoding="utf-8")
+    for part in ("scaled", "one replay", "nodes", "memory", "graphs equal eager", "█"):
+        assert part in text
+    assert "http" not in text  # it needs no other file
+
+
 def test_capture_that_is_refused_is_one_error_with_the_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from devgraph.api import html
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import ROLES, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
@@ -82,6 +83,14 @@ class GroupPlan:
         if isinstance(self.outcome, ConfigError):
             raise self.outcome
         return self.outcome
+
+    def _repr_html_(self) -> str:
+        """Return the plan as tables, for notebooks."""
+        group = self.group
+        title = f"{group.name}: {group.count} x {group.backend}"
+        if self.error is not None:
+            return html.table(title, ("error",), [(self.error,)])
+        return html.table(title, ("role",), [(group.role,)]) + self.resolution._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from devgraph.api import html
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import (
@@ -81,6 +82,14 @@ class Resolution:
             "effective": self.effective.to_dict(everything=True),
             "rules": [attrs.asdict(fired) for fired in self.fired],
         }
+
+    def _repr_html_(self) -> str:
+        """Return the effective mode and the rules as tables, for notebooks."""
+        title = "mode" if self.backend is None else f"mode on {self.backend}"
+        fired = [(rule.phase, rule.rule, rule.outcome, rule.explanation) for rule in self.fired]
+        return html.table(
+            title, ("phase", "key", "requested", "effective"), self.rows()
+        ) + html.table("rules that fired", ("phase", "rule", "outcome", "why"), fired)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return rows (phase, key, requested, effective) of policies and explicit keys."""
