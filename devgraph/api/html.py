@@ -8,7 +8,8 @@ from html import escape
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
-table { border-collapse: collapse; margin: 1rem 0 } caption { font-weight: 600; text-align: left; white-space: nowrap }
+table { border-collapse: collapse; margin: 1rem 0 }
+caption { font-weight: 600; text-align: left; white-space: nowrap }
 th, td { border-bottom: 1px solid #8886; padding: .3rem .8rem .3rem 0; text-align: left }
 td { font-variant-numeric: tabular-nums; vertical-align: top }
 """

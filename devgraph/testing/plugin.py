@@ -7,8 +7,12 @@ with its own backend marker uses that backend.
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
-from collections.abc import Generator, Sequence
+import re
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -22,6 +26,9 @@ CAPABILITY_MARKER = "devgraph_capability"
 _CORE = "the contract itself"
 _LOST_EXIT_CODE = 70
 """Exit status of a worker whose device is lost (EX_SOFTWARE of sysexits.h)."""
+
+_FAULTS = "devgraph_faults"
+"""Name of the property of a failed test with the rows of docs/faults.md that it guards."""
 
 _missing_key = pytest.StashKey[tuple[str, ...]]()
 
@@ -48,6 +55,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--devgraph-long",
         action="store_true",
         help="endurance tests at full length (ten thousand replays, a hundred captures)",
+    )
+    group.addoption(
+        "--devgraph-report",
+        metavar="FILE.json",
+        default=None,
+        help="write the results by capability as JSON, and beside it a Markdown table of badges",
     )
     parser.addini("devgraph_backend", "the default of --devgraph-backend (cpu)", default="")
 
@@ -99,6 +112,7 @@ class _Plugin:
             "devgraph.testing" in argument.replace(os.sep, ".") for argument in config.args
         )
         self._fail_on_skip = bool(config.getoption("--devgraph-fail-on-skip"))
+        self._report: str | None = config.getoption("--devgraph-report")
         self._skip_undeclared = bool(config.getoption("--devgraph-skip-undeclared"))
 
     # The backend.
@@ -196,6 +210,8 @@ class _Plugin:
         missing = item.stash.get(_missing_key, ())
         if report.failed and call.excinfo is not None:
             self._lost = self._lost or self._lost_reason(item, call.excinfo.value)
+            faults = re.match(r"FAULTS ([\d, ]+)", inspect.getdoc(getattr(item, "obj", None)) or "")
+            report.user_properties.append((_FAULTS, faults[1].strip(" ,") if faults else ""))
         if missing and report.failed:  # undeclared capabilities may fail
             path, line, _ = item.location
             report.outcome = "skipped"
@@ -245,14 +261,28 @@ class _Plugin:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Write a table of passed tests for each capability, and the hooks of those that failed."""
         rows: dict[str, _Row] = {}
+        failures: list[dict[str, Any]] = []
         for outcome, reports in terminalreporter.stats.items():
             for report in reports:
-                for kind, name in getattr(report, "user_properties", ()):
-                    if kind == CAPABILITY_MARKER:
-                        rows.setdefault(name, _Row()).count(outcome, report)
+                properties = getattr(report, "user_properties", ())
+                names = [name for kind, name in properties if kind == CAPABILITY_MARKER]
+                for name in names:
+                    rows.setdefault(name, _Row()).count(outcome, report)
+                if names and outcome in ("failed", "error"):
+                    failures.append(
+                        {
+                            "test": report.nodeid,
+                            "capabilities": names,
+                            "hooks": sorted({hook for name in names for hook in _hooks(name)}),
+                            "faults": next((v for kind, v in properties if kind == _FAULTS), ""),
+                            "text": report.longreprtext.strip().splitlines()[-1:],
+                        }
+                    )
         if not rows or not self._concerned:
             return
         declared = self.backend(self.name).capabilities
+        if self._report is not None:
+            self._write_report(self._report, rows, failures)
         write = terminalreporter.write_line
         terminalreporter.section(f"devgraph: what {self.name!r} proved", sep="-")
         write(f"{'capability':<20} {'declared':<8} {'proved':>6} {'failed':>6} {'skipped':>7}")
@@ -263,11 +293,65 @@ class _Plugin:
             write(f"{name:<20} {says:<8} {figures}  {'; '.join(row.reasons)}".rstrip())
             if row.failed:
                 write(f"{'':<20} implement or mend: {', '.join(_hooks(name))}")
+                faults = {one["faults"] for one in failures if name in one["capabilities"]} - {""}
+                if faults:
+                    rows_of_table = ", ".join(sorted(faults))
+                    write(f"{'':<20} likely causes: rows {rows_of_table} of docs/faults.md")
             elif not claimed and row.proved and not row.skipped:
                 write(
                     f"devgraph: backend {self.name!r} does not declare {name} and passes all "
                     f"{row.proved} tests of it; consider declaring it"
                 )
+
+    def _write_report(
+        self, path: str, rows: Mapping[str, _Row], failures: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write the JSON file, and a Markdown table with the same name and the suffix ``.md``."""
+        import torch
+
+        import devgraph
+
+        backend = self.backend(self.name)
+        results = {
+            name: {
+                "declared": name == _CORE or bool(getattr(backend.capabilities, name)),
+                "proved": row.proved,
+                "failed": row.failed,
+                "skipped": row.skipped,
+                "reasons": [*row.reasons],
+            }
+            for name, row in sorted(rows.items(), key=lambda item: (item[0] != _CORE, item[0]))
+        }
+        report = {
+            "devgraph": devgraph.__version__,
+            "torch": torch.__version__,
+            "backend": backend.name,
+            "device": backend.device_name,
+            "version": backend.version,
+            "capabilities": results,
+            "failures": failures,
+        }
+        Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        lines = [
+            f"{backend.name} on {backend.device_name}, {backend.version}, devgraph "
+            f"{devgraph.__version__}",
+            "",
+            "| capability | badge | proved | failed | skipped |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for name, result in results.items():
+            figures = f"{result['proved']} | {result['failed']} | {result['skipped']}"
+            lines.append(f"| {name} | {_badge(result)} | {figures} |")
+        text = "\n".join(lines) + "\n"
+        Path(path).with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+def _badge(result: Mapping[str, Any]) -> str:
+    if not result["declared"]:
+        return "⚪ not declared"
+    if result["failed"]:
+        return "🔴 fails"
+    return "🟢 proved" if result["proved"] and not result["skipped"] else "🟡 not fully run"
 
 
 class _Row:

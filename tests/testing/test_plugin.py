@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -224,6 +225,45 @@ class Fake(CpuBackend):
 
 dg.register("fake", Fake)
 """
+
+
+def test_report_has_results_failures_and_badges(run, tmp_path):
+    source = """
+    import pytest
+
+    def test_core(devgraph_backend): pass
+
+    @pytest.mark.devgraph_capability("rng")
+    def test_draws(devgraph_backend):
+        \"\"\"FAULTS 12, 13: a replay draws the numbers of its capture.\"\"\"
+        assert False, "the same numbers"
+
+    @pytest.mark.devgraph_capability("loops")
+    def test_loops(devgraph_backend): assert False
+    """
+    path = tmp_path / "out.json"
+    conftest = FAKE + "\nfrom attrs import evolve\n" + (
+        "Fake.capabilities = evolve(Fake.capabilities, rng=True, loops=False)\n"
+    )  # fmt: skip
+    options = ("--devgraph-backend", "fake", "--devgraph-report", str(path))
+    result = run(source, *options, conftest=conftest)
+    result.assert_outcomes(passed=1, failed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*likely causes: rows 12, 13 of docs/faults.md"])
+    report = json.loads(path.read_text())
+    assert report["backend"] == "fake" and report["devgraph"] == dg.__version__
+    found = {
+        n: (r["declared"], r["proved"], r["failed"]) for n, r in report["capabilities"].items()
+    }
+    assert found == {
+        "the contract itself": (True, 1, 0), "loops": (False, 0, 0), "rng": (True, 0, 1),
+    }  # fmt: skip
+    (failure,) = report["failures"]
+    assert failure["capabilities"] == ["rng"] and failure["faults"] == "12, 13"
+    assert failure["test"].endswith("::test_draws") and failure["hooks"]
+    table = path.with_suffix(".md").read_text()
+    assert "| rng | 🔴 fails | 0 | 1 | 0 |" in table
+    assert "| the contract itself | 🟢 proved | 1 | 0 | 0 |" in table
+    assert "| loops | ⚪ not declared | 0 | 0 | 1 |" in table
 
 
 def test_declared_update_without_its_hooks_is_one_error_that_names_them(run):
