@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -43,6 +45,17 @@ class _Saved(NamedTuple):
     """A hash of the memory above the limit."""
 
 
+class _Rows(NamedTuple):
+    """Saved rows of a tensor above the limit."""
+
+    name: str
+    tensor: torch.Tensor
+    memory: torch.Tensor
+    """The bytes of the tensor as [outer, rows, inner]: not every dtype has kernels for rows."""
+    numbers: torch.Tensor
+    content: torch.Tensor
+
+
 class Part(NamedTuple):
     """A saved tensor, or saved rows of a tensor."""
 
@@ -81,8 +94,7 @@ class Snapshot:
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._left = DEFAULT_LIMIT if limit is None else limit
         self._saved: list[_Saved] = []
-        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Numbers and contents of saved rows, by the position of a tensor above the limit."""
+        self._rows: list[_Rows] = []
         seen: set[int] = set()
         with torch.inference_mode():
             for needed, group in ((True, named), (False, optional)):
@@ -110,22 +122,37 @@ class Snapshot:
     def save_rows(self, rows: torch.Tensor) -> None:
         """Save these rows of each tensor above the limit, instead of those saved before.
 
+        Rows are saved along the first dimension, along the largest one, and along each larger pair
+        of adjacent dimensions (pages of slots), unless they are more than half of it.
+
         Args:
-            rows: numbers of rows along the first dimension, each once. Numbers out of range are
-                left out.
+            rows: numbers of rows, each once. Numbers out of range are left out.
         """
         self._rows.clear()
         with torch.inference_mode():
-            for index, (_, tensor, _, _, _, digest) in enumerate(self._saved):
-                if digest is not None and tensor.dim() and tensor.is_contiguous():
-                    inside = rows[(rows >= 0) & (rows < len(tensor))].to(tensor.device)
-                    self._rows[index] = inside, _rows_of(tensor).index_select(0, inside)
+            for name, tensor, _, _, _, digest in self._saved:
+                if digest is None or not tensor.dim() or not tensor.is_contiguous():
+                    continue
+                for axis, width in itertools.product(range(tensor.dim()), (1, 2)):
+                    if axis + width > tensor.dim():
+                        continue
+                    size = math.prod(tensor.shape[axis : axis + width])
+                    inside = rows[(rows >= 0) & (rows < size)].to(tensor.device)
+                    is_first = (axis, width) == (0, 1)
+                    can_be_rows = size >= max(tensor.shape) and 2 * len(inside) <= size
+                    if len(inside) and (is_first or can_be_rows):
+                        axes = f"dimension {axis}" if width == 1 else f"dimensions {axis}, {axis + 1}"
+                        where = "" if is_first else f" along {axes}"
+                        view = tensor.detach().view(math.prod(tensor.shape[:axis]), size, -1)
+                        memory = view.view(torch.uint8)
+                        content = memory.index_select(1, inside)
+                        self._rows.append(_Rows(name + where, tensor, memory, inside, content))
 
     def parts(self) -> list[Part]:
         """Return the saved parts: whole tensors, and rows of tensors above the limit."""
         parts = []
         with torch.inference_mode():
-            for index, (name, tensor, _, _, content, _) in enumerate(self._saved):
+            for name, tensor, _, _, content, _ in self._saved:
                 plain = tensor.detach()
                 if content is not None and content.shape != tensor.shape:  # bytes
                     if overlaps_itself(tensor) or tensor.is_conj() or tensor.is_neg():
@@ -134,10 +161,10 @@ class Snapshot:
                     content = content.view(tensor.dtype)
                 if content is not None:
                     parts.append(Part(name, tensor, plain, content.view(tensor.shape), None))
-                elif index in self._rows:
-                    rows, saved = self._rows[index]
-                    now = _rows_of(tensor).index_select(0, rows).view(tensor.dtype)
-                    parts.append(Part(name, tensor, now, saved.view(tensor.dtype), rows))
+            for name, tensor, memory, rows, saved in self._rows:
+                now = memory.index_select(1, rows)
+                by_row = [t.view(tensor.dtype).transpose(0, 1).contiguous() for t in (now, saved)]
+                parts.append(Part(name, tensor, *by_row, rows))
         return parts
 
     def generators(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -186,19 +213,20 @@ class Snapshot:
             for saved in self._saved:
                 if saved.content is not None:
                     saved.memory.copy_(saved.content)
-            for index, (rows, content) in self._rows.items():
-                _rows_of(self._saved[index].tensor).index_copy_(0, rows, content)
+            for _, _, memory, numbers, content in self._rows:
+                memory.index_copy_(1, numbers, content)
 
     def require_unwritten(self, culprit: str = "warm-up or capture") -> None:
         """Raise CaptureError if a tensor above the limit has other contents than before."""
+        rows = bool(self._rows)
         with torch.inference_mode():
             for name, tensor, _, _, _, digest in self._saved:
                 if digest is not None and not torch.equal(hash_of(tensor), digest):
                     raise CaptureError(
-                        f"{culprit} wrote {name}, and its {tensor.nbytes} bytes are above "
-                        f"the limit for copies, so that its old values are lost. Let the pad rule "
-                        f"of the inputs keep padding from writing real state (pad=), or raise "
-                        f"snapshot_limit=."
+                        f"{culprit} wrote {name}{' outside of the rows that the inputs name' * rows}"
+                        f", and its {tensor.nbytes} bytes are above the limit for copies, so that "
+                        f"its old values are lost. Let the pad rule of the inputs keep padding "
+                        f"from writing real state (pad=), or raise snapshot_limit=."
                     )
 
 
@@ -212,11 +240,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat.set_(storage, first - storage.data_ptr(), (last - first,), (1,))
     return flat
-
-
-def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor by rows: not every dtype has kernels for rows."""
-    return tensor.detach().view(len(tensor), -1).view(torch.uint8)
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:

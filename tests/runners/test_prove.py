@@ -261,8 +261,32 @@ def test_rows_of_a_large_cache_are_restored_and_the_rest_is_hashed():
         sampled_slots(),
         bound={"cache": step.cache},
     )
-    with pytest.raises(dg.CaptureError, match="a case of the proof wrote bound 'cache'"):
+    with pytest.raises(
+        dg.CaptureError, match="a case of the proof wrote bound 'cache' outside of the rows that"
+    ):
         stray.prove(snapshot_limit=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 3), (8, 4, 3), (2, 8, 4, 3)], ids=str)
+def test_rows_of_a_large_cache_are_found_behind_its_first_dimension(shape):
+    cache = torch.randn(shape)
+    shift = [0.0]
+
+    def step(batch):
+        slots = cache.view(-1, 32, 3)[-1]
+        out = batch.x + slots[batch.rows]
+        slots.index_copy_(0, batch.rows, out + shift[0])
+        return out
+
+    runner = decode_of(step, (X, sampled_slots()[1]), bound={"cache": cache})
+    before = cache.clone()
+    report = runner.prove(snapshot_limit=0)
+    assert report.ok, str(report)
+    assert cache.equal(before)
+    shift[0] = 1.0
+    report = runner.prove(snapshot_limit=0)
+    assert any(failure.where.startswith("bound 'cache'") for failure in report.failures)
+    assert cache.equal(before)
 
 
 def test_a_write_that_a_replay_loses_is_found_in_the_state():
