@@ -1070,6 +1070,22 @@ def test_ranks_meet_in_a_collective_between_segments(prepared):
     assert [found[rank].get("value", found[rank]) for rank in (0, 1)] == [1.0, None]
 
 
+def test_ranks_prove_a_step_with_a_collective_together(prepared):
+    found = prepared.run("prove_together", size=2)
+    for rank in (0, 1):
+        assert "error" not in found[rank], found[rank]["error"]
+        value = found[rank]["value"]
+        assert "graphs equal eager bit for bit" in value["right"]
+        assert value["cases"] == 4
+        assert "every element in every case" in value["causes"][0]
+
+
+def test_a_rank_that_proves_alone_says_so_after_the_timeout(prepared):
+    (error,) = survivors(prepared.run("prove_alone", timeout_s=TIMEOUT_S, size=2), 1)
+    assert error.startswith("AgreementError")
+    assert "for rank 1, which did not come" in error
+
+
 def test_ranks_share_the_items_of_an_encoder_out_by_tokens(prepared):
     found = prepared.run("shared_items", size=2)
     for rank in (0, 1):

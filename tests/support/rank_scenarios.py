@@ -243,6 +243,29 @@ def meet_in_a_collective(rank: int, group: RankGroup) -> Any:
     return None if out is None else out[0, 0].item()
 
 
+def prove_together(rank: int, group: RankGroup) -> Any:
+    """Proofs of a step with an all-reduce, before and after rank 1 changes a factor."""
+    factor = [1.0]
+
+    def step(batch: Any) -> torch.Tensor:
+        out = torch.empty_like(batch.x)
+        _total(batch.x * factor[0], out)
+        return out + rank
+
+    config = {"policy": "breakable", "buckets": [2, 4]}
+    runner = ranked(group, step, config=config, max_requests=4)
+    right = runner.prove(cases=3)
+    factor[0] += rank
+    wrong = runner.prove()
+    return {"right": str(right), "cases": right.cases, "causes": wrong.causes}
+
+
+def prove_alone(rank: int, group: RankGroup) -> Any:
+    runner = ranked(group, _summing, config={"policy": "breakable", "buckets": [2]}, max_requests=2)
+    if rank == 0:
+        runner.prove()
+
+
 def pairs(rank: int, world: RankGroup) -> Any:
     """Two groups of two ranks with the same runner names, which do not meet each other."""
     both = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
@@ -323,6 +346,8 @@ SCENARIOS: dict[str, Scenario] = {
     "capture_while_serving": capture_while_serving,
     "killed_while_serving": killed_while_serving,
     "meet_in_a_collective": meet_in_a_collective,
+    "prove_together": prove_together,
+    "prove_alone": prove_alone,
     "pairs": pairs,
     "full_collective": full_collective,
     "mixed_second": lambda rank, group: mixed(rank, group, "second" if rank > 1 else "cpu"),
