@@ -76,7 +76,7 @@ test-all: $(STAMP)
 # torch-npu changes torch, and transformers cannot be imported beside one without a driver. So it has
 # a folder and a session of its own; without it or g++ the session's tests are skipped and say why.
 NPU_MARKS = npu and not slow
-NPU_TESTS = devgraph/testing/conformance tests/npu tests/sim/ascend tests/fuzz
+NPU_TESTS = devgraph/testing/conformance tests/api/test_planted.py tests/npu tests/sim/ascend tests/fuzz
 test-npu: $(STAMP)
 	@test -d $(NPU)/torch_npu || ! command -v g++ >/dev/null || \
 		$(BIN)/python $(COMPILED) --no-deps --target $(NPU) "torch-npu==$$($(BIN)/python \

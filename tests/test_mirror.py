@@ -21,6 +21,7 @@ PACKAGE = TESTS.parent / "devgraph"
 
 WHOLE = {
     "api/test_cases_state.py": "programs as people write them: state of the caller",
+    "api/test_planted.py": "planted faults, which proofs find or captures refuse",
     "api/test_interrupts.py": "an interrupt at any instruction of any module",
     "cpu/test_check.py": "all that a device refuses or freezes of a step, found in one run",
     "cpu/test_model.py": "a whole model through the recorder and the tape",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -67,7 +68,7 @@ class Failure:
     def complete(self) -> bool:
         """Whether all elements differ."""
         share = re.search(r"(\d+) (?:of|/) (\d+)", self.message)
-        return share is not None and share[1] == share[2]
+        return self.message.startswith("is ") or (share is not None and share[1] == share[2])
 
     def __str__(self) -> str:
         host = f", host arguments {dict(self.host_args)}" if self.host_args else ""
@@ -96,6 +97,8 @@ class Report:
     """Tensors that have other memory than at capture, by name."""
     moved: tuple[str, ...] = ()
     """Python values that eager runs changed."""
+    draws: bool = False
+    """Whether the step draws random numbers from a default generator."""
 
     @property
     def ok(self) -> bool:
@@ -120,6 +123,7 @@ class Report:
             cases=cases,
             failures=tuple(failures),
             exact=all(report.exact for report in reports),
+            draws=any(report.draws for report in reports),
             tried=tuple(tried),
             **{
                 field: tuple(dict.fromkeys(name for r in reports for name in getattr(r, field)))
@@ -169,6 +173,7 @@ def _causes(report: Report) -> Iterator[str]:
     wrong = [case for number, case in cases.items() if number in failed]
     right = [case for number, case in cases.items() if number not in failed]
     where = ", ".join(dict.fromkeys(failure.where for failure in failures))
+    buckets = dict.fromkeys(map(_bucket, wrong))
     evidence = f"{where} differs in {_count(failures)} of {report.cases}"
     if report.replaced:
         yield (
@@ -192,12 +197,27 @@ def _causes(report: Report) -> Iterator[str]:
             f"only after an update: values of an earlier case stay in the graph, or an update "
             f"reaches another region ({evidence})"
         )
+    elif report.draws and not right:
+        yield (
+            f"every case, and the step draws random numbers: a replay does not draw where eager "
+            f"does ({evidence})"
+        )
+    elif all(_EQUALS in failure.message for failure in failures):
+        yield (
+            f"outputs that are other outputs: the graph writes both into the same memory "
+            f"({failures[0].where} {failures[0].message})"
+        )
     elif wrong and all(case.padded for case in wrong) and any(not c.padded for c in right):
         yield f"only padded batches: real rows read padded rows ({evidence})"
     elif not any(failure.where.startswith("output") for failure in failures):
         yield (
             f"only state differs: a write of the step is lost, happens twice, or goes to other "
             f"memory ({evidence})"
+        )
+    elif buckets and len(buckets) < len({_bucket(case) for case in cases.values()}):
+        yield (
+            f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends "
+            f"on the size is in the graph ({evidence})"
         )
     elif all(failure.complete for failure in failures) and not right:
         yield (
@@ -209,6 +229,13 @@ def _causes(report: Report) -> Iterator[str]:
             f"only some rows or outputs: a branch of capture is in the graph, or memory is shared "
             f"with other work ({evidence})"
         )
+
+
+_EQUALS = "and equals output"
+
+
+def _bucket(case: Case) -> str:
+    return case.bucket.partition(",")[0]
 
 
 def _count(failures: Iterable[Failure]) -> str:
@@ -358,6 +385,8 @@ class Seen:
 
     outputs: Named
     state: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+    draws: bool = False
+    """Whether the run drew random numbers from the default generator of the backend."""
 
 
 Run = Callable[[], Named]
@@ -396,6 +425,7 @@ class Comparison:
         self._near = near
         self._with_state = with_state
         self.agreed = agreed
+        self.draws = False
         self.tolerated: dict[str, None] = {}
         """Names that were compared within tolerance, because eager differs from itself."""
 
@@ -405,7 +435,10 @@ class Comparison:
         outputs = run()
         self._backend.synchronize()
         self.state.settle()
-        return Seen(outputs=outputs, state=self.state.changes() if self._with_state else {})
+        draws = not torch.equal(self._backend.get_rng_state(), self.state.snapshot.random)
+        self.draws |= draws
+        state = self.state.changes() if self._with_state else {}
+        return Seen(outputs=outputs, state=state, draws=draws)
 
     def failures(
         self,
@@ -475,7 +508,11 @@ class Comparison:
             self.tolerated |= dict.fromkeys(unstable)
             found = differ(got, how, shared)
         lasting = {where for where, _ in differ(repeated, how, shared)}
-        return [failed(where, message, "graph", where in lasting) for where, message in found]
+        twins = _twins(expected.outputs, got.outputs)
+        return [
+            failed(where, message + twins.get(where, ""), "graph", where in lasting)
+            for where, message in found
+        ]
 
     def differences(
         self,
@@ -513,6 +550,15 @@ class Comparison:
             pairs.append((name, one, other))
         named = ((name, how(name)(one, other)) for name, one, other in pairs)
         return [(name, message) for name, message in named if message]
+
+
+def _twins(want: Named, got: Named) -> dict[str, str]:
+    """Return the outputs of a replay that equal another one, unlike those of eager."""
+    expected, twins = dict(want), {}
+    for (name, one), (twin, other) in itertools.permutations(got, 2):
+        if not compare(one, other) and compare(expected[name], expected[twin]):
+            twins[name] = f" {_EQUALS} {twin.removeprefix('output ')}"
+    return twins
 
 
 class Provable(Protocol):
@@ -625,6 +671,10 @@ class _Prover:
         self._inputs = [
             (path, unexpanded(leaf)) for path, leaf in owned.tensors[: len(owned.given)]
         ]
+        now = owned.everything()
+        self.replaced = replaced(captured.places, addresses(now))
+        # Contents change in each case, because the old memory may hold a copy of the new ones.
+        self._renewed = [(name, leaf) for name, leaf in now if name in self.replaced]
         arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
         reached = owned.reached()
         self._state = [*reached, *arguments]  # of two names of a tensor, the last counts
@@ -649,7 +699,7 @@ class _Prover:
     def runs(self, host: Mapping[str, Any]) -> tuple[Run, Run]:
         """Return an eager run and a replay on new inputs."""
         data = []
-        for path, leaf in self._inputs:
+        for path, leaf in [*self._inputs, *self._renewed]:
             if path in self._sample:
                 value = drawn(self._sample[path], leaf, self._generator)
             else:
@@ -756,6 +806,7 @@ def prove(
         not_varied=(*prover.not_varied(), *fixed),
         near=tuple(comparison.tolerated),
         tried=tuple(tried),
-        replaced=replaced(captured.places, addresses(job.owned.everything())),
+        replaced=prover.replaced,
         moved=tuple(prover.state.moved),
+        draws=comparison.draws,
     )

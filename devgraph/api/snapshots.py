@@ -89,7 +89,7 @@ class Snapshot:
         optional: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> None:
         self._backend = backend
-        self._random = backend.get_rng_state()
+        self.random = backend.get_rng_state()
         self._host_random = torch.get_rng_state()
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._left = DEFAULT_LIMIT if limit is None else limit
@@ -141,8 +141,8 @@ class Snapshot:
                     is_first = (axis, width) == (0, 1)
                     can_be_rows = size >= max(tensor.shape) and 2 * len(inside) <= size
                     if len(inside) and (is_first or can_be_rows):
-                        axes = f"dimension {axis}" if width == 1 else f"dimensions {axis}, {axis + 1}"
-                        where = "" if is_first else f" along {axes}"
+                        where = f" along dimension {axis}" + f" and {axis + 1}" * (width == 2)
+                        where *= not is_first
                         view = tensor.detach().view(math.prod(tensor.shape[:axis]), size, -1)
                         memory = view.view(torch.uint8)
                         content = memory.index_select(1, inside)
@@ -163,8 +163,8 @@ class Snapshot:
                     parts.append(Part(name, tensor, plain, content.view(tensor.shape), None))
             for name, tensor, memory, rows, saved in self._rows:
                 now = memory.index_select(1, rows)
-                by_row = [t.view(tensor.dtype).transpose(0, 1).contiguous() for t in (now, saved)]
-                parts.append(Part(name, tensor, *by_row, rows))
+                now, before = (t.view(tensor.dtype).transpose(0, 1) for t in (now, saved))
+                parts.append(Part(name, tensor, now.contiguous(), before.contiguous(), rows))
         return parts
 
     def generators(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -197,7 +197,7 @@ class Snapshot:
     def restore(self) -> None:
         """Give tensors and generators their contents back, and tensors their layouts."""
         _restores[threading.get_ident()] += 1
-        self._backend.set_rng_state(self._random)
+        self._backend.set_rng_state(self.random)
         torch.set_rng_state(self._host_random)
         for generator, state in self._generators:
             generator.set_state(state)
@@ -218,15 +218,15 @@ class Snapshot:
 
     def require_unwritten(self, culprit: str = "warm-up or capture") -> None:
         """Raise CaptureError if a tensor above the limit has other contents than before."""
-        rows = bool(self._rows)
         with torch.inference_mode():
             for name, tensor, _, _, _, digest in self._saved:
                 if digest is not None and not torch.equal(hash_of(tensor), digest):
+                    outside = " outside of the rows that the inputs name" * bool(self._rows)
                     raise CaptureError(
-                        f"{culprit} wrote {name}{' outside of the rows that the inputs name' * rows}"
-                        f", and its {tensor.nbytes} bytes are above the limit for copies, so that "
-                        f"its old values are lost. Let the pad rule of the inputs keep padding "
-                        f"from writing real state (pad=), or raise snapshot_limit=."
+                        f"{culprit} wrote {name}{outside}, and its {tensor.nbytes} bytes are above "
+                        f"the limit for copies, so that its old values are lost. Let the pad rule "
+                        f"of the inputs keep padding from writing real state (pad=), or raise "
+                        f"snapshot_limit=."
                     )
 
 

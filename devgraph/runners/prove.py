@@ -151,6 +151,10 @@ class Proof:
             _roots(step),
             limit=terms.snapshot_limit,
         )
+        now = state_of(step)
+        names = replaced(step.places, addresses(now))
+        # Contents change in each case, because the old memory may hold a copy of the new ones.
+        self._renewed = [leaf for name, leaf in now if name in names and not terms.quick]
         near = functools.partial(compare_near, rtol=terms.rtol, atol=terms.atol)
         self._compared = Comparison(
             self._state, step.backend, near, with_state=terms.state, agreed=self._agreed
@@ -190,8 +194,9 @@ class Proof:
             ),
             near=tuple(self._compared.tolerated),
             tried=tuple(self._tried),
-            replaced=replaced(step.places, addresses(state_of(step))),
+            replaced=names,
             moved=tuple(self._state.moved),
+            draws=self._compared.draws,
         )
 
     def _agreed(self, differs: bool) -> bool:
@@ -256,8 +261,16 @@ class Proof:
         self._state.snapshot.save_rows(self._rows(inputs))
 
         has_equal_rows = False
+        renewed = [(leaf, leaf.detach().clone()) for leaf in self._renewed]
+        for _, value in renewed:
+            randomize(value, self._generator)
+
+        def renew() -> None:
+            for leaf, value in renewed:
+                leaf.detach().copy_(value)
 
         def load() -> None:
+            renew()
             bound.load(inputs)
             mark(step.inputs.views(real))
             if has_equal_rows:
@@ -281,6 +294,7 @@ class Proof:
             return _copies(bound.result(given))
 
         def unpadded() -> Named:
+            renew()
             views = step.inputs.eager_views(inputs, real)
             mark(views)
             return _copies(step.call_eagerly(step.whole, views, real, real_host, graph.options))
@@ -323,9 +337,7 @@ class Proof:
         is_suspect = compared.agreed(bool(suspects))
         if self._terms.quick and not is_suspect:
             return failures
-        random = step.backend.get_rng_state()
         alone = compared.seen(unpadded)
-        draws = bool((random != step.backend.get_rng_state()).any())
         for name, row, slots in suspects:
             culprit = self._culprit(name, row, slots, want, alone, eager, graph, real, inputs)
             if culprit:
@@ -345,7 +357,7 @@ class Proof:
                     self._notes[_COLLISION] = None
                 elif message:
                     failures.append(failed(name, f"with padding filled with NaN {message}", "size"))
-        if draws:
+        if alone.draws:
             self._notes["the batch without padding (the step draws random numbers)"] = None
         elif not failures:
             failures += (

@@ -50,6 +50,22 @@ def test_suite_passes_on_the_fake(tmp_path: Path):
 @pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
 )
+def test_planted_faults_are_found_on_the_fake(tmp_path: Path):
+    result = run_suite(
+        *("-p", "tests.sim.hip.plugin", "--devgraph-backend", "rocm"),
+        # The fake replays calls on tensor objects, which follow a new `.data`.
+        *("--devgraph-skip-undeclared", "-k", "planted_fault_is_found and not data"),
+        cwd=tmp_path,
+        modules=["tests.api.test_planted"],
+        DEVGRAPH_HIP_SIM="fake",
+    )
+    assert result.exit_code == 0, result.text[-4000:]
+    assert sum(outcome == "passed" for outcome in result.outcomes.values()) == 12
+
+
+@pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
+)
 def test_thread_stuck_beside_an_undeclared_capture_is_reported_and_left(tmp_path: Path):
     """The replay waits for the capture of the very thread that waits for the replay."""
     tried = "test_another_thread_replays_while_one_captures"
