@@ -208,8 +208,7 @@ class Bound:
         self._sources = [(n, owners[n], tree, tensors_in(tree)) for n, tree in trees.items()]
         returned = {id(tensor) for *_, tensors in self._sources for tensor in tensors}
         split = [[t for t in self.tensors if (id(t) in returned) is kind] for kind in (False, True)]
-        self._placed = [*split[0], *split[1][:CHECKED]]
-        """The tensors whose addresses are compared."""
+        self._placed = [*split[0], *split[1][:CHECKED]]  # the tensors whose addresses are compared
         self._places = [*map(torch.Tensor.data_ptr, self._placed)]
         held = {**owners, **trees}
         kept = (torch.Tensor, tuple, *PLAIN) if values else (torch.Tensor, tuple)
@@ -359,10 +358,7 @@ def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _zeros(nbytes: int, device: torch.device | str) -> torch.Tensor:
     try:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    except (
-        RuntimeError,
-        TypeError,
-    ) as error:  # CPU allocator; over 64 bits
+    except (RuntimeError, TypeError) as error:  # CPU allocator; over 64 bits
         if not isinstance(error, (TypeError, torch.OutOfMemoryError)) and "alloc" not in str(error):
             raise
         what = str(error).partition("\n")[0]

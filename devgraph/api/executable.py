@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
 """Errors that mean that memory or another resource of the device ran out."""
 
-_OWN = object()
-"""Stands in for the key of a graph's own executable."""
+_OWN = object()  # stands in for the key of a graph's own executable
 
 
 class Executable(Protocol):
@@ -114,10 +113,8 @@ class Owner(Protocol):
 @attrs.define
 class _Item:
     owner: weakref.ref[Owner]
-    recording: Any
-    """A recording, or the owner's executable."""
-    used: int = 0
-    """Stamp of the last use of a recording; an executable has its own."""
+    recording: Any  # a recording, or the owner's executable
+    used: int = 0  # stamp of the last use of a recording; an executable has its own
     charged: int = 0
 
     @property
@@ -389,8 +386,7 @@ class EvictableExecutable(Recording):
         self._make, self._drop = make, drop
         self._executable: Executable | None = None
         """The target; None while the state is absent or evicted."""
-        self._bound: dict[int | None, Callable[[], None]] = {}
-        """Launches of the target, by stream."""
+        self._bound: dict[int | None, Callable[[], None]] = {}  # launches of the target, by stream
         self.used = 0
         """Stamp of the last launch."""
         self._bytes = nbytes

@@ -80,8 +80,7 @@ class Outputs:
         self._pool = pool
         self._given = {memory_of(tensor) for tensor in arguments}
         self._warm_up: tuple[list[Any], pytree.TreeSpec] | None = None
-        self._moved: set[int] = set()
-        """Memory of the tensors that outputs were moved to."""
+        self._moved: set[int] = set()  # memory of the tensors that outputs were moved to
 
     def hold(self, outputs: Any) -> None:
         """Keep the outputs of a warm-up run if the pool already has graphs."""

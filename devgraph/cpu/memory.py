@@ -149,8 +149,7 @@ class BlockPool:
         self._released = False
         self._saved: list[tuple[Block, bytes]] = []
         self._recording = 0
-        self._unread = _Ranges()
-        """Older memory that died during the current recording."""
+        self._unread = _Ranges()  # older memory that died during the current recording
 
     def begin_recording(self) -> None:
         """Begin a recording, in which no operation reads memory that is free now."""

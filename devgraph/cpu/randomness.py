@@ -15,8 +15,7 @@ from devgraph.cpu.metadata import UnrecordableError
 Record = Callable[[str, Callable[[], object]], None]
 """Records a call under a name."""
 
-_claim = threading.Lock()
-"""Held by the recording that moves torch's default generator."""
+_claim = threading.Lock()  # held by the recording that moves torch's default generator
 
 
 def _address(generator: torch.Generator) -> int:
@@ -31,8 +30,7 @@ class _Position:
     """
 
     generator: torch.Generator
-    state: torch.Tensor
-    """The state in the recording."""
+    state: torch.Tensor  # the state in the recording
     is_needed: bool = False
     saved: torch.Tensor | None = None
 
@@ -132,8 +130,7 @@ class _StandIn:
 
     original: torch.Generator
     generator: torch.Generator
-    state: torch.Tensor
-    """The state of the original when it was seeded."""
+    state: torch.Tensor  # the state of the original when it was seeded
 
 
 class Randomness:

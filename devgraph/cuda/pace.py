@@ -31,8 +31,7 @@ _EMPTY_KERNEL = b""".version 8.0
 .address_size 64
 .visible .entry empty() { ret; }
 """
-_PROGRAMMATIC_SERIALIZATION = 6
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 _Attribute = structure("CUlaunchAttribute", id=c_int, pad=c_int, value=c_int * 16)
 

@@ -27,8 +27,7 @@ from devgraph.api.registry import cache_folder
 
 _SOURCE = Path(__file__).with_name("pages.c")
 
-_OUT_OF_MEMORY = 2
-"""CUDA_ERROR_OUT_OF_MEMORY."""
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def compiler() -> list[str] | None:

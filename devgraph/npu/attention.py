@@ -24,10 +24,8 @@ BLOCK = 128
 """Rows per block; the operator accepts this size for queries of any length."""
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 513, 16)
-_MASK = 2048
-"""Side of the triangular mask that the operator requires in its compressed causal mode."""
-_CAUSAL = 3
-"""The operator's sparse mode for causal attention; the last query row sees all key rows."""
+_MASK = 2048  # side of the triangular mask that the operator requires in its compressed causal mode
+_CAUSAL = 3  # the operator's sparse mode for causal attention; the last query row sees all key rows
 _NAMES = {
     1: ("actual_seq_lengths", "actual_seq_lengths_kv", "num_heads", "scale"),
     2: ("actual_seq_qlen", "actual_seq_kvlen", "num_query_heads", "softmax_scale"),

@@ -28,8 +28,7 @@ from devgraph.api.process import identity
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 1.0
-"""Interval at which the thread looks for overdue replays while any are watched."""
+_IDLE_SECONDS = 1.0  # interval at which the thread looks for overdue replays while any are watched
 
 
 class Job:

@@ -73,8 +73,7 @@ class NpuGraph(TorchGraph):
         self._regions: TaskGroups | None = None
         self._group_open: Any = None
         self._launched: Callable[[], None] = call_weakly(self._refuse_replay)
-        self._wanted: Host = {}
-        """Host values that the groups must hold in the next replay."""
+        self._wanted: Host = {}  # host values that the groups must hold in the next replay
         self._job: Job | None = None
         self._told = False
         self._nodes: int | None = None

@@ -60,9 +60,7 @@ class RocmBackend(NodeBackend):
         reports = runtime.version.reports_unsafe_calls
         self._guard = None if reports else HostReadGuard(lambda t: self.is_device_memory(t))
         self.capabilities = attrs.evolve(
-            type(self).capabilities,
-            concurrent_threads=reports,
-            compilers=compilers(),
+            type(self).capabilities, concurrent_threads=reports, compilers=compilers()
         )
 
     def check_available(self) -> None:

@@ -32,8 +32,7 @@ _TEXT = ("GetErrorName", "GetErrorString")
 _HOST_COPIES = frozenset({0, 1, 2})
 """Values of hipMemcpyKind that declare a read or write of host memory."""
 
-_COPY_KINDS = frozenset({0, 1, 2, 3, 4, 1024})
-"""All values of hipMemcpyKind in headers up to HIP 7."""
+_COPY_KINDS = frozenset({0, 1, 2, 3, 4, 1024})  # all values of hipMemcpyKind in headers up to HIP 7
 
 
 class Version(NamedTuple):

@@ -50,8 +50,7 @@ logger = logging.getLogger(__name__)
 _fastest_paces: weakref.WeakKeyDictionary[Backend, float] = weakref.WeakKeyDictionary()
 """Fastest pace of replays on each backend in this process, in microseconds a kernel."""
 
-_RETRY_RUNS = 2
-"""Warm-up runs before a failed capture is retried; torch recommends this number."""
+_RETRY_RUNS = 2  # warm-up runs before a failed capture is retried; torch recommends this number
 
 _RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
 """Reasons after which a graph waits for the next ``capture``; ``idle`` does not try it again."""
@@ -122,10 +121,8 @@ class CaptureScheduler:
         lent = share and {name: share.facts[name] for name in ("variants", "share")}
         self.facts: Mapping[str, Any] = {**facts, "share": lent}
         self._backend, self._pool = step.backend, step.pool
-        self._held = 0
-        """Bytes of the pool before the capture that is in progress."""
-        self._outputs_known = False
-        """Whether all ranks have learned the outputs of the step."""
+        self._held = 0  # bytes of the pool before the capture that is in progress
+        self._outputs_known = False  # whether all ranks have learned the outputs of the step
         self.rounds = 0
         self.pace: ReplayPace | None = None
         """Pace of graphs after the last round; None on a device with a single pace."""

@@ -37,11 +37,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-_TRIED = 4
-"""Number of budgets, from the largest, for which packing is tried."""
+_TRIED = 4  # number of budgets, from the largest, for which packing is tried
 
-_ENCODED = "encoded"
-"""Name of the meeting of ranks that share items, before they exchange outputs."""
+_ENCODED = "encoded"  # name of the meeting of ranks that share items, before they exchange outputs
 
 _PATIENCE_S = 1800.0
 """Timeout of that meeting in seconds. It is long because a rank may have to capture graphs."""
@@ -381,10 +379,7 @@ class _Shares:
             raise
 
     def gathered(
-        self,
-        own: Mapping[int, Any],
-        lengths: Sequence[int],
-        outputs: OutputStore,
+        self, own: Mapping[int, Any], lengths: Sequence[int], outputs: OutputStore
     ) -> list[Any]:
         """Return the output of every item, exchanged by one all-gather per tensor."""
         texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)

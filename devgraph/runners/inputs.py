@@ -12,18 +12,9 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.runners.outputs import LeasedTensor, released
-from devgraph.runners.slots import (
-    STATE_SLOTS,
-    InputSlot,
-    Pad,
-    Size,
-    raw,
-    raw_dtype,
-    raw_value,
-)
+from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, Size, raw, raw_dtype, raw_value
 
-_ALIGNMENT = 16
-"""Bytes between the starts of packed tensors."""
+_ALIGNMENT = 16  # bytes between the starts of packed tensors
 
 TEMPLATE_BYTES = 2**20
 """Maximum size of a pad template. A template joins a grouped copy, so that padding needs no launch

@@ -69,8 +69,7 @@ class CopyPlan:
         self._is_alike: Callable[..., bool] = _never
         """Whether inputs have the shapes, strides, dtypes and devices of the last inputs that were
         checked, and need no gradients."""
-        self._on_host: tuple[int, ...] = ()
-        """Indices of the inputs that come from the host."""
+        self._on_host: tuple[int, ...] = ()  # indices of the inputs that come from the host
         self._reinterpreted = [
             (index, copy_dtype(slot))
             for index, slot in enumerate(self._order)
@@ -79,8 +78,7 @@ class CopyPlan:
         self._stagings: dict[tuple[int, ...], Staging] = {}
         """Transfers by the indices of the inputs that come from the host; made on first use."""
         self._groups: list[_Group] = []
-        self._padding = Padding()
-        """Padding that no template holds, and the marks of real rows."""
+        self._padding = Padding()  # padding that no template holds, and the marks of real rows
         for dtype, slots in itertools.groupby(self._order, copy_dtype):
             self._add_group(list(slots), dtype)
         for slot in arena.slots.values():

@@ -44,17 +44,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.1
-"""Seconds between two checks of a waiting rank for failures of the others."""
+_LOOK_S = 0.1  # seconds between two checks of a waiting rank for failures of the others
 
 _ROLL_CALL_S = 2.0
 """Timeout of a roll call in seconds. Ranks in the same exchange notice it within ``_LOOK_S``."""
 
-_NEUTRAL = 2**31
-"""The vote of a rank without an opinion."""
+_NEUTRAL = 2**31  # the vote of a rank without an opinion
 
-_SPIN_S = 0.002
-"""Seconds of polling without pauses, about one decode step of a small model."""
+_SPIN_S = 0.002  # seconds of polling without pauses, about one decode step of a small model
 
 
 def several_ranks() -> bool:

@@ -173,10 +173,8 @@ class Runner:
         self._busy: list[Runner] = [] if share is None else share._busy
         """The runner at work, if any, among the runners that share buffers."""
         self._closed = False
-        self._proofs = 0
-        """Number of proofs so far; it keeps their exchanges between ranks apart."""
-        self._checked_at = 0
-        """Number of steps at the last check of the key ``verify``."""
+        self._proofs = 0  # number of proofs so far; it keeps their exchanges between ranks apart
+        self._checked_at = 0  # number of steps at the last check of the key ``verify``
         self._warned = config.capture != "eager"
         """Whether the warning about a run before ``capture`` is out or does not apply."""
         # Otherwise a size that once ran in a graph needs no further decision, because the table of

@@ -28,8 +28,7 @@ from devgraph.api.errors import (
 from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, raw
 
-_NO_STEP = -1
-"""Number of tokens of a request slot without a step that can be rolled back."""
+_NO_STEP = -1  # number of tokens of a request slot without a step that can be rolled back
 
 MOST_CACHED = 64
 """Maximum number of sequences of request slots that are kept on the device."""

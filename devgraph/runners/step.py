@@ -25,8 +25,7 @@ from devgraph.runners.outputs import LeaseClock, LeasedTensor, OutputStore
 from devgraph.runners.slots import Size
 from devgraph.runners.state import StateStore
 
-_Replay = Callable[[Mapping[str, Any]], None]
-"""A replay with the given host arguments."""
+_Replay = Callable[[Mapping[str, Any]], None]  # a replay with the given host arguments
 
 MAX_STEPS = 4096
 """Maximum number of cached steps. A step takes a few KiB, and binding it again about 20 us."""

@@ -28,11 +28,9 @@ _MASK = 2**_EPOCH_BITS - 1
 _UNUSED = 2**39 - 1
 """The value of words that a vote does not need: the largest that fits beside an epoch."""
 
-_POLLS = 200
-"""Polls without a pause where every rank has a processor, about 200 us for two ranks."""
+_POLLS = 200  # polls without a pause where every rank has a processor, about 200 us for two ranks
 
-_LOOK_S = 0.1
-"""Seconds between two checks whether the processes of missing ranks still exist."""
+_LOOK_S = 0.1  # seconds between two checks whether the processes of missing ranks still exist
 
 _FOLDER = "/dev/shm"
 
@@ -82,8 +80,7 @@ class SharedVotes:
         self._begin_between_hosts = begin_between_hosts
         self._between: tuple[int, Finish] | None = None
         """The newest vote among hosts and its epoch: an interrupt must not begin it twice."""
-        self._epoch = 0
-        """Epoch of the last vote that is complete."""
+        self._epoch = 0  # epoch of the last vote that is complete
         self._polls = _POLLS if size <= (os.cpu_count() or 1) else 1
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 DEVICE_MARKERS = ("cpu", "cuda", "npu", "rocm")
 CAPABILITY_MARKER = "devgraph_capability"
 _CORE = "the contract itself"
-_LOST_EXIT_CODE = 70
-"""Exit status of a worker whose device is lost (EX_SOFTWARE of sysexits.h)."""
+_LOST_EXIT_CODE = 70  # exit status of a worker whose device is lost (EX_SOFTWARE of sysexits.h)
 
 _FAULTS = "devgraph_faults"
 """Name of the property of a failed test with the rows of docs/faults.md that it guards."""

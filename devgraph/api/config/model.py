@@ -112,10 +112,7 @@ class DeviceGraphConfig:
 
     @classmethod
     def from_args(
-        cls,
-        namespace: argparse.Namespace,
-        *,
-        parser: argparse.ArgumentParser | None = None,
+        cls, namespace: argparse.Namespace, *, parser: argparse.ArgumentParser | None = None
     ) -> DeviceGraphConfig:
         """Read parsed command line arguments, of ``add_cli_args`` or of an engine's own parser.
 

@@ -48,8 +48,7 @@ class Flag:
         return self.name.lstrip("-").replace("-", "_")
 
 
-_Values = Mapping[tuple[str, str], Any]
-"""Values by phase and key."""
+_Values = Mapping[tuple[str, str], Any]  # values by phase and key
 
 
 def _source(values: _Values, flag: str, *ignored: str) -> Source:

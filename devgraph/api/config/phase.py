@@ -360,9 +360,7 @@ class PhaseConfig:
         default=1,
     )
     strict: bool = _key(
-        FLAG,
-        "Raise an error with the reason instead of running a batch eagerly.",
-        default=False,
+        FLAG, "Raise an error with the reason instead of running a batch eagerly.", default=False
     )
     emulate: bool = _key(
         FLAG,

@@ -19,21 +19,14 @@ import attrs
 from devgraph.api import html
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import (
-    PHASES,
-    DeviceGraphWarning,
-    PhaseConfig,
-    check_names,
-    plain,
-)
+from devgraph.api.config.phase import PHASES, DeviceGraphWarning, PhaseConfig, check_names, plain
 from devgraph.api.config.rules import RULES, WEAKER, Rule
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 from devgraph.api.policy import registration
 
 logger = logging.getLogger(__name__)
 
-_RECOMMENDED = "recommended"
-"""Name of the preference for the policy that the backend recommends."""
+_RECOMMENDED = "recommended"  # name of the preference for the policy that the backend recommends
 
 
 @attrs.frozen(kw_only=True)
@@ -104,10 +97,7 @@ class Resolution:
 
 
 def resolve(
-    config: DeviceGraphConfig,
-    facts: EngineFacts | None = None,
-    *,
-    phases: Iterable[str] = PHASES,
+    config: DeviceGraphConfig, facts: EngineFacts | None = None, *, phases: Iterable[str] = PHASES
 ) -> Resolution:
     """Apply the compatibility rules to the configuration for ``facts.backend``.
 

@@ -84,8 +84,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-_ALIGNMENT = 16
-"""Alignment in bytes that suits every dtype."""
+_ALIGNMENT = 16  # alignment in bytes that suits every dtype
 
 
 def _seen_as(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
@@ -191,8 +190,7 @@ class MarkedCall:
             self._places = {id(leaf): place_of(leaf) for leaf in placed}
             """Places of the arguments at the call, until the first later run."""
             self._owned = frozenset(map(memory_of, placed))
-        self._known: list[Any] = []
-        """Bridge, ``_Passed`` or value of each result."""
+        self._known: list[Any] = []  # bridge, ``_Passed`` or value of each result
         self._sharing: list[tuple[int, int, int]] = []
         self._spec: pytree.TreeSpec | None = None
         self._returned_none = False

@@ -49,12 +49,9 @@ class Names:
             raise InputTypeError(
                 f"name_nodes must be True, False or a torch.nn.Module, got {brief(asked)}"
             )
-        self._running: list[str] = []
-        """The current named calls, outermost first."""
-        self._ranges: list[NodeRange] = []
-        """Their ranges in the current graph, if there is one."""
-        self._found: list[NodeRange] = []
-        """All ranges of the current graph."""
+        self._running: list[str] = []  # the current named calls, outermost first
+        self._ranges: list[NodeRange] = []  # their ranges in the current graph, if there is one
+        self._found: list[NodeRange] = []  # all ranges of the current graph
         self._recorded: Callable[[], int | None] | None = None
 
     @contextlib.contextmanager

@@ -11,14 +11,7 @@ import torch
 
 from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked, taken_from
-from devgraph.api.marks.marks import (
-    Absorbed,
-    Mark,
-    Scope,
-    current_scope,
-    entered,
-    refuse_no_graph,
-)
+from devgraph.api.marks.marks import Absorbed, Mark, Scope, current_scope, entered, refuse_no_graph
 from devgraph.api.marks.source import user_line
 from devgraph.api.tensors import tensors_in
 

@@ -38,8 +38,7 @@ _COUNTED = """
 """.split()
 
 
-_RECENT = 64
-"""Number of unrecorded keys that are remembered."""
+_RECENT = 64  # number of unrecorded keys that are remembered
 
 
 class _MissBudget:

@@ -449,8 +449,7 @@ class _Build:
     ) -> None:
         self._compiler = compiler
         self._wrap = wrap
-        self.known: dict[Any, Callable[..., Any]] = {}
-        """Code by the signature of a piece."""
+        self.known: dict[Any, Callable[..., Any]] = {}  # code by the signature of a piece
         self.pieces = 0
 
     def piece(self, piece: GraphModule, modes: Modes) -> Callable[..., Any]:
@@ -575,11 +574,9 @@ class _CompiledStep:
         self.tokens = {name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared}
         self.live: Mapping[str, Any] = job.spec.declared
         """Values of tokens for marked functions: plain ones, or tracked ones in a capture."""
-        self.session: Session | None = None
-        """The session, during a capture."""
+        self.session: Session | None = None  # the session, during a capture
         self.plan: BreakablePlan | None = None
-        self.entry: _Entry | None = None
-        """The compiled step that ran."""
+        self.entry: _Entry | None = None  # the compiled step that ran
         self.entered_at = 0.0
         self.build: _Build | None = None
         """The compilation for this step; None if older code is reused."""

@@ -65,8 +65,7 @@ host memory; or None for a node of another kind."""
 Arguments = tuple[Any, ...]
 """The ctypes types of a call's arguments; every call returns an error code, 0 for success."""
 
-_P = ctypes.c_void_p
-"""A handle, an address, or a pointer to a result."""
+_P = ctypes.c_void_p  # a handle, an address, or a pointer to a result
 
 BRIEF: Mapping[str, Arguments] = {
     "StreamIsCapturing": (_P, _P),
@@ -117,8 +116,7 @@ _GETTERS = {kind: f"Graph{kind.title()}NodeGetParams" for kind in (KERNEL, MEMCP
 THREAD_LOCAL = 1
 """The capture mode that does not restrict other threads."""
 
-_OUT_OF_MEMORY = 2
-"""Error code for insufficient memory in all drivers."""
+_OUT_OF_MEMORY = 2  # error code for insufficient memory in all drivers
 
 _NOT_CAPTURING, _ACTIVE = 0, 1
 """Capture states of a stream; other values mean an invalidated capture."""

@@ -59,15 +59,12 @@ costs the host time of about 12 updates (docs/benchmarks.md), so 16 uses repay i
 class _Call:
     """A call of a region in a capture."""
 
-    lane: Any
-    """The stream of the call, or None for the capture stream."""
+    lane: Any  # the stream of the call, or None for the capture stream
     last: frozenset[int]
     """Nodes that precede the capture stream's next work only since the call. At least one belongs
     to the region."""
-    start: int
-    """Position of the call's first node, not counting nodes of loops."""
-    nodes: tuple[int, ...] = ()
-    """The call's nodes; empty until the end of the capture."""
+    start: int  # position of the call's first node, not counting nodes of loops
+    nodes: tuple[int, ...] = ()  # the call's nodes; empty until the end of the capture
 
 
 class _Direct:
@@ -118,8 +115,7 @@ class _Own:
         """The part of a replay that torch does, or None for a graph without random numbers."""
         self.captured: NodeRecording | None = None
         """The recording with the parameters of the capture."""
-        self.held: NodeRecording | None = None
-        """The recording that the executable launches."""
+        self.held: NodeRecording | None = None  # the recording that the executable launches
 
     def make(self) -> Executable:
         """Create the executable of the captured graph with the parameters of ``held``."""

@@ -71,16 +71,14 @@ class _Node(NamedTuple):
 
     node: int
     kind: str
-    fixed: Any
-    """Properties that an executable cannot change."""
+    fixed: Any  # properties that an executable cannot change
 
 
 @attrs.frozen
 class _Region:
     name: str
     nodes: tuple[_Node, ...]
-    edges: frozenset[tuple[int, int, Hashable]]
-    """Edges between nodes of the region, by position."""
+    edges: frozenset[tuple[int, int, Hashable]]  # edges between nodes of the region, by position
 
 
 class RegionPattern:
