@@ -51,7 +51,7 @@ from devgraph.runners.decode import DecodeRunner
 
 logger = logging.getLogger(__name__)
 
-_WIDTHS = (2, 4, 8, 12, 16)
+_WIDTHS = (1, 2, 4, 8, 12, 16)
 """Numbers of tokens with graphs for steps that check proposed tokens; others are padded."""
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
@@ -340,11 +340,13 @@ class _Acceleration:
         if any(seat.pads) and inputs.get("attention_mask") is None:
             return Fallback.MASK, None  # The mask would say which tokens are padding.
         # A row of nothing but padding has no token to decode.
-        if count == 1 and seat.length >= max(seat.pads):
+        # Proposals roll recurrent state back, so it stays in the runner that keeps its versions.
+        checks = count == 1 and seat.assisted and bool(self.engine.model.states)
+        if count == 1 and seat.length >= max(seat.pads) and not checks:
             return None, seat.decode(ids, self.engine.decode)
         if not seat.follow(inputs.get("position_ids"), count):
             return Fallback.MASK, None
-        if keep == 1:
+        if keep == 1 and not checks:
             return None, seat.packed(ids)
         keep = keep or count
         if len(seat.pads) > 1 or keep > _WIDTHS[-1] or seat.length + count - keep < seat.pads[0]:
@@ -359,11 +361,10 @@ class _Acceleration:
             phase = self.engine.config.decode
             # Few of the widths occur.
             capture = phase.capture if phase.strict else "lazy"
-            self.engine.model.states.keep_history(_WIDTHS[-1])
             self._checking = self.engine.make_decode(
                 attrs.evolve(phase, buckets=(1,), capture=capture),
                 max_requests=1,
-                variants=[{"width": width} for width in _WIDTHS],
+                variants=[{"width": width} if width > 1 else {} for width in _WIDTHS],
                 name="checking",
             )
             self.engine.runners.append(self._checking)

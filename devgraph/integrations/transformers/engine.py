@@ -167,16 +167,6 @@ class Engine:
                 f"the model is on {self.model.device} and backend {self.backend.name!r} captures "
                 f"{self.backend.device}; move the model there or choose another backend"
             )
-        if (
-            self.model.states
-            and self.config.prefill.policy == "full"
-            and self.backend.name != "cpu"
-            and not self.config.prefill.emulate
-        ):
-            raise InputError(
-                f"prefill with policy full is not supported for models with recurrent layers on "
-                f"backend {self.backend.name!r}; use breakable for prefill"
-            )
         self._scheduler = Scheduler(
             max_requests, max_step_tokens=max_step_tokens, alone=self.model.own is not None
         )
@@ -211,11 +201,13 @@ class Engine:
             backend=self.backend,
             pool=self.pool,
             name_nodes=self._named,
+            state=model.states.slots,
             max_tokens=max_step_tokens,
             max_requests=max_requests,
         )
         decode = self.config.decode
-        self.decode = self.make_decode(decode, max_requests=max_requests)
+        shared = self.prefill if model.states else None
+        self.decode = self.make_decode(decode, max_requests=max_requests, share=shared)
         self.runners: list[Runner] = [self.prefill, self.decode]
         self.several: DecodeRunner | None = None
         """Runner of launches of several decode steps."""
@@ -245,8 +237,15 @@ class Engine:
             backend=self.backend,
             pool=self.pool,
             name_nodes=self._named,
+            state=model.states.slots,
             **options,
         )
+
+    def clear(self, slot: int) -> None:
+        """Prepare a slot for a new request."""
+        self.model.cache.release(slot)
+        if self.model.states:
+            self.decode.assign(slot)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -380,7 +379,9 @@ class Engine:
             random_state="" if sampler is None else sampler.state.numpy().tobytes().hex(),
         )
         with self.pool.lock:
-            pack(self.model.slot_tensors(request.slot, request.cached), handoff)
+            pack(
+                self.model.slot_tensors(request.slot, request.cached, self._state(request)), handoff
+            )
         handoff = attrs.evolve(
             handoff, progress=Progress(handoff.layers, self.backend.fence(), deadline=deadline)
         )
@@ -502,18 +503,26 @@ class Engine:
         self._expire()
         for request in self._scheduler.admit():
             assert request.slot is not None
-            self.model.clear(request.slot)
+            self.clear(request.slot)
             handoff = self._handoffs.get(request.id)
             if handoff is None:
                 continue
             try:
+                state = self._state(request)
                 with self.pool.lock:
-                    unpack(handoff, self.model.slot_tensors(request.slot, request.cached))
+                    unpack(handoff, self.model.slot_tensors(request.slot, request.cached, state))
+                if state:
+                    self.decode.import_state(request.slot, state)
             except BaseException as error:
                 note(error, f"in the handoff of request {request.id}, which is cancelled")
                 self._drop(request)
                 raise
             del self._handoffs[request.id]
+
+    def _state(self, request: Request) -> dict[str, Tensor]:
+        """Return copies of the state of a running request."""
+        assert request.slot is not None
+        return self.decode.export_state(request.slot) if self.model.states else {}
 
     def _own_geometry(self) -> dict[str, Any]:
         if self._geometry is None:
@@ -532,8 +541,10 @@ class Engine:
         self._check_able()
         begin = time.perf_counter()
         self._join()
-        for move in self._scheduler.compact():
-            self.model.move(*move)
+        for source, target, length in self._scheduler.compact():
+            self.model.cache.move(source, target, length)
+            if self.model.states:
+                self.decode.import_state(target, self.decode.export_state(source))
         chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
         if not chunks:
             return self._collected()

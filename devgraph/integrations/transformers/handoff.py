@@ -285,7 +285,8 @@ def geometry_of(model: CausalModel) -> dict[str, Any]:
     layers = len(model.cache.layers)
     columns: dict[str, list[Any]] = {name: [None] * layers for name in GEOMETRY[2:-1]}
     states: list[dict[str, Any]] = [{} for _ in range(layers)]
-    for name, tensor in model.slot_tensors(0, 0).items():
+    rows = {slot.name: torch.empty(slot.shape, dtype=slot.dtype) for slot in model.states.slots}
+    for name, tensor in model.slot_tensors(0, 0, rows).items():
         index, _, part = name.partition(".")
         layer = int(index)
         if part == "k":

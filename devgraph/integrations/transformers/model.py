@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ from devgraph.integrations.transformers.probe import (
     unregister,
 )
 from devgraph.integrations.transformers.requests import Piece
-from devgraph.integrations.transformers.state import Mixer, RecurrentStates, run_packed
-from devgraph.runners.batch import Batch
+from devgraph.integrations.transformers.state import Mixer, RecurrentLayers, run_packed
+from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
@@ -86,8 +86,8 @@ class CausalModel:
 
     A model that attends by itself (``own`` gives the reason) runs its own attention on whole slots
     under a mask of device positions. Its steps read nothing from the host, and a packed step has
-    the tokens of one request. Mixers keep recurrent state in the slots (see ``state``). Models of
-    both kinds must reproduce the logits of the unchanged model first.
+    the tokens of one request. Mixers keep recurrent state in the state slots of the runners (see
+    ``state``). Models of both kinds must reproduce the logits of the unchanged model first.
 
     Args:
         model: as for ``Engine``.
@@ -136,7 +136,7 @@ class CausalModel:
             device=self.device,
             answers=self.shape.uses_length,
         )
-        self.states = RecurrentStates(self.shape.states, max_requests)
+        self.states = RecurrentLayers(self.shape.states)
         self.varlen = self.slotted is None and self.own is None and self._has_varlen()
         self._step: _Step | None = None
         self._windows = sorted({layer.window for layer in attention}, key=str)
@@ -290,7 +290,7 @@ class CausalModel:
             ends = zip(positions, left, strict=True)
             longest = max(position + min(steps, count) for position, count in ends)
         host_args = self.decode_host_values(positions, longest=longest)
-        return {"inputs": inputs, "host_args": host_args, "longest": longest}
+        return self._data(pieces, inputs, host_args, longest)
 
     def packed_data(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the arguments of ``Runner.run`` for a packed step."""
@@ -310,7 +310,13 @@ class CausalModel:
         if self.packed_host_args:
             spans = ((p.slot, p.cached, p.count) for p in pieces)
             host_args["spans"] = tuple(itertools.chain.from_iterable(spans))
-        return {"inputs": inputs, "host_args": host_args, "longest": max(lengths)}
+        return self._data(pieces, inputs, host_args, max(lengths))
+
+    def _data(
+        self, pieces: Sequence[Piece], inputs: dict[str, Tensor], host_args: Any, longest: int
+    ) -> dict[str, Any]:
+        data = {"inputs": inputs, "host_args": host_args, "longest": longest}
+        return data | ({"state_slots": [piece.slot for piece in pieces]} if self.states else {})
 
     def _tokens(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:
         ids: list[int] = []
@@ -325,26 +331,23 @@ class CausalModel:
         tensors = self.tensor([ids, positions, rows])  # one transfer
         return dict(zip(("input_ids", "position_ids", "slot_mapping"), tensors, strict=True))
 
-    def clear(self, slot: int) -> None:
-        """Prepare a slot for a new request."""
-        self.cache.release(slot)
-        if self.states:
-            self.states.clear(slot)
+    def slot_tensors(
+        self, slot: int, length: int, state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of a request, as ``Handoff`` names them.
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Move a request of ``length`` cached tokens to another slot."""
-        self.cache.move(source, target, length)
-        self.states.move(source, target)
-
-    def slot_tensors(self, slot: int, length: int) -> dict[str, Tensor]:
-        """Return the first ``length`` tokens of a slot as views, as ``Handoff`` names them."""
+        Args:
+            slot: slot of the request.
+            length: number of its tokens whose keys and values are returned, as views.
+            state: its state by state slot.
+        """
         tensors = {
             f"{index}.{name}": rows[slot, :, :length].transpose(0, 1)
             for index, layer in enumerate(self.cache.layers)
             if layer is not None
             for name, rows in (("k", layer.keys_by_slot), ("v", layer.values_by_slot))
         }
-        return tensors | self.states.slot_tensors(slot)
+        return tensors | {self.states.names[name]: tensor for name, tensor in state.items()}
 
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return ``values`` as a tensor on the device."""
@@ -466,7 +469,8 @@ class CausalModel:
         ]
         tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
         weights = [*mixer.module.parameters(), *mixer.module.buffers()]
-        rows, inputs, spans = self.states.rows[mixer.layer], (args, kwargs), step.batch.host.spans
+        rows = self.states.rows(step.batch.state, mixer.layer)
+        inputs, spans = (args, kwargs), step.batch.host.spans
         run_packed(self.states, mixer, rows, weights, inputs, tensors, spans=spans)
         return pytree.tree_unflatten(outputs, spec)
 
@@ -489,7 +493,7 @@ class CausalModel:
 
         rows = (requests, step.width)
         args, kwargs = reshaped(layout, rows, (args, kwargs))
-        output = self.states.decode(mixer, step.slots, step.width, args, kwargs)
+        output = self.states.decode(mixer, step.batch, step.width, args, kwargs)
         return reshaped(rows, layout, output)
 
     def _verify(self) -> None:
@@ -534,28 +538,32 @@ class CausalModel:
     def _logits(self, texts: list[list[int]]) -> Tensor:
         """Return the logits of the last two tokens of each text, from steps."""
         logits = []
+        state = self.states.zeros(len(texts) + 1, self.device)
         for slot, text in enumerate(texts):
-            self.clear(slot)
+            self.cache.release(slot)
             for first, end in ((0, 3), (3, len(text) - 1)):
                 piece = Piece(slot, first, text[first:end], completes=True)
-                batch = self._batch(self.packed_data([piece]), 1, padding=2)
+                batch = self._batch(self.packed_data([piece]), 1, state, padding=2)
                 last = self.tail(self.packed(batch), batch)["logits"][0]
             logits.append(last)
         ends = [Piece(slot, len(t) - 1, t[-1:], completes=True) for slot, t in enumerate(texts)]
-        logits += self.decode(self._batch(self.decode_data(ends), len(ends)))["logits"]
+        logits += self.decode(self._batch(self.decode_data(ends), len(ends), state))["logits"]
         for slot in range(len(texts)):
             self.cache.release(slot)
         return torch.stack(logits)
 
-    def _batch(self, data: dict[str, Any], requests: int, *, padding: int = 0) -> Batch:
+    def _batch(
+        self, data: dict[str, Any], requests: int, state: StateViews, *, padding: int = 0
+    ) -> Batch:
         pads = {"slot_mapping": self.cache.scratch_row}
         inputs = {
             name: F.pad(tensor, (0, padding), value=pads.get(name, 0))
             for name, tensor in data["inputs"].items()
         }
-        return Batch(
-            inputs, Size(requests, len(inputs["input_ids"])), host=data["host_args"], variant={}
-        )
+        size = Size(requests, len(inputs["input_ids"]))
+        if self.states:
+            inputs["state_slots"] = self.tensor(data["state_slots"])
+        return Batch(inputs, size, host=data["host_args"], variant={}, state=state)
 
     # -- attention -------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from transformers.cache_utils import (
 from devgraph.api.errors import StateError
 from devgraph.integrations.transformers.engine import Engine
 from devgraph.integrations.transformers.requests import Piece
-from devgraph.integrations.transformers.state import layer_with, state_tensors
+from devgraph.integrations.transformers.state import state_tensors
 from devgraph.runners.decode import DecodeRunner
 
 _KEY_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -74,14 +74,16 @@ class Seat:
         self._engine = engine
         self._rows = engine.model.cache
         self._states = engine.model.states
+        self._holder: DecodeRunner = engine.decode
+        """Runner that holds the state; ``engine.prefill`` shares that of ``engine.decode``."""
         self._cache = weakref.ref(cache)
         self._next: Tensor | None = None
-        self._unsettled: int | None = None
-        """Token of the last step whose state is the state of the row."""
+        self._accepted: int | None = None
+        """Number of accepted tokens of the last step of several tokens; None means all."""
         self._kind = cache.layer_class_to_replicate
         self._originals = list(cache.layers)
         for slot in range(len(pads)):
-            engine.model.clear(slot)
+            engine.clear(slot)
         if self.length:
             self._fill(cache.layers)
         cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
@@ -92,10 +94,10 @@ class Seat:
         """Return whether the slots of ``engine`` can hold ``cache``."""
         if type(cache) is not DynamicCache or cache.offloading:
             return False
-        shapes, states = engine.model.shape.layers, engine.model.states.layers
+        shapes, states = engine.model.shape.layers, engine.model.states
         for index, layer in enumerate(cache.layers):
-            if index in states:
-                known = type(layer) is type(states[index])
+            if index in states.layers:
+                known = type(layer) is type(states.layers[index])
             else:
                 unused = index < len(shapes) and shapes[index] is None
                 known = unused or type(layer) in _KEY_LAYERS
@@ -108,13 +110,23 @@ class Seat:
             return length == 0 and not missing
         return len(cache.layers) == len(shapes) and all(
             (shape is None or _fits(engine, layer, (batch, shape.kv_heads, shape.key_dim)))
-            and all(tensor.shape[0] == batch for tensor in _states_of(layer, index in states))
+            and (
+                index not in states.layers
+                or [
+                    (batch, *t.shape[1:], t.dtype)
+                    for t in state_tensors(states.layers[index]).values()
+                ]
+                == [(*t.shape, t.dtype) for t in state_tensors(layer).values()]
+            )
             for index, (layer, shape) in enumerate(zip(cache.layers, shapes, strict=True))
         )
 
     def _fill(self, layers: Sequence[Any]) -> None:
-        for index, (rows, layer) in enumerate(zip(self._rows.layers, layers, strict=True)):
-            self._states.write(index, _states_of(layer, index in self._states.layers))
+        if self._states:
+            for slot in range(len(self.pads)):
+                state = self._states.split(dict(enumerate(layers)), slot)
+                self._holder.import_state(slot, state)
+        for rows, layer in zip(self._rows.layers, layers, strict=True):
             if rows is None:
                 continue
             kept = layer.keys.shape[2]
@@ -137,21 +149,27 @@ class Seat:
             return []
         if seat_of(cache) is not self:
             return list(cache.layers)
-        layers = [self.ordinary(index) for index in range(len(cache.layers))]
+        states = self.exported()
+        layers = [self.ordinary(index, states) for index in range(len(cache.layers))]
         cache.layers[:] = layers
         cache.layer_class_to_replicate = self._kind
         return layers
 
-    def ordinary(self, index: int) -> Any:
-        """Return a layer of the cache's own kind with copies of the rows."""
-        self._settle()
+    def exported(self) -> list[dict[str, Tensor]]:
+        """Return copies of the recurrent state of each row."""
+        if not self._states:
+            return []
+        export = self._holder.export_state
+        return [export(slot, accepted=self._accepted) for slot in range(len(self.pads))]
+
+    def ordinary(self, index: int, states: list[dict[str, Tensor]]) -> Any:
+        """Return a layer of the cache's own kind with copies of the rows and of ``states``."""
         original = self._originals[index] if self._originals else None
         window = getattr(original, "sliding_window", None)
         has_keys = self._rows.layers[index] is not None
         layer: Any
         if index in self._states.layers:
-            states = self._states.read(index, len(self.pads))
-            layer = layer_with(self._states.layers[index], states, carried=bool(self.length))
+            layer = self._states.layer(index, states, carried=bool(self.length))
             if has_keys:
                 layer.is_initialized, layer.cumulative_length = False, 0
         elif not has_keys:
@@ -184,7 +202,7 @@ class Seat:
     @property
     def croppable(self) -> bool:
         """Whether the last token can be removed."""
-        return not self._states or self._unsettled is not None or self.assisted
+        return not self._states or self._accepted is not None or self.assisted
 
     def crop(self, tokens: int) -> None:
         """Remove the last ``-tokens`` tokens, or all after the first ``tokens``."""
@@ -193,19 +211,25 @@ class Seat:
         if not removed:
             return
         if self._states:
-            if self._unsettled is None or removed > self._unsettled:
+            if self._accepted is None or removed > self._accepted:
                 raise StateError(
                     f"a cache with recurrent state cannot remove {removed} tokens here: only "
-                    f"tokens of the last step of several tokens can be removed, but not its first"
+                    f"tokens of the last step of several tokens can be removed"
                 )
-            self._unsettled -= removed
+            self._accepted -= removed
         self.length, self._next = length, None
 
-    def _settle(self) -> None:
-        """Make the state after the last kept token the state of the row."""
-        if self._unsettled is not None:
-            self._states.settle(self._unsettled)
-            self._unsettled = None
+    def _state_options(self, runner: DecodeRunner) -> dict[str, Any]:
+        """Move the state to ``runner``, and return its arguments for the next step."""
+        if not self._states:
+            return {}
+        if runner is not self._holder:
+            for slot, state in enumerate(self.exported()):
+                runner.import_state(slot, state)
+            self._holder, self._accepted = runner, None
+        accepted, self._accepted = self._accepted, None
+        slots = list(range(len(self.pads)))
+        return {"state_slots": slots, "accepted": None if accepted is None else [accepted]}
 
     def follow(self, positions: Tensor | None, count: int) -> bool:
         """Whether ``positions`` are those of ``count`` tokens after the tokens of every row."""
@@ -223,7 +247,6 @@ class Seat:
         Tokens are padded to the next of ``widths``. Padding writes rows after the last token, which
         the next step overwrites before they are read.
         """
-        self._settle()
         batch, count = ids.shape
         model = self._engine.model
         starts = [self.length - pad for pad in self.pads]
@@ -242,19 +265,20 @@ class Seat:
             host_args=model.decode_host_values(starts, width),
             variant={"width": width} if width > 1 else None,
             longest=max(starts) + width,
+            **self._state_options(runner),
         )
         self.length += count
         self._next += count
-        if self._states and width > 1:
-            self._unsettled = count - 1
+        if self._states and len(widths) > 1:
+            self._accepted = count
         # The next step overwrites the runner's logits, and the caller may keep them.
         logits: Tensor = out["logits"].view(batch, width, -1)[:, :count].clone()
         return logits
 
     def packed(self, ids: Tensor) -> Tensor:
         """Run ``ids``, ``[batch, n]``, in packed steps; return ``[batch, 1, vocabulary]``."""
-        self._settle()
         engine = self._engine
+        self._state_options(engine.decode)
         logits: Tensor | None = None
         for pieces in self._steps(ids.tolist()):
             step_logits = engine.prefill.run(**engine.model.packed_data(pieces))["logits"]
@@ -296,10 +320,6 @@ def _fits(engine: Engine, layer: Any, shape: tuple[int, int, int]) -> bool:
     )
 
 
-def _states_of(layer: Any, stateful: bool) -> list[Tensor]:
-    return state_tensors(layer) if stateful else []
-
-
 class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a seated cache. Calls for all layers take effect at the first."""
 
@@ -339,7 +359,7 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         """Copy and pickle this layer as an ordinary layer."""
-        return copy.copy, (self.seat.ordinary(self._index),)
+        return copy.copy, (self.seat.ordinary(self._index, self.seat.exported()),)
 
     def crop(self, tokens_to_remove: int) -> None:
         if self._index == 0:

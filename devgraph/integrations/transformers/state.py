@@ -1,12 +1,12 @@
-"""Recurrent state of linear-attention layers, held in request slots.
+"""Recurrent state of linear-attention layers, in state slots of the runners.
 
 A *mixer* is a module that reads and writes the recurrent state of one layer: a convolution window,
 a scan's state, or both. In a step it runs on a cache layer of transformers' own class whose tensors
-are rows of the slots. Therefore a mixer needs no code of its own here.
+are rows of ``batch.state``. Therefore a mixer needs no code of its own here.
 
 Decode steps gather the rows of their requests, run the mixer for one token at a time, and scatter
-the rows. Padded requests use the scratch row. Packed steps run the mixer once for each request on
-its tokens, without padding, inside a region.
+the rows. Packed steps run the mixer once for each request on its tokens, without padding, inside a
+region.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from transformers.cache_utils import Cache
 
 from devgraph.api.marks.marks import region
 from devgraph.integrations.transformers.fusion import model_lock
+from devgraph.runners.batch import Batch, StateViews
+from devgraph.runners.state import StateSlot
 
 _KEYS = frozenset({"keys", "values"})
 """Tensors of a cache layer that belong to attention."""
 
 
-def state_tensors(layer: Any) -> list[Tensor]:
-    """Return the state tensors of a cache layer."""
-    return [tensor for _, _, tensor in _tensors(layer)]
+def state_tensors(layer: Any) -> dict[str, Tensor]:
+    """Return the state tensors of a cache layer by name."""
+    return {
+        name if key is None else f"{name}.{key}": tensor for name, key, tensor in _tensors(layer)
+    }
 
 
 def _tensors(layer: Any) -> Iterator[tuple[str, int | None, Tensor]]:
@@ -50,18 +54,18 @@ def layer_with(layer: Any, tensors: list[Tensor], *, carried: bool) -> Any:
         tensors: new tensors, in the order of ``state_tensors``.
         carried: whether the tensors hold the state of earlier tokens.
     """
-    made = copy.copy(layer)
+    twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
-            setattr(made, name, dict(value))
+            setattr(twin, name, dict(value))
     for (name, key, _), tensor in zip(list(_tensors(layer)), tensors, strict=True):
         if key is None:
-            setattr(made, name, tensor)
+            setattr(twin, name, tensor)
         else:
-            getattr(made, name)[key] = tensor
+            getattr(twin, name)[key] = tensor
     flags = layer.has_previous_state
-    made.has_previous_state = dict.fromkeys(flags, carried) if isinstance(flags, dict) else carried
-    return made
+    twin.has_previous_state = dict.fromkeys(flags, carried) if isinstance(flags, dict) else carried
+    return twin
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -77,110 +81,90 @@ class Mixer:
     """Forward of the module outside of steps."""
 
 
-class RecurrentStates:
-    """The state rows of all request slots.
+class RecurrentLayers:
+    """The layers with recurrent state, and the state slots that hold it.
 
     Args:
         layers: a filled cache layer for each layer with state, by index.
-        slots: number of request slots; one more row is scratch.
     """
 
-    def __init__(self, layers: Mapping[int, Any], slots: int) -> None:
+    def __init__(self, layers: Mapping[int, Any]) -> None:
         self.layers = dict(layers)
         self.carries = True
         """Whether mixers carry a state through several tokens; else they continue one by one."""
-        self._slots = slots
-        self._history: dict[int, list[Tensor]] = {}
-        # Inference tensors could not be written outside of inference mode.
-        with torch.inference_mode(False):
-            self.rows = {
-                index: [
-                    tensor.new_zeros((slots + 1, *tensor.shape[1:]))
-                    for tensor in state_tensors(layer)
-                ]
-                for index, layer in layers.items()
+        slots = {
+            index: {
+                name: StateSlot(
+                    f"layer{index}_{name.replace('.', '_')}", tensor.shape[1:], tensor.dtype
+                )
+                for name, tensor in state_tensors(layer).items()
             }
+            for index, layer in layers.items()
+        }
+        self._names = {index: [slot.name for slot in own.values()] for index, own in slots.items()}
+        self.slots = [slot for own in slots.values() for slot in own.values()]
+        """The state slots of the runners."""
+        self.names = {
+            slot.name: f"{index}.{name}"
+            for index, own in slots.items()
+            for name, slot in own.items()
+        }
+        """Layer and name of the state in each slot, as handoffs name them."""
 
     def __bool__(self) -> bool:
         return bool(self.layers)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the rows in bytes."""
-        return sum(tensor.nbytes for rows in self.rows.values() for tensor in rows)
+    def rows(self, state: Any, index: int) -> list[Tensor]:
+        """Return the rows of layer ``index`` in ``batch.state`` or in its history."""
+        return [getattr(state, name) for name in self._names.get(index, ())]
 
-    def keep_history(self, width: int) -> None:
-        """Keep the state after each token in decode steps of one request and up to ``width``."""
-        with torch.inference_mode(False):
-            self._history = {
-                index: [row.new_zeros((width, 2, *row.shape[1:])) for row in rows]
-                for index, rows in self.rows.items()
-            }
-
-    def settle(self, token: int) -> None:
-        """Make the state after token ``token`` of the last step the state of slot 0."""
-        rows = [row[0] for rows in self.rows.values() for row in rows]
-        kept = [state[token, 0] for states in self._history.values() for state in states]
-        torch._foreach_copy_(rows, kept)
-
-    def read(self, index: int, count: int) -> list[Tensor]:
-        """Return copies of the state of the first ``count`` slots in layer ``index``."""
-        return [row[:count].clone() for row in self.rows.get(index, ())]
-
-    def write(self, index: int, tensors: list[Tensor]) -> None:
-        """Set the state of the first slots in layer ``index``."""
-        for row, tensor in zip(self.rows.get(index, ()), tensors, strict=True):
-            row[: tensor.shape[0]].copy_(tensor)
-
-    def slot_tensors(self, slot: int) -> dict[str, Tensor]:
-        """Return the state of a slot as views, by the layer's index and the state's name."""
+    def split(self, layers: Mapping[int, Any], row: int) -> dict[str, Tensor]:
+        """Return the state of one row of a batch in filled cache layers, for ``import_state``."""
         return {
-            f"{index}.{name}" if key is None else f"{index}.{name}.{key}": row[slot]
-            for index, layer in self.layers.items()
-            for (name, key, _), row in zip(_tensors(layer), self.rows[index], strict=True)
+            name: tensor[row]
+            for index, names in self._names.items()
+            for name, tensor in zip(names, state_tensors(layers[index]).values(), strict=True)
         }
 
-    def clear(self, slot: int) -> None:
-        """Zero the state of a slot, for a new request."""
-        torch._foreach_zero_([row[slot] for rows in self.rows.values() for row in rows])
+    def layer(self, index: int, states: list[dict[str, Tensor]], *, carried: bool) -> Any:
+        """Return a cache layer with the exported state of a batch."""
+        tensors = [torch.stack([state[name] for state in states]) for name in self._names[index]]
+        return layer_with(self.layers[index], tensors, carried=carried)
 
-    def move(self, source: int, target: int) -> None:
-        """Copy the state of one slot to another."""
-        for rows in self.rows.values():
-            for row in rows:
-                row[target].copy_(row[source])
+    def zeros(self, rows: int, device: torch.device) -> StateViews:
+        """Return the state of ``rows`` new requests, for steps outside of a runner."""
+        return StateViews(
+            {s.name: torch.zeros(rows, *s.shape, dtype=s.dtype, device=device) for s in self.slots}
+        )
 
     def decode(
-        self, mixer: Mixer, slots: Tensor, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, mixer: Mixer, batch: Batch, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a mixer for ``width`` tokens of each request; its state is in rows ``slots``."""
-        rows = self.rows[mixer.layer]
+        """Run a mixer for ``width`` tokens of each request of a batch."""
+        slots, rows = batch.state_slots, self.rows(batch.state, mixer.layer)
+        history = batch.state.history and self.rows(batch.state.history, mixer.layer)
         state = [row.index_select(0, slots) for row in rows]
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tokens = [
-            isinstance(leaf, Tensor) and leaf.shape[:2] == (len(slots), width) for leaf in leaves
-        ]
         outputs = []
         for token in range(width):
-            given = [
-                leaf[:, token : token + 1] if cut else leaf
-                for leaf, cut in zip(leaves, tokens, strict=True)
+            inputs = [
+                leaf[:, token : token + 1]
+                if isinstance(leaf, Tensor) and leaf.shape[:2] == (len(slots), width)
+                else leaf
+                for leaf in leaves
             ]
-            output, state = self._call(mixer, state, True, *pytree.tree_unflatten(given, spec))
+            output, state = self._call(mixer, state, True, *pytree.tree_unflatten(inputs, spec))
             outputs.append(output)
-            if width > 1:
-                for kept, tensor in zip(self._history[mixer.layer], state, strict=True):
-                    # Row 1 is scratch.
-                    kept[token].index_copy_(0, slots.clamp(max=1), tensor)
-        if width == 1:
-            for row, tensor in zip(rows, state, strict=True):
-                row.index_copy_(0, slots, tensor)
-            return outputs[0]
-        return pytree.tree_map(lambda *parts: _joined(parts), *outputs)
+            for target, tensor in zip(
+                [versions[token] for versions in history] if history else rows, state, strict=True
+            ):
+                target.index_copy_(0, slots, tensor)
+        return outputs[0] if width == 1 else pytree.tree_map(_joined, *outputs)
 
     def run(
         self,
         mixer: Mixer,
+        rows: list[Tensor],
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         outputs: list[Tensor],
         spans: tuple[int, ...],
@@ -190,7 +174,7 @@ class RecurrentStates:
         leaves, spec = pytree.tree_flatten(inputs)
         packed = outputs[0].shape[:2]
         for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-            rows = [row[slot : slot + 1] for row in self.rows[mixer.layer]]
+            own_rows = [row[slot : slot + 1] for row in rows]
             step = count if self.carries or not cached else 1
             for begin in range(first, first + count, step):
                 own = slice(begin, begin + step)
@@ -199,8 +183,8 @@ class RecurrentStates:
                     for leaf in leaves
                 ]
                 args, kwargs = pytree.tree_unflatten(given, spec)
-                output, state = self._call(mixer, rows, bool(cached), args, kwargs)
-                for row, tensor in zip(rows, state, strict=True):
+                output, state = self._call(mixer, own_rows, bool(cached), args, kwargs)
+                for row, tensor in zip(own_rows, state, strict=True):
                     if tensor is not row:
                         row.copy_(tensor)
                 results = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
@@ -224,16 +208,16 @@ class RecurrentStates:
 
         args, kwargs = tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
         output = mixer.forward(*args, **kwargs)
-        return output, state_tensors(layer)
+        return output, list(state_tensors(layer).values())
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:
+def _joined(*parts: Any) -> Any:
     return torch.cat(parts, 1) if isinstance(parts[0], Tensor) else parts[0]
 
 
 @region(host_args=("spans",), mutates=("outputs", "rows"))
 def run_packed(
-    states: RecurrentStates,
+    states: RecurrentLayers,
     mixer: Mixer,
     rows: list[Tensor],
     weights: list[Tensor],
@@ -247,7 +231,7 @@ def run_packed(
     Its own code may read the host or loop over tokens, so it runs outside of the graph's segments.
 
     Args:
-        states: state of the slots.
+        states: the layers with state.
         mixer: the module to run.
         rows: state rows of the layer.
         weights: tensors of the module.
@@ -256,4 +240,4 @@ def run_packed(
         spans: slot, number of cached tokens and number of new tokens of each request.
     """
     with model_lock:
-        states.run(mixer, inputs, outputs, spans)
+        states.run(mixer, rows, inputs, outputs, spans)
