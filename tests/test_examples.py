@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from devgraph.api.errors import InputError
 from tests.support.suite import run_suite
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,22 @@ def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process():
     in_graphs, steps = re.findall(r"\d+", table["decode steps in graphs"])
     assert in_graphs == steps
     assert table["requests"] == "7 length, 1 aborted"
+
+
+@pytest.mark.slow
+def test_mixed_cluster_says_what_one_process_says_with_the_model_of_the_demo():
+    loading = pytest.importorskip("devgraph.integrations.transformers.loading")
+    pytest.importorskip("accelerate", reason="transformers needs it to read a GGUF file")
+    try:
+        weights = loading.find_demo()
+    except InputError as error:
+        pytest.skip(f"the demo model is not here: {error}")
+    out = _run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--check"),
+        *("--model", str(weights)),
+    )
+    assert "the tokens of one process: True" in out
 
 
 def test_quickstart_of_the_readme_runs(tmp_path: Path):

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from torch import Tensor
 from devgraph.api.errors import HandoffError, InputError, finite
 from devgraph.integrations.transformers.handoff import Handoff
 from devgraph.runners.ranks import store_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +58,154 @@ class Transport(Protocol):
         """End an offer. The exporter's engine then frees the slot of the request."""
 
 
-class TorchTransport:
+class StoreTransport:
+    """Base of transports that keep headers in the store of a process group.
+
+    A thread of each transport answers the messages of other ranks.
+
+    Args:
+        group: the process group; None is the default group. Its store must be a TCPStore.
+        timeout_s: seconds to wait for another rank.
+
+    Raises:
+        InputError: the store of the group has no queues.
+    """
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.timeout_s = finite("timeout_s", timeout_s)
+        self.closed = False
+        self._name = f"{self.rank}-{uuid.uuid4().hex[:12]}"
+        self._numbers = itertools.count()
+        self._offers: dict[str, Handoff] = {}
+        self._lock = threading.Lock()
+        # A blocked client of a store blocks its other users, so each thread has its own.
+        self._store = _prefixed("devgraph/handoff", store_of(group)).clone()
+        inbox = self._store.clone()
+        inbox.set_timeout(_FOREVER)
+        try:
+            self._store.queue_len(self._name)
+        except (RuntimeError, NotImplementedError) as error:
+            raise InputError(
+                f"the store of the group has no queues ({error}); start the group with a TCPStore, "
+                f"for example by torchrun"
+            ) from error
+        self._thread = threading.Thread(
+            target=self._answer, args=(inbox,), name="devgraph-handoff", daemon=True
+        )
+        self._thread.start()
+
+    def offer(self, handoff: Handoff) -> str:
+        """As ``Transport.offer``."""
+        offer_id = f"{self._name}-{next(self._numbers)}"
+        entry = json.dumps({"header": handoff.to_json()} | self._publish(offer_id, handoff))
+        with self._reaching(self.rank):
+            self._store.set(offer_id, entry)
+            self._store.check([offer_id])  # set() does not wait for the server, and others read it.
+        with self._lock:
+            self._offers[offer_id] = handoff
+        handoff.progress.when_ended(lambda: self._end(offer_id))
+        return offer_id
+
+    def release(self, offer_id: str) -> None:
+        """As ``Transport.release``."""
+        owner, rank = owner_of(offer_id)
+        with self._lock:
+            handoff = self._offers.get(offer_id)
+        if handoff is not None:
+            handoff.progress.end("released")
+        elif owner != self._name:
+            with self._reaching(rank, offer_id):
+                self._ask(owner, release=offer_id)
+
+    def close(self) -> None:
+        """End all offers and the thread. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for offer_id in list(self._offers):
+            self._end(offer_id)
+        with contextlib.suppress(HandoffError), self._reaching(self.rank):
+            self._ask(self._name, close=True)
+            self._thread.join(self.timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _publish(self, offer_id: str, handoff: Handoff) -> dict[str, Any]:
+        """Make a handoff readable; return the facts that a receiver needs beside the header."""
+        raise NotImplementedError
+
+    def _withdraw(self, offer_id: str) -> None:
+        """Take back ``_publish``."""
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Answer a message of a receiver, in a thread of its own."""
+        raise NotImplementedError
+
+    def _entry(self, offer_id: str) -> dict[str, Any]:
+        """Return the header of an offer and the facts of ``_publish``."""
+        _, rank = owner_of(offer_id)
+        if not self._store.check([offer_id]):
+            raise HandoffError(
+                f"rank {rank} offers no handoff {offer_id!r}: it was released or cancelled, or "
+                f"its timeout passed"
+            )
+        entry: dict[str, Any] = json.loads(self._store.get(offer_id))
+        return entry
+
+    def _answer(self, inbox: Any) -> None:
+        """Answer the messages of other ranks until this transport closes."""
+        while True:
+            try:
+                message = json.loads(inbox.queue_pop(self._name))
+            except RuntimeError as error:
+                if not self.closed:
+                    logger.warning("rank %d offers no more handoffs: %s", self.rank, error)
+                return
+            if "close" in message:
+                return
+            if "release" in message:
+                self.release(message["release"])
+            else:
+                threading.Thread(
+                    target=self._send, args=(message,), name="devgraph-send", daemon=True
+                ).start()
+
+    def _ask(self, owner: str, **message: Any) -> None:
+        self._store.queue_push(owner, json.dumps(message))
+
+    def _end(self, offer_id: str) -> None:
+        with self._lock:
+            handoff = self._offers.pop(offer_id, None)
+        if handoff is not None:
+            self._withdraw(offer_id)
+            with contextlib.suppress(HandoffError), self._reaching(self.rank):
+                self._store.delete_key(offer_id)
+
+    @contextlib.contextmanager
+    def _reaching(self, rank: int, offer_id: str = "") -> Iterator[None]:
+        """Convert errors of the store and of connections into errors that name the rank."""
+        try:
+            yield
+        except HandoffError:
+            raise
+        except RuntimeError as error:
+            of = f" of handoff {offer_id!r}" if offer_id else ""
+            who = "the store of the group" if rank == self.rank else f"rank {rank}"
+            raise HandoffError(
+                f"rank {self.rank} cannot reach {who} in the transfer{of}: it is gone, or later "
+                f"than {self.timeout_s:g} s ({error})"
+            ) from error
+
+
+class TorchTransport(StoreTransport):
     """Handoffs over torch.distributed: headers in the store, tensors by point-to-point messages.
 
-    Each pair of ranks has connections of its own, so that a lost rank disturbs no other pair. A
-    thread of each transport answers the requests of other ranks.
+    Each pair of ranks has connections of its own, so that a lost rank disturbs no other pair.
 
     Args:
         group: the process group; None is the default group. Its store must be a TCPStore.
@@ -80,56 +226,15 @@ class TorchTransport:
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self.rank = dist.get_rank(group)
-        self.timeout_s = finite("timeout_s", timeout_s)
         self.device = _device_of(group) if device is None else torch.device(device)
-        self.closed = False
-        self._name = f"{self.rank}-{uuid.uuid4().hex[:12]}"
-        self._numbers = itertools.count()
-        self._offers: dict[str, Handoff] = {}
         self._peers: dict[str, _Peer] = {}
-        self._lock = threading.Lock()
-        # A blocked client of a store blocks its other users, so each thread has its own.
-        self._store = _prefixed("devgraph/handoff", store_of(group)).clone()
-        inbox: Any = self._store.clone()
-        inbox.set_timeout(_FOREVER)
-        try:
-            self._store.queue_len(self._name)
-        except (RuntimeError, NotImplementedError) as error:
-            raise InputError(
-                f"the store of the group has no queues ({error}); start the group with a TCPStore, "
-                f"for example by torchrun"
-            ) from error
-        self._thread = threading.Thread(
-            target=self._answer, args=(inbox,), name="devgraph-handoff", daemon=True
-        )
-        self._thread.start()
-
-    # -- verbs -----------------------------------------------------------------------------------
-
-    def offer(self, handoff: Handoff) -> str:
-        """As ``Transport.offer``."""
-        offer_id = f"{self._name}-{next(self._numbers)}"
-        sends_from = handoff.data.device.type if self.device.type != "cpu" else "cpu"
-        header = json.dumps({"device": sends_from, "header": handoff.to_json()})
-        with self._reaching(self.rank):
-            self._store.set(offer_id, header)
-            self._store.check([offer_id])  # set() does not wait for the server, and others read it.
-        with self._lock:
-            self._offers[offer_id] = handoff
-        handoff.progress.when_ended(lambda: self._end(offer_id))
-        return offer_id
+        super().__init__(group, timeout_s)
 
     def fetch(self, offer_id: str) -> Handoff:
         """As ``Transport.fetch``."""
-        owner, rank = _owner(offer_id)
+        owner, rank = owner_of(offer_id)
         with self._reaching(rank, offer_id):
-            if not self._store.check([offer_id]):
-                raise HandoffError(
-                    f"rank {rank} offers no handoff {offer_id!r}: it was released or cancelled, or "
-                    f"its timeout passed"
-                )
-            entry = json.loads(self._store.get(offer_id))
+            entry = self._entry(offer_id)
         direct = entry["device"] == self.device.type != "cpu" and bool(_library(self.device))
         handoff = Handoff.from_json(entry["header"], self.device if direct else "cpu")
         with self._lock:
@@ -149,37 +254,14 @@ class TorchTransport:
             )
         return handoff
 
-    def release(self, offer_id: str) -> None:
-        """As ``Transport.release``."""
-        owner, rank = _owner(offer_id)
-        with self._lock:
-            handoff = self._offers.get(offer_id)
-        if handoff is not None:
-            handoff.progress.end("released")
-        elif owner != self._name:
-            with self._reaching(rank, offer_id):
-                self._ask(owner, release=offer_id)
-
     def close(self) -> None:
-        """End all offers and the thread. Idempotent."""
-        if self.closed:
-            return
-        self.closed = True
-        for offer_id in list(self._offers):
-            self._end(offer_id)
-        with contextlib.suppress(HandoffError), self._reaching(self.rank):
-            self._ask(self._name, close=True)
-            self._thread.join(self.timeout_s)
+        """As ``StoreTransport.close``."""
+        super().close()
         for peer in self._peers.values():
             peer.forget()
 
-    def __enter__(self) -> TorchTransport:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # -- receiver --------------------------------------------------------------------------------
+    def _publish(self, offer_id: str, handoff: Handoff) -> dict[str, Any]:
+        return {"device": "cpu" if self.device.type == "cpu" else handoff.data.device.type}
 
     def _receive(
         self, handoff: Handoff, offer_id: str, owner: str, peer: _Peer, direct: bool
@@ -200,26 +282,6 @@ class TorchTransport:
             peer.receive(handoff.data[start:end])
             start = end
         return False
-
-    # -- exporter --------------------------------------------------------------------------------
-
-    def _answer(self, inbox: Any) -> None:
-        """Answer the messages of other ranks until this transport closes."""
-        while True:
-            try:
-                message = json.loads(inbox.queue_pop(self._name))
-            except RuntimeError as error:
-                if not self.closed:
-                    logger.warning("rank %d offers no more handoffs: %s", self.rank, error)
-                return
-            if "close" in message:
-                return
-            if "release" in message:
-                self.release(message["release"])
-            else:
-                threading.Thread(
-                    target=self._send, args=(message,), name="devgraph-send", daemon=True
-                ).start()
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send a handoff to one rank. An offer that has ended sends that it has ended."""
@@ -250,33 +312,6 @@ class TorchTransport:
             part = handoff.data[start:end]
             peer.send(part if message["direct"] else part.cpu())
             start = end
-
-    # -- both ------------------------------------------------------------------------------------
-
-    def _ask(self, owner: str, **message: Any) -> None:
-        self._store.queue_push(owner, json.dumps(message))
-
-    def _end(self, offer_id: str) -> None:
-        with self._lock:
-            handoff = self._offers.pop(offer_id, None)
-        if handoff is not None:
-            with contextlib.suppress(HandoffError), self._reaching(self.rank):
-                self._store.delete_key(offer_id)
-
-    @contextlib.contextmanager
-    def _reaching(self, rank: int, offer_id: str = "") -> Iterator[None]:
-        """Convert errors of the store and of connections into errors that name the rank."""
-        try:
-            yield
-        except HandoffError:
-            raise
-        except RuntimeError as error:
-            of = f" of handoff {offer_id!r}" if offer_id else ""
-            who = "the store of the group" if rank == self.rank else f"rank {rank}"
-            raise HandoffError(
-                f"rank {self.rank} cannot reach {who} in the transfer{of}: it is gone, or later "
-                f"than {self.timeout_s:g} s ({error})"
-            ) from error
 
 
 class _Peer:
@@ -337,7 +372,7 @@ class _Peer:
         self._groups = {}
 
 
-def _owner(offer_id: str) -> tuple[str, int]:
+def owner_of(offer_id: str) -> tuple[str, int]:
     """Return the name and the rank of the transport that made an offer."""
     name, _, number = offer_id.rpartition("-")
     rank, _, unique = name.partition("-")

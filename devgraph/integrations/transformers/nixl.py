@@ -1,0 +1,90 @@
+"""Handoffs over NIXL: the receiver reads the exporter's host memory through UCX."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from devgraph.api.errors import HandoffError
+from devgraph.integrations.transformers.handoff import Handoff
+from devgraph.integrations.transformers.transport import StoreTransport, owner_of
+
+
+class NixlTransport(StoreTransport):
+    """A transport whose receivers read registered memory of the exporter.
+
+    The exporter takes no part in a transfer. Tensors of a device pass through host memory.
+
+    Args:
+        group: as for ``TorchTransport``; its store has the headers.
+        timeout_s: seconds to wait for another rank.
+
+    Raises:
+        ImportError: NIXL is not installed.
+        InputError: the store of the group has no queues.
+    """
+
+    def __init__(self, group: Any = None, *, timeout_s: float = 30.0) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ImportError("this needs NIXL: pip install devgraph[nixl]") from error
+        super().__init__(group, timeout_s)
+        self._agent = nixl_agent(self._name, nixl_agent_config(backends=["UCX"]))
+        self._memory: dict[str, tuple[Tensor, Any]] = {}
+
+    def fetch(self, offer_id: str) -> Handoff:
+        """As ``Transport.fetch``."""
+        owner, rank = owner_of(offer_id)
+        with self._reaching(rank, offer_id):
+            entry = self._entry(offer_id)
+            handoff = Handoff.from_json(entry["header"])
+            with self._lock, self._registered(handoff.data):
+                self._agent.add_remote_agent(base64.b64decode(entry["agent"]))
+                there = [(entry["address"], handoff.nbytes, 0)]
+                self._read(handoff.data, self._agent.get_xfer_descs(there, "DRAM"), owner)
+            # The memory of an offer that ended during the read may have had other content.
+            if not self._store.check([offer_id]):
+                raise HandoffError(f"rank {rank} ended the handoff {offer_id!r} in transfer")
+        return handoff
+
+    def _read(self, data: Tensor, source: Any, owner: str) -> None:
+        end = time.monotonic() + self.timeout_s
+        work = self._agent.initialize_xfer(
+            "READ", self._agent.get_xfer_descs([data]), source, owner
+        )
+        state = self._agent.transfer(work)
+        while state == "PROC" and time.monotonic() < end:
+            time.sleep(1e-4)
+            state = self._agent.check_xfer_state(work)
+        self._agent.release_xfer_handle(work)
+        if state != "DONE":
+            raise RuntimeError(f"the read is in state {state}")
+
+    @contextlib.contextmanager
+    def _registered(self, data: Tensor) -> Iterator[None]:
+        registration = self._agent.register_memory(data)
+        try:
+            yield
+        finally:
+            self._agent.deregister_memory(registration)
+
+    def _publish(self, offer_id: str, handoff: Handoff) -> dict[str, Any]:
+        ready = 0
+        while ready < handoff.layers:
+            ready = handoff.progress.wait(ready, self.timeout_s)
+        data = handoff.data.cpu()
+        with self._lock:
+            self._memory[offer_id] = data, self._agent.register_memory(data)
+            agent = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        return {"address": data.data_ptr(), "agent": agent}
+
+    def _withdraw(self, offer_id: str) -> None:
+        with self._lock:
+            _, registration = self._memory.pop(offer_id)
+            self._agent.deregister_memory(registration)
