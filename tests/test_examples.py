@@ -77,6 +77,34 @@ def test_mixed_cluster_says_what_one_process_says_with_the_model_of_the_demo():
     assert "the tokens of one process: True" in out
 
 
+def test_chunked_prefill_gives_the_tokens_of_whole_prompts():
+    lines = _run(str(EXAMPLES / "chunked_prefill.py")).splitlines()
+    assert lines == [
+        "same tokens as without chunks: True",
+        "prefill: 4 of 4 steps in graphs",  # 32 tokens of three prompts, eight at a time
+        "decode: 5 of 5 steps in graphs",
+    ]
+
+
+def test_drafts_save_steps_and_change_no_token():
+    same, steps, graphs = _run(str(EXAMPLES / "speculative.py")).splitlines()
+    assert same == "same tokens as one at a time: True"
+    one_token, with_drafts = map(int, re.findall(r"\d+", steps))
+    assert with_drafts < one_token
+    assert graphs == f"in graphs: {one_token + with_drafts} of {one_token + with_drafts}"
+
+
+def test_adapters_are_mixed_and_swapped_under_the_same_graphs():
+    *steps, graphs = _run(str(EXAMPLES / "lora.py")).splitlines()
+    assert len(steps) == 4 and all(line.endswith("as eager: True") for line in steps)
+    assert graphs == "4 of 4 steps in graphs, 6 graphs"
+
+
+@pytest.mark.parametrize("name", ["chunked_prefill", "speculative", "lora"])
+def test_example_of_one_subject_is_short(name: str):
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 120
+
+
 def test_quickstart_of_the_readme_runs(tmp_path: Path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     quick = re.search(r"## A step with host values\n+```python\n(.*?)```", readme, re.DOTALL)
