@@ -172,6 +172,7 @@ def _causes(report: Report) -> Iterator[str]:
     cases = {case.number: case for case in report.tried}
     wrong = [case for number, case in cases.items() if number in failed]
     right = [case for number, case in cases.items() if number not in failed]
+    later = [case for case in right if case.number]  # the first case may be right by chance
     where = ", ".join(dict.fromkeys(failure.where for failure in failures))
     buckets = dict.fromkeys(map(_bucket, wrong))
     evidence = f"{where} differs in {_count(failures)} of {report.cases}"
@@ -197,7 +198,7 @@ def _causes(report: Report) -> Iterator[str]:
             f"only after an update: values of an earlier case stay in the graph, or an update "
             f"reaches another region ({evidence})"
         )
-    elif report.draws and not right:
+    elif report.draws and not later:
         yield (
             f"every case, and the step draws random numbers: a replay does not draw where eager "
             f"does ({evidence})"
@@ -219,7 +220,7 @@ def _causes(report: Report) -> Iterator[str]:
             f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends "
             f"on the size is in the graph ({evidence})"
         )
-    elif all(failure.complete for failure in failures) and not right:
+    elif all(failure.complete for failure in failures) and not later:
         yield (
             f"every element in every case: the step reads a value on the host that is not marked, "
             f"a setting of torch, or a tensor that was replaced ({evidence})"
@@ -346,10 +347,34 @@ class State:
         """Tensors that an eager run replaced; they are no state."""
         self.moved: dict[str, None] = {}
         """Names of Python values that eager runs changed."""
+        self._backend = backend
+        self._random = self._next_random = self.snapshot.random
 
     def begin(self) -> None:
-        """Give everything the contents that it had before the proof."""
+        """Give everything the contents that it had before the proof.
+
+        The default random generator gets the state at which the last case ended, so that draws of
+        the capture are not right by chance.
+        """
         self.snapshot.restore()
+        self._backend.set_rng_state(self._random)
+
+    def begin_case(self) -> None:
+        """Do ``begin`` for the first run of a case."""
+        self._random = self._next_random
+        self.begin()
+
+    def end(self) -> None:
+        """Give everything the contents that it had before the proof, random generators included."""
+        self.snapshot.restore()
+
+    def draws(self) -> bool:
+        """Whether a run drew from the default random generator of the backend."""
+        now = self._backend.get_rng_state()
+        if torch.equal(now, self._random):
+            return False
+        self._next_random = now
+        return True
 
     def settle(self) -> None:
         """Put tensors back that an eager run replaced, and note Python values that it changed."""
@@ -435,7 +460,7 @@ class Comparison:
         outputs = run()
         self._backend.synchronize()
         self.state.settle()
-        draws = not torch.equal(self._backend.get_rng_state(), self.state.snapshot.random)
+        draws = self.state.draws()
         self.draws |= draws
         state = self.state.changes() if self._with_state else {}
         return Seen(outputs=outputs, state=state, draws=draws)
@@ -791,12 +816,12 @@ def prove(
     try:
         for host, changed, updated in sets:
             for _ in range(min(cases, 1) if updated else cases):
-                prover.state.begin()
+                prover.state.begin_case()
                 case = Case(number=len(tried), host_args=host, changed=changed, updated=updated)
                 tried.append(case)
                 failures += comparison.failures(case, *prover.runs(host), exact=captured.exact)
     finally:
-        prover.state.begin()
+        prover.state.end()
     prover.state.snapshot.require_unwritten("a case of the proof")
     fixed = [name for name in declared if len({str(host[name]) for host, *_ in sets}) < 2]
     return Report(

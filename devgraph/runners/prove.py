@@ -182,7 +182,7 @@ class Proof:
             self._ranks.post(f"{self._tag}/case", f"raised {type(error).__name__}: {error}")
             raise
         finally:
-            self._state.begin()
+            self._state.end()
         self._state.snapshot.require_unwritten("a case of the proof")
         fixed = [n for n, s in step.inputs.slots.items() if s.fixed_in_proofs]
         return Report(
@@ -257,7 +257,7 @@ class Proof:
         static = StaticBatch(step, graph)
         bound = GraphStep(step, graph, real, 0)
         write = step.outputs.writer(graph.key.variant, graph.size)
-        self._state.begin()  # restores the rows of the last case
+        self._state.begin_case()  # restores the rows of the last case
         self._state.snapshot.save_rows(self._rows(inputs))
 
         has_equal_rows = False

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from tests.support.mutants import MUTANTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof.md"
 BACKENDS = ("cpu", "cuda", "rocm", "npu")
@@ -263,6 +264,39 @@ def test_planted_fault_is_found_with_its_cause(
         return
     report = planted.run(devgraph_backend, monkeypatch)
     assert any(cause.startswith(planted.text) for cause in report.causes), str(report)
+
+
+def mixed_step(
+    x: torch.Tensor, state: torch.Tensor, *, n: int, m: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state.add_(x)
+    return regions(x, n=n, m=m), torch.rand_like(x)
+
+
+MUTANTS_FOUND = {
+    "replay-does-nothing": "every case, and the step draws random numbers",
+    "inputs-copied": "every case, and the step draws random numbers",
+    "rng-frozen": "every case, and the step draws random numbers",
+    "update-ignored": "only with changed host arguments",
+    "update-late": "only the first replay of a case differs",
+    "update-wrong-region": "only with changed host arguments",
+    "update-first-region-only": "only with changed host arguments",
+}
+"""Broken backends whose replays differ from eager; the conformance suite finds the others."""
+
+
+@pytest.mark.parametrize("name", MUTANTS_FOUND)
+def test_broken_backend_is_found_with_the_cause(name: str) -> None:
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
+    captured = dg.capture(
+        mixed_step,
+        torch.ones(WIDTH),
+        torch.zeros(WIDTH),
+        backend=mutant.make(),
+        host_args={"n": 2, "m": 2},
+    )
+    report = captured.prove(host_args=[{"n": 2, "m": 2}, {"n": 5, "m": 3}, {"n": 4, "m": 1}])
+    assert report.causes[0].startswith(MUTANTS_FOUND[name]), str(report)
 
 
 def table() -> str:

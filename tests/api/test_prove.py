@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -253,10 +254,27 @@ def test_planted_first_replay_is_told_from_a_lasting_difference(
     assert cause.startswith("only the first replay")
 
 
-def test_state_is_flat_and_bit_identical_after_many_proofs() -> None:
-    state = torch.randn(8)
-    captured = dg.capture(lambda x: state.add_(x).clone(), torch.ones(8), backend="cpu")
-    before = state.clone()
-    for _ in range(20):
+def test_state_is_bit_identical_and_memory_flat_after_a_hundred_proofs(
+    devgraph_backend: Any,
+) -> None:
+    kit = Kit(devgraph_backend)
+    state, x = kit.tensor(8), kit.tensor(8)
+    state[0] = -0.0
+    captured = kit.capture(lambda x: state.add_(x).clone() + torch.rand_like(x), x)
+    before, random = state.clone(), kit.backend.get_rng_state()
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        kit.backend.synchronize()
+        tensors = sum(issubclass(type(held), torch.Tensor) for held in gc.get_objects())
+        if kit.device.type == "cpu":
+            return tensors, captured.pool.bytes
+        return tensors, torch.accelerator.memory_allocated()
+
+    assert captured.prove(cases=1).ok
+    at_first = used()
+    for _ in range(100):
         assert captured.prove(cases=1).ok
-    assert state.equal(before)
+    assert used() == at_first
+    assert state.view(torch.uint8).equal(before.view(torch.uint8))
+    assert random.equal(kit.backend.get_rng_state())
