@@ -14,8 +14,6 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PENDING = (
     "devgraph/api/capture.py",
     "devgraph/api/inputs.py",
-    "devgraph/api/prove.py",
-    "devgraph/runners/prove.py",
 )
 """Patterns of files whose prose has not been rewritten yet."""
 

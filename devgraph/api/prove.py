@@ -29,7 +29,7 @@ Draw = Callable[[tuple[int, ...], torch.Generator], Any]
 Named = list[tuple[str, torch.Tensor]]
 _Compare = Callable[[torch.Tensor, torch.Tensor], str]
 _DRAWS = 16
-"""Values that are drawn of a host argument, of which the smallest and the largest are cases."""
+"""Number of values drawn for a host argument. The smallest and the largest become cases."""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,10 +47,24 @@ class Case:
     updated: bool = False
     """Whether host arguments are those of capture again, after others."""
 
+    def failure(
+        self, where: str, message: str, kind: str = "graph", *, lasting: bool = True
+    ) -> Failure:
+        """Return a failure of this case."""
+        return Failure(
+            case=self.number,
+            host_args=self.host_args,
+            where=where,
+            message=message,
+            kind=kind,
+            bucket=self.bucket,
+            lasting=lasting,
+        )
+
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """One tensor that a replay left different from eager, or another fault that a case shows."""
+    """A tensor that differs between replay and eager, or another fault of a case."""
 
     case: int
     host_args: Mapping[str, Any]
@@ -344,28 +358,28 @@ class State:
         self._entries = [entry for entry in reached if entry.holder is not None]
         self._watch = Watch(roots, gradients=True)
         self.rebound: set[int] = set()
-        """Tensors that an eager run replaced; they are no state."""
+        """Tensors that an eager run replaced. They do not count as state."""
         self.moved: dict[str, None] = {}
         """Names of Python values that eager runs changed."""
         self._backend = backend
         self._random = self._next_random = self.snapshot.random
 
     def begin(self) -> None:
-        """Give everything the contents that it had before the proof.
+        """Restore the contents from before the proof for the next run of a case.
 
-        The default random generator gets the state at which the last case ended, so that draws of
-        the capture are not right by chance.
+        The default random generator gets the state at the end of the last case, because a graph
+        that repeats the draws of its capture would otherwise pass.
         """
         self.snapshot.restore()
         self._backend.set_rng_state(self._random)
 
     def begin_case(self) -> None:
-        """Do ``begin`` for the first run of a case."""
+        """Restore the contents from before the proof for the first run of a case."""
         self._random = self._next_random
         self.begin()
 
     def end(self) -> None:
-        """Give everything the contents that it had before the proof, random generators included."""
+        """Restore contents and random generators from before the proof."""
         self.snapshot.restore()
 
     def draws(self) -> bool:
@@ -377,7 +391,7 @@ class State:
         return True
 
     def settle(self) -> None:
-        """Put tensors back that an eager run replaced, and note Python values that it changed."""
+        """Restore tensors that an eager run replaced, and record Python values that it changed."""
         for entry in self._entries:
             now = entry.now()
             if now is entry.value:
@@ -426,7 +440,7 @@ def no_rows(tensor: torch.Tensor, numbers: torch.Tensor | None) -> Sequence[int]
 
 
 class Comparison:
-    """Compares runs of one step that start from the same state.
+    """A comparison of runs of one step that start from the same state.
 
     Args:
         state: what each run starts from.
@@ -504,39 +518,28 @@ class Comparison:
         unstable: set[str] = set()
         expected = want or self.seen(eager)
         got = got or self.seen(graph)
-        found = differ(got)
-        if not self.agreed(bool(found)):
+        differing = differ(got)
+        if not self.agreed(bool(differing)):
             return []
         again = self.seen(eager)
         if not differ(again, lambda _: compare):
             shared = no_rows
-        found = differ(got, how, shared)
+        differing = differ(got, how, shared)
         repeats = differ(again, lambda _: compare, shared)
         beyond = differ(again, lambda _: compare_near, shared)
         repeated = self.seen(graph)
 
-        def failed(where: str, message: str, kind: str, lasting: bool = True) -> Failure:
-            return Failure(
-                case=case.number,
-                host_args=case.host_args,
-                where=where,
-                message=message,
-                kind=kind,
-                bucket=case.bucket,
-                lasting=lasting,
-            )
-
         if beyond:
-            return [failed(where, message, "eager") for where, message in beyond]
+            return [case.failure(where, message, "eager") for where, message in beyond]
         if exact and repeats:
             unstable |= {where for where, _ in repeats}
             self.tolerated |= dict.fromkeys(unstable)
-            found = differ(got, how, shared)
+            differing = differ(got, how, shared)
         lasting = {where for where, _ in differ(repeated, how, shared)}
         twins = _twins(expected.outputs, got.outputs)
         return [
-            failed(where, message + twins.get(where, ""), "graph", where in lasting)
-            for where, message in found
+            case.failure(where, message + twins.get(where, ""), lasting=where in lasting)
+            for where, message in differing
         ]
 
     def differences(
@@ -740,12 +743,12 @@ class _Prover:
         def eager() -> Named:
             enter()
             with self._captured.settings.restored():
-                return _copies(self._job.call(host))
+                return copies_of(self._job.call(host))
 
         def graph() -> Named:
             enter()
             self._poison_outputs()
-            return _copies(self._captured.replay(**host))
+            return copies_of(self._captured.replay(**host))
 
         return eager, graph
 
@@ -757,7 +760,8 @@ class _Prover:
                     poison(unexpanded(output))
 
 
-def _copies(tree: Any) -> Named:
+def copies_of(tree: Any) -> Named:
+    """Return copies of the tensors in outputs, by name."""
     return [(name, tensor.detach().clone()) for name, tensor in named_tensors(tree, "output ")]
 
 

@@ -17,7 +17,7 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.owned import Owned, require_place, without_history
 from devgraph.api.pool import Pool
-from devgraph.api.prove import Failure, Report, compare, randomize
+from devgraph.api.prove import Case, Failure, Report, compare, randomize
 from devgraph.api.reach import entries
 from devgraph.api.registry import get_backend
 from devgraph.api.session import session
@@ -318,8 +318,9 @@ class TrainingGraphs:
 
     def prove(self, cases: int) -> Report:
         """Compare outputs and gradients with eager on fresh inputs."""
-        generator, failures = torch.Generator().manual_seed(0), []
-        for index in range(cases):
+        generator, failures = torch.Generator().manual_seed(0), list[Failure]()
+        tried = [Case(number=index, host_args={}) for index in range(cases)]
+        for case in tried:
             tensors = [tensor.detach().clone() for tensor in self.static_inputs.tensors]
             for tensor, static in zip(tensors, self.static_inputs.tensors, strict=True):
                 randomize(tensor, generator)
@@ -329,12 +330,8 @@ class TrainingGraphs:
             )
             for (name, want), (_, got) in zip(eager, graph, strict=True):
                 if message := compare(want, got):
-                    failures.append(Failure(case=index, host_args={}, where=name, message=message))
-        return Report(
-            cases=cases,
-            failures=tuple(failures),
-            exact=True,
-        )
+                    failures.append(case.failure(name, message))
+        return Report(cases=cases, failures=tuple(failures), tried=tuple(tried))
 
     def _results_of(
         self, run: Callable[..., list[torch.Tensor]], tensors: list[torch.Tensor]

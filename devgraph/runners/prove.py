@@ -27,10 +27,10 @@ from devgraph.api.prove import (
     addresses,
     compare,
     compare_near,
+    copies_of,
     drawn,
     extremes,
     host_sets,
-    named_tensors,
     no_rows,
     randomize,
     replaced,
@@ -284,30 +284,20 @@ class Proof:
             load()
             change()
             write(step.function(static.batch(static.prepared(padded_host))))
-            return _copies(bound.result(given))
+            return copies_of(bound.result(given))
 
         def replay(change: Callable[[], None] = lambda: None) -> Named:
             load()
             step.outputs.poison(poison)
             change()
             bound.replay(padded_host)
-            return _copies(bound.result(given))
+            return copies_of(bound.result(given))
 
         def unpadded() -> Named:
             renew()
             views = step.inputs.eager_views(inputs, real)
             mark(views)
-            return _copies(step.call_eagerly(step.whole, views, real, real_host, graph.options))
-
-        def failed(where: str, message: str, kind: str) -> Failure:
-            return Failure(
-                case=case.number,
-                host_args=case.host_args,
-                where=where,
-                message=message,
-                kind=kind,
-                bucket=case.bucket,
-            )
+            return copies_of(step.call_eagerly(step.whole, views, real, real_host, graph.options))
 
         shared, scratch = (
             functools.partial(_positions, values)
@@ -345,7 +335,7 @@ class Proof:
                     f"padded rows write row {row} of {name}, which real rows use: pad of slot "
                     f"{culprit!r}"
                 )
-                failures.append(failed(f"slot {culprit!r}:", message, "padding"))
+                failures.append(case.failure(f"slot {culprit!r}:", message, "padding"))
         if self._terms.quick:
             return failures
         if case.padded:
@@ -356,12 +346,14 @@ class Proof:
                 if message and collides:
                     self._notes[_COLLISION] = None
                 elif message:
-                    failures.append(failed(name, f"with padding filled with NaN {message}", "size"))
+                    failures.append(
+                        case.failure(name, f"with padding filled with NaN {message}", "size")
+                    )
         if alone.draws:
             self._notes["the batch without padding (the step draws random numbers)"] = None
         elif not failures:
             failures += (
-                failed(where, f"against eager on the real batch {message}", "size")
+                case.failure(where, f"against eager on the real batch {message}", "size")
                 for where, message in self._sized(alone, got, shared)
             )
         return failures
@@ -559,10 +551,6 @@ class Proof:
             if not self._near(right, after):
                 return slot.name
         return None
-
-
-def _copies(tree: Any) -> Named:
-    return [(name, tensor.detach().clone()) for name, tensor in named_tensors(tree, "output ")]
 
 
 def _first_row(slot: InputSlot, data: torch.Tensor) -> torch.Tensor:
