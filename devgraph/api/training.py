@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -180,6 +179,11 @@ class TrainingGraphs:
         self._given = list({id(t): t for t in static_inputs.tensors}.values())
         self._parameters = [p for p in parameters if all(p is not t for t in self._given)]
         self._wanted = [t for t in [*self._given, *self._parameters] if t.requires_grad]
+        self._leaves = {
+            id(p): _leaf_of(p) for p in self._parameters if type(p) is torch.nn.Parameter
+        }
+        """A leaf of the capture's own for each parameter, by its id. The parameter itself may take
+        part in the history of an earlier call, which belongs to another stream."""
         backend: Any = pool.backend
         self._forward: DeviceGraph = backend.make_graph(pool)
         self._backward: DeviceGraph = backend.make_graph(pool)
@@ -200,7 +204,7 @@ class TrainingGraphs:
     # Capture, in a session.
 
     def warm_up(self) -> None:
-        with self.owned.run() as (args, kwargs):
+        with self.owned.run() as (args, kwargs), self._own_leaves():
             outputs = tensors_of(self.fn(*args, **kwargs))
         with_grad = [tensor for tensor in outputs if tensor.requires_grad]
         if with_grad:
@@ -209,7 +213,7 @@ class TrainingGraphs:
     def capture_forward(self, held: Any) -> None:
         with held.recording(GraphScope(self._forward)):
             held.begin(self._forward, arguments=tuple(self._given))
-            with self.owned.run() as (args, kwargs):
+            with self.owned.run() as (args, kwargs), self._own_leaves():
                 self._outputs = self.fn(*args, **kwargs)
             held.end()
         self._tensors = tensors_of(self._outputs)
@@ -244,11 +248,24 @@ class TrainingGraphs:
     def _gradients(
         self, outputs: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        with warnings.catch_warnings():
-            # Gradients are returned here and no AccumulateGrad node runs, so its stream is no risk.
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            grad = torch.autograd.grad
-            return [*grad(outputs, self._wanted, grads, allow_unused=self._allow_unused)]
+        wanted = [self._leaves.get(id(tensor), tensor) for tensor in self._wanted]
+        return [*torch.autograd.grad(outputs, wanted, grads, allow_unused=self._allow_unused)]
+
+    @contextlib.contextmanager
+    def _own_leaves(self) -> Iterator[None]:
+        """Put ``_leaves`` in the place of the parameters of modules."""
+        places = [
+            entry
+            for entry in entries(self.owned.roots)
+            if id(entry.value) in self._leaves and isinstance(entry.holder, dict)
+        ]
+        try:
+            for entry in places:
+                entry.holder[entry.key] = self._leaves[id(entry.value)]
+            yield
+        finally:
+            for entry in places:
+                entry.holder[entry.key] = entry.value
 
     # Calls.
 
@@ -402,6 +419,12 @@ class _Function(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         return (None, *ctx.step.backward(ctx.epoch, grads))
+
+
+def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:
+    leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+    vars(leaf).update(vars(parameter))
+    return leaf
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

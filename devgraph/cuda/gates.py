@@ -1,19 +1,21 @@
 """Gates on CUDA: batched memory operations in graphs, opened from a stream of their own.
 
-The device waits until a flag in its memory is 1, and sets it to 0 in the same graph node. Before a
-launch, the launch stream sets the flags of gates that are open already and writes the number of the
-launch into pinned memory. A gate that opens later is opened by the *opener* stream, which waits for
+The device waits until a flag in its memory is 1. Before a launch, the launch stream clears the
+flags, sets those of gates that are open already, and writes the number of the launch into pinned
+memory. A gate that opens later is opened by the *opener* stream, which waits for
 that number, so it never opens an earlier launch. Signals are words in pinned memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from ctypes import addressof, c_uint, c_uint32, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from devgraph.api.errors import CaptureError, GateError
 from devgraph.api.gates import Fence
@@ -80,13 +82,13 @@ class DeviceGates:
                 "Run the step once before the capture: warmup=1."
             )
         self._backend, self._runtime = backend, backend.driver
-        self._flags = torch.zeros(CAPACITY, dtype=torch.int32, device=backend.device)
-        words = torch.zeros(CAPACITY + 2, dtype=torch.int32)
-        self._words = words.pin_memory()
+        with _disable_current_modes():  # torch.compile may meet the first mark with fake tensors
+            self._flags = torch.zeros(CAPACITY, dtype=torch.int32, device=backend.device)
+            self._words = torch.zeros(CAPACITY + 2, dtype=torch.int32).pin_memory()
         backend.namespace.current_stream(backend.device).synchronize()
         self._flag, word = self._flags.data_ptr(), self._words.data_ptr()
         self._begun, self._done, self._signal = word, word + 4, word + 8
-        self._launched = 0
+        self._launched = self._used = 0
         self._streams: dict[Any, Any] = {}
         """Openers, by the stream of ``open_after``; None for gates without one."""
         self._fences: list[_After] = []
@@ -101,21 +103,23 @@ class DeviceGates:
             self._flags.record_stream(self._current())
             self._launch_stream = stream
         if self._dirty:
-            self._close_all(stream)
+            self._settle()
+        self._fill(self._flag, 0, self._used, stream)
         if signals:
-            self._clear_words(self._signal, stream)
-        ops = [self._write(self._place(place), 1) for place in opened]
+            self._fill(self._signal, 0, self._used, stream)
+        places = sorted(opened)
+        for _, run in itertools.groupby(enumerate(places), lambda item: item[1] - item[0]):
+            (_, first), *rest = run
+            self._fill(self._place(first), 1, 1 + len(rest), stream)
         if launch is not None:
             self._launched = launch
-            ops.append(self._write(self._begun, launch))
-        self._run(stream, ops)
+            self._run(stream, [self._write(self._begun, launch)])
 
     def end(self, launch: int) -> None:
         self._run(self._backend.current_stream_id(), [self._write(self._done, launch)])
 
     def wait(self, place: int, timeout: float, recording: bool) -> None:
-        flag = self._place(place)
-        self._launch([MemOp(_WAIT, 0, flag, 1, _EQUAL), self._write(flag, 0)], recording)
+        self._launch([MemOp(_WAIT, 0, self._place(place), 1, _EQUAL)], recording)
 
     def signal(self, place: int, recording: bool) -> None:
         self._place(place)
@@ -153,6 +157,7 @@ class DeviceGates:
     def _place(self, place: int) -> int:
         if place >= CAPACITY:
             raise CaptureError(f"a step has more than {CAPACITY} gates (names times turns)")
+        self._used = max(self._used, place + 1)
         return self._flag + 4 * place
 
     def _write(self, address: int, value: int) -> Any:
@@ -195,8 +200,9 @@ class DeviceGates:
             return False
         return True
 
-    def _clear_words(self, address: int, stream: int) -> None:
-        self._runtime.call("MemsetD32Async", address, 0, CAPACITY, stream)
+    def _fill(self, address: int, value: int, count: int, stream: int) -> None:
+        if count:
+            self._runtime.call("MemsetD32Async", address, value, count, stream)
 
     # Streams.
 
@@ -218,8 +224,8 @@ class DeviceGates:
             self._streams[key] = opener
         return self._streams[key]
 
-    def _close_all(self, stream: int) -> None:
-        """Close all gates after the opens that the last launch did not use."""
+    def _settle(self) -> None:
+        """Let the launch stream wait for the opens that the last launch did not use."""
         if any(not fence() for fence in self._fences):
             raise GateError(
                 "a stream of open_after has not finished, although the replay that it was for is "
@@ -228,7 +234,6 @@ class DeviceGates:
         current = self._current()
         for opener in self._streams.values():
             current.wait_stream(opener)
-        self._clear_words(self._flag, stream)
         self._dirty = False
 
     def __del__(self) -> None:
