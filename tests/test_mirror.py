@@ -58,13 +58,9 @@ WHOLE = {
 """Files that test no one module, with what they test instead."""
 
 ELSEWHERE = {
-    "api/capabilities.py": "cli/test_doctor.py",
     "api/inputs.py": "api/test_capture.py",
-    "api/marks/host_reads.py": "cpu/test_check.py",
-    "api/marks/source.py": "cli/test_check.py",
     "api/snapshots.py": "api/test_cases_state.py",
     "api/trees.py": "api/test_cases_state.py",
-    "cpu/tape.py": "cpu/test_recorder.py",
     "cuda/backend.py": "cuda/test_update.py",
     "integrations/engine/installation.py": "integrations/vllm/test_install.py",
     "integrations/sglang/segments.py": "integrations/sglang/test_platform.py",

@@ -106,9 +106,6 @@ class Owner(Protocol):
     key: Hashable
     """Key of the host values that the next launch uses."""
 
-    def apply_again(self, recording: Any) -> None:
-        """Apply the recording of ``key`` again at the next launch: its executable was dropped."""
-
 
 @attrs.define
 class _Item:
@@ -268,9 +265,6 @@ class Recordings:
         self.released = True
         for place in list(self._items):
             self._shrink(place)
-            item = self._items.get(place)
-            if item is not None and (graph := item.owner()) is not None and graph.key == place[1]:
-                graph.apply_again(item.recording)
 
     def require_memory(self) -> None:
         """Raise ExecutableError if the pool's memory was given back."""

@@ -344,9 +344,6 @@ class DeviceGraph(abc.ABC):
         """Whether the capture is known to have recorded no device work."""
         return self._size()[0] == 0
 
-    def apply_again(self, recording: Any) -> None:  # noqa: B027
-        """Apply the recording of ``key`` again at the next launch; its executable was dropped."""
-
     def use_pool(self, pool: Pool) -> None:
         """Move an empty graph to ``pool``."""
         self._require("move", GraphState.EMPTY)

@@ -113,8 +113,7 @@ class _Own:
         """The captured graph, or None after it was freed."""
         self.prologue: Callable[[], None] | None = None
         """The part of a replay that torch does, or None for a graph without random numbers."""
-        self.captured: NodeRecording | None = None
-        """The recording with the parameters of the capture."""
+        self.captured: NodeRecording | None = None  # the recording of the capture
         self.held: NodeRecording | None = None  # the recording that the executable launches
 
     def make(self) -> Executable:
@@ -481,20 +480,22 @@ class NodeGraph(TorchGraph):
                 self._give_executable(recording)
             if not recording.direct and self._own and self._own.held is not recording:
                 self.update_strategy.write(self, recording)
-        self.use(recording.direct or self._own_executable)
+        self.use(self._launch_of(recording) if recording.direct else self._own_executable)
 
-    def apply_again(self, recording: NodeRecording) -> None:
-        if self._state is not GraphState.READY:
-            return
+    def _launch_of(self, recording: NodeRecording) -> Executable:
+        """Return the launch of a recording's separate executable, which may be evicted."""
         reference = weakref.ref(self)
 
-        def apply_and_launch() -> None:
+        def launch() -> None:
+            if recording.direct is not None:
+                recording.direct.launch()
+                return
             graph = dereference(reference)
             graph.pool.recordings.require_memory()
             graph._apply(recording)
             graph.executable.launch()
 
-        self.use(Call(apply_and_launch))
+        return Call(launch)
 
     def mark_dirty(self) -> None:
         """Make the graph dirty after a launch with wrong results."""
