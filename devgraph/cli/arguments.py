@@ -246,33 +246,21 @@ COMMANDS = {
 
 
 def check_compilers(args: argparse.Namespace, chosen: Sequence[str]) -> None:
-    """Refuse ``--compiler`` if none of the chosen policies compiles.
-
-    Raises:
-        CommandError: the option has no effect.
-    """
+    """Refuse ``--compiler`` if none of the chosen policies compiles."""
     if args.compiler is not None and not any(map(compiles, chosen)):
         names = " and ".join(filter(compiles, policies()))
         raise CommandError(f"--compiler has an effect only with the policy {names}")
 
 
 def check_model(name: str) -> None:
-    """Refuse a ``--model`` that is a path and does not exist.
-
-    Raises:
-        CommandError: there is no such folder or file.
-    """
+    """Refuse a ``--model`` that is a path and does not exist."""
     is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
     if is_path and not Path(name).expanduser().exists():
         raise CommandError(f"--model {name}: there is no such folder or file")
 
 
 def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:
-    """Parse the values of a repeated option NAME=VALUE.
-
-    Raises:
-        CommandError: a value has another form, or a name occurs twice.
-    """
+    """Parse the values of a repeated option NAME=VALUE."""
     values: dict[str, str] = {}
     for text in given:
         name, equals, value = text.partition("=")

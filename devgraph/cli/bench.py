@@ -44,12 +44,7 @@ Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] |
 
 
 def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> int:
-    """Time all contenders; return 1 if a policy fails or its outputs differ from eager.
-
-    Args:
-        args: the options of the command.
-        peers: other packages to time on the same step, by name.
-    """
+    """Time all contenders; return 1 if a policy fails or its outputs differ from eager."""
     if args.plot is not None and not args.plot.endswith(".svg"):
         raise CommandError(
             f"cannot write the chart {args.plot}: charts are SVG, so the name must end in .svg"
@@ -97,11 +92,7 @@ def _measure(
     args: argparse.Namespace,
     peers: Mapping[str, Peer],
 ) -> dict[str, Any]:
-    """Time one step of a decoder with all contenders that can run here.
-
-    Returns:
-        The rows, and the reasons of contenders that are absent or failed, by name.
-    """
+    """Time one step of a decoder with all contenders that can run here."""
     model = Decoder(backend.device, getattr(torch, args.dtype), **sizes)
     ids = torch.arange(sizes["batch"], device=backend.device) % sizes["vocabulary"]
     row = torch.zeros(1, dtype=torch.int64, device=backend.device)
@@ -282,13 +273,7 @@ _STYLE = """
 
 
 def chart(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG chart of host and wall times, for light and dark pages and narrow screens.
-
-    Args:
-        title: the title of the chart.
-        rows: mappings with ``name`` and, in seconds, ``host``, ``wall`` or both, the same in every
-            row. A line shows the range of ``repeats`` with the same figures, if a row has them.
-    """
+    """Return an SVG chart of host and wall times, for light and dark pages and narrow screens."""
     kinds = [kind for kind in _KINDS if kind in rows[0]]
     timed = [one for row in rows for one in (row, *row.get("repeats", ()))]
     scale = (_WIDTH - 2 * _EDGE - _FIGURE) / max(one[kind] for one in timed for kind in kinds)

@@ -52,11 +52,7 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder with random weights and a cache of ``window`` rows per request.
-
-    Raises:
-        InputError: the width is not a multiple of the number of heads.
-    """
+    """A decoder with random weights and a cache of ``window`` rows per request."""
 
     def __init__(
         self,
@@ -93,14 +89,7 @@ class Decoder(nn.Module):
     def forward(
         self, ids: Tensor, row: Tensor, *, kv_len: int, attend: Callable[..., None] = attention
     ) -> Tensor:
-        """Return logits ``[batch, vocabulary]`` of one token for each request.
-
-        Args:
-            ids: ``[batch]``.
-            row: ``[1]``, the cache row of the new keys and values.
-            kv_len: number of cache rows to attend over.
-            attend: the attention; it takes the parameters of ``attention``.
-        """
+        """Return logits ``[batch, vocabulary]`` of one token for each request."""
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x, row, attend=functools.partial(attend, kv_len=kv_len))

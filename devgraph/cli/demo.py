@@ -29,11 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fetch() -> Path:
-    """Return the path of the GGUF file of the model, and download it if it is missing.
-
-    Raises:
-        CommandError: the download failed. The message explains how to get the file by hand.
-    """
+    """Return the path of the GGUF file of the model, and download it if it is missing."""
     try:
         return find_demo()
     except InputError:

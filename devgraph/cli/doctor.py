@@ -168,11 +168,7 @@ def _differences(group: dict[str, Any]) -> list[str]:
 
 
 def capability_table(names: Sequence[str]) -> str:
-    """Return the declared capabilities of backends as a Markdown table. No device is needed.
-
-    Raises:
-        CommandError: a backend is registered as a function, or its package cannot be imported.
-    """
+    """Return the declared capabilities of backends as a Markdown table. No device is needed."""
     kinds = []
     for name in names:
         kind = declaration(name)

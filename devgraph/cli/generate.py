@@ -161,9 +161,6 @@ class OrderedText:
 
     The first unfinished text is printed as its tokens arrive. Later texts are buffered until all
     earlier ones have finished.
-
-    Args:
-        headings: the text before each output, on the same line.
     """
 
     def __init__(self, headings: Sequence[str]) -> None:
@@ -232,10 +229,6 @@ def run_all(
     """Run the task with graphs and, with ``--compare``, eagerly; return both as JSON values.
 
     Graphs and eager alternate, so that changes in the speed of the machine affect both.
-
-    Args:
-        task: the work.
-        on_event: receives the events of the first run with graphs.
     """
     with contextlib.ExitStack() as stack:
         graphs = stack.enter_context(task.engine(task.config))

@@ -27,11 +27,6 @@ def seconds_per_call(call: Callable[[], object], backend: Backend, *, calls: int
     """Run ``call`` repeatedly on an idle device and return the mean seconds.
 
     Only the last call is followed by a synchronisation, as in an engine.
-
-    Args:
-        call: the function.
-        backend: the backend of its device.
-        calls: number of calls.
     """
     backend.synchronize()
     begin = time.perf_counter()
@@ -96,11 +91,7 @@ class Contender:
 def time_in_turns(
     backend: Backend, contenders: Sequence[Contender], *, steps: int, repeats: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Time contenders in turns, eager first.
-
-    Returns:
-        The rows, and the reasons of contenders whose updates the backend refuses, by name.
-    """
+    """Time contenders in turns, eager first."""
     running: list[Contender] = []
     refused: dict[str, str] = {}
     for contender in contenders:

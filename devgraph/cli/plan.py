@@ -288,15 +288,7 @@ class ModelSizes:
 
     @classmethod
     def from_config(cls, config: Any, item_bytes: int) -> ModelSizes:
-        """Read the configuration of a transformers model.
-
-        Args:
-            config: the configuration.
-            item_bytes: size of one number of the model.
-
-        Raises:
-            CommandError: the configuration lacks a size, as for a model without attention.
-        """
+        """Read the configuration of a transformers model."""
         text = config.get_text_config(decoder=True)
         count, vocabulary = _size(text, "num_hidden_layers"), _size(text, "vocab_size")
         # Newer versions of transformers have one entry per layer if layers differ.
@@ -363,19 +355,7 @@ def estimate(
     capabilities: Capabilities,
     facts: EngineFacts | None = None,
 ) -> Estimate:
-    """Estimate the captures of a phase.
-
-    Args:
-        phase: "decode", "prefill" or "encoder".
-        config: the effective configuration of the phase.
-        capacity: maximum number of requests (decode) or tokens of a step.
-        sizes: the model; None omits figures that depend on it.
-        capabilities: those of the backend.
-        facts: the engine; adapters and speculation multiply the graphs.
-
-    Raises:
-        ConfigError: a bucket exceeds the capacity or is not aligned.
-    """
+    """Estimate the captures of a phase."""
     if config.policy == "disabled":
         return Estimate(phase=phase, policy=config.policy)
     facts = EngineFacts() if facts is None else facts

@@ -82,11 +82,7 @@ def print_json(data: Any) -> None:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a text to a file.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    """Write a text to a file."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # a zero byte in the name, or a lone surrogate
@@ -101,14 +97,7 @@ def print_table(
     *,
     numbers: Sequence[str] = (),
 ) -> None:
-    """Print a table with a title.
-
-    Args:
-        title: the title above the table.
-        columns: the headings.
-        rows: one value per column; None becomes a dash, a boolean yes or no.
-        numbers: the headings of right-aligned columns.
-    """
+    """Print a table with a title."""
     console = _console()
     cells = [[_text(value) for value in row] for row in rows]
     widths = _widths([Text(name) for name in columns], cells, console.width)

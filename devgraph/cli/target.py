@@ -33,11 +33,7 @@ class Target:
 
 
 def find_target(args: argparse.Namespace, name: str) -> Target:
-    """Import the function ``name`` (MODULE:FUNCTION), and create its inputs.
-
-    Raises:
-        CommandError: the module or the function does not exist, or the inputs have another form.
-    """
+    """Import the function ``name`` (MODULE:FUNCTION), and create its inputs."""
     fn = _find(name)
     positional, keywords = _inputs(args, module=name.rpartition(":")[0])
     host_args = {}

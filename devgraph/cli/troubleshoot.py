@@ -36,11 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_sections() -> dict[str, str]:
-    """Return the text of each section by heading.
-
-    Raises:
-        CommandError: the installation lacks the page.
-    """
+    """Return the text of each section by heading."""
     page = next((path for path in _PAGES if path.is_file()), None)
     if page is None:
         raise CommandError(f"{_PAGES[0]} is missing; install devgraph again")

@@ -33,16 +33,7 @@ SECTION = "device_graph"
 
 
 def read_json(text: str, source: str) -> object:
-    """Parse JSON strictly: no duplicate keys, no NaN or infinity.
-
-    Args:
-        text: the JSON text.
-        source: the name of the text in errors.
-
-    Raises:
-        ConfigError: the text is not strict JSON; the message has the line and the column.
-        ConfigTypeError: ``text`` is not a string.
-    """
+    """Parse JSON strictly: no duplicate keys, no NaN or infinity."""
 
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
         entries: dict[str, object] = {}
@@ -77,15 +68,7 @@ def read_json(text: str, source: str) -> object:
 
 
 def read_mode(text: str, source: str) -> object:
-    """Parse the JSON text of a mode; the error for broken text shows how to write a mode.
-
-    Args:
-        text: the JSON text.
-        source: the name of the text in errors.
-
-    Raises:
-        ConfigError: as for ``read_json``.
-    """
+    """Parse the JSON text of a mode; the error for broken text shows how to write a mode."""
     try:
         return read_json(text, source)
     except ConfigError as error:
@@ -98,11 +81,7 @@ def read_mode(text: str, source: str) -> object:
 
 
 def read_file(path: str | os.PathLike[str]) -> object:
-    """Read a file as JSON if its name ends in ``.json``, else as YAML, which needs PyYAML.
-
-    Raises:
-        ConfigError: the file cannot be read or does not parse.
-    """
+    """Read a file as JSON if its name ends in ``.json``, else as YAML, which needs PyYAML."""
     try:
         name = os.fspath(path)
         text = Path(name).read_text(encoding="utf-8-sig")  # skip a byte order mark
@@ -129,14 +108,7 @@ def read_section(path: str | os.PathLike[str]) -> object:
 
 
 def read_pyproject(folder: Path) -> tuple[str, object] | None:
-    """Return the path and the ``[tool.devgraph]`` table of the nearest ``pyproject.toml``.
-
-    Args:
-        folder: the folder where the search starts. It ends at the first ``pyproject.toml`` above.
-
-    Raises:
-        ConfigError: the file cannot be read, or this version of Python cannot read TOML.
-    """
+    """Return the path and the ``[tool.devgraph]`` table of the nearest ``pyproject.toml``."""
     places = (parent / "pyproject.toml" for parent in (folder, *folder.parents))
     path = next((place for place in places if place.is_file()), None)
     if path is None:

@@ -152,13 +152,6 @@ def sources_of(
 
     ``[tool.devgraph]`` of the nearest ``pyproject.toml`` and the environment come before the
     arguments.
-
-    Args:
-        namespace: the parsed arguments.
-        parser: if given, values that equal its defaults count as not given.
-
-    Raises:
-        ConfigError: a value cannot be read.
     """
     if not hasattr(namespace, "__dict__") and not hasattr(namespace, "__slots__"):
         raise ConfigTypeError(

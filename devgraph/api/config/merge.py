@@ -105,9 +105,6 @@ def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str])
     """Adapt ``buckets`` or ``max_bs`` if they contradict each other.
 
     The stronger source decides; within one source, the part for the backend decides.
-
-    Returns:
-        The place of the maximum that removed buckets, or None.
     """
     own_sizes, own_largest = (backend, phase, "buckets"), (backend, phase, "max_bs")
     sizes = state.get(own_sizes) or state.get((None, phase, "buckets"))

@@ -269,11 +269,7 @@ def read_verify(value: object, path: str) -> Verify | None:
 
 
 def verify_from_environment() -> Verify | None:
-    """Return the value of DEVGRAPH_VERIFY: ``start``, or the JSON text of an object.
-
-    Raises:
-        ConfigError: the text is not a value of the key ``verify``.
-    """
+    """Return the value of DEVGRAPH_VERIFY: ``start``, or the JSON text of an object."""
     text = os.environ.get(VERIFY_VARIABLE, "")
     if text.lower() in ("", "0", "false", "no", "null"):
         return None

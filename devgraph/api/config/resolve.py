@@ -180,17 +180,7 @@ def _decided(config: PhaseConfig, key: str, value: Any) -> PhaseConfig:
 def _apply(
     phase: str, config: PhaseConfig, facts: EngineFacts, chosen: frozenset[str]
 ) -> tuple[PhaseConfig, list[FiredRule], list[str]]:
-    """Apply the table to a phase until no rule fires; each rule fires once.
-
-    Args:
-        phase: "decode" or "prefill".
-        config: the configuration of the phase.
-        facts: the properties of the engine and its backend.
-        chosen: the keys that somebody chose.
-
-    Returns:
-        The effective configuration, the rules that fired, and the refused choices.
-    """
+    """Apply the table to a phase until no rule fires; each rule fires once."""
     holds = config
     fired: list[FiredRule] = []
     conflicts: list[str] = []

@@ -97,12 +97,7 @@ class Changes:
 
 
 class Installed:
-    """The state of devgraph in an engine of this process.
-
-    Args:
-        engine: name of the engine.
-        switch: environment variable that asks for devgraph.
-    """
+    """The state of devgraph in an engine of this process."""
 
     def __init__(self, engine: str, switch: str) -> None:
         self._engine = engine
@@ -111,11 +106,7 @@ class Installed:
         self.now: Any = None
 
     def repeated(self, **asked: str | None) -> bool:
-        """Whether devgraph is installed with the settings ``asked``; None stands for any setting.
-
-        Raises:
-            ConfigError: it is installed with other settings.
-        """
+        """Whether devgraph is installed with the settings ``asked``; None means any setting."""
         for name, value in asked.items() if self.now is not None else ():
             if value not in (None, self._asked[name]):
                 raise ConfigError(
@@ -127,13 +118,7 @@ class Installed:
     def put(
         self, changes: Changes, make: Callable[[], None], *, strict: bool, **asked: str | None
     ) -> bool:
-        """Call ``make`` to change the engine, or leave it unchanged; return whether it changed.
-
-        Raises:
-            ConfigError: the engine cannot fulfil the request.
-            InstallError: under ``strict``, the engine lacks an attribute. Otherwise a warning is
-                logged.
-        """
+        """Call ``make`` to change the engine, or leave it unchanged; return whether it changed."""
         try:
             make()
         except BaseException as error:
@@ -157,11 +142,7 @@ class Installed:
         return True
 
     def take_out(self, memory: GraphMemory) -> None:
-        """Restore ``memory`` and undo the changes. Idempotent.
-
-        Raises:
-            ResourceError: the device has not enough memory; nothing changed.
-        """
+        """Restore ``memory`` and undo the changes. Idempotent."""
         if self.now is not None:
             memory.restore()
             changes, self.now = self.now, None
@@ -174,11 +155,7 @@ def mode_text(mode: str | None) -> str | None:
 
 
 def switched(variable: str) -> str | None:
-    """Return the value of the switch ``variable``: "1", "strict", or None if it is off.
-
-    Raises:
-        ConfigError: the value is none of these.
-    """
+    """Return the value of the switch ``variable``: "1", "strict", or None if it is off."""
     value = os.environ.get(variable, "").strip().lower()
     if value in ("", "0"):
         return None

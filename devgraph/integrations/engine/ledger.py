@@ -118,10 +118,6 @@ class Publisher:
     The file ``DEVGRAPH_STATS_FILE`` is replaced atomically after captures, at exit, and every few
     seconds while counters change, so that it survives a killed process. It is Prometheus text if
     its name ends in ".prom", else JSON.
-
-    Args:
-        engine: name of the engine.
-        stats: returns the counters, like ``stats()`` of the integrations.
     """
 
     def __init__(self, engine: str, stats: Callable[[], dict[str, Any]]) -> None:

@@ -21,10 +21,6 @@ class GraphMemory:
 
     The engine names graph memory by opaque handles and swaps them, for example while it profiles
     memory. A pool lives as long as something refers to it.
-
-    Args:
-        device_type: returns torch's name of the engine's device, or "" if it is unknown.
-        backend: name of the backend; None selects the one of ``device_type``.
     """
 
     def __init__(self, device_type: Callable[[], str], backend: str | None = None) -> None:
@@ -41,11 +37,7 @@ class GraphMemory:
 
     @property
     def backend(self) -> Backend:
-        """The backend of the engine's device.
-
-        Raises:
-            BackendUnavailableError: the device has no backend.
-        """
+        """The backend of the engine's device."""
         if self.made is None:
             found = get_backend(self._name or "auto")
             kind = self._device_type()
@@ -83,9 +75,6 @@ class GraphMemory:
         """Return a pool and its handle, for an engine that passes one handle around.
 
         Graphs that the engine captures itself then share the pool with graphs captured here.
-
-        Args:
-            handle: the current handle of the engine; None asks for new memory.
         """
         pool = self._made_pool() if handle is None else self.pool(handle)
         own: Hashable = getattr(pool, "handle", None) or handle or object()
@@ -114,11 +103,7 @@ class GraphMemory:
         logger.info("released %d MiB of graph memory", (before - self.bytes) >> 20)
 
     def restore(self) -> None:
-        """Map released memory again. Idempotent.
-
-        Raises:
-            ResourceError: the device has not enough memory. Nothing is lost; try again later.
-        """
+        """Map released memory again. Idempotent."""
         for pool in self._alive:
             pool.restore()
 

@@ -24,17 +24,7 @@ from devgraph.integrations.engine.ledger import ModeCount
 
 
 class CapturedStep:
-    """A captured step in place of a graph of the engine.
-
-    Args:
-        graph: the captured graph or plan.
-        count: counter of replays.
-        output: result of the step after a replay.
-
-    Attributes:
-        launch: replays once on the current stream without counting.
-        inputs: addresses of each input; None if they are not checked.
-    """
+    """A captured step in place of a graph of the engine."""
 
     __slots__ = ("_count", "graph", "inputs", "launch", "output")
 
@@ -78,12 +68,6 @@ def recorded(
 
     A block without device work gives a graph whose replay does nothing. An exception leaves
     nothing behind.
-
-    Args:
-        backend: the backend.
-        pool: memory of the graph.
-        count: counter of captures.
-        within: session that records the block; None opens one.
     """
     started = time.perf_counter()
     graph = backend.make_graph(pool)
@@ -190,11 +174,6 @@ class SharedOutputs:
 
         Buffers have the size of the largest shape so far. Capturing largest first creates one
         set.
-
-        Args:
-            output: result of a warm-up.
-            rows: number of valid rows of each tensor; None means all.
-            capacity: number of rows of a new buffer; None means ``rows``.
         """
         found = []
         for index, tensor in enumerate(tensors(output)):
@@ -217,11 +196,7 @@ class SharedOutputs:
 
 
 def copy_into(places: list[Tensor], output: Any) -> Any:
-    """Copy each tensor of ``output`` to its place; return ``output`` with the places in it.
-
-    Raises:
-        CapabilityError: ``output`` has another structure than at warm-up.
-    """
+    """Copy each tensor of ``output`` to its place; return ``output`` with the places in it."""
     step = ResultCheck(
         "the step",
         before="at warm-up it returned",

@@ -95,11 +95,7 @@ class _OnDevgraph:
         self._capture_inputs: dict[Any, Any] = {}
 
     def _let_memory_go(self) -> None:
-        """Use releasable memory if SGLang's memory saver pauses graph memory.
-
-        Raises:
-            CapabilityError: the backend has no releasable memory.
-        """
+        """Use releasable memory if SGLang's memory saver pauses graph memory."""
         asked = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
         if not importlib.import_module("sglang.srt.utils").get_bool_env_var(asked):
             return

@@ -64,11 +64,7 @@ class EngineMode:
     """Budget for executables of each phase, which SGLang does not know."""
 
     def put_into(self, arguments: Any) -> None:
-        """Write the mode into SGLang's ``ServerArgs`` before SGLang resolves them.
-
-        Raises:
-            ConfigError: SGLang's own options contradict it, or this SGLang lacks a key.
-        """
+        """Write the mode into SGLang's ``ServerArgs`` before SGLang resolves them."""
         from sglang.srt.model_executor import cuda_graph_config as engine
 
         given = arguments.cuda_graph_config or {}
@@ -121,15 +117,7 @@ def _resolved(arguments: Any) -> Any:
 
 
 def engine_mode(text: str, backend: str) -> EngineMode:
-    """Translate a mode configuration to SGLang. Other phases keep SGLang's own options.
-
-    Args:
-        text: JSON, as for --device-graph-mode.
-        backend: name of the backend whose overlay applies.
-
-    Raises:
-        ConfigError: the text is invalid, or SGLang has no such mode.
-    """
+    """Translate a mode configuration to SGLang. Other phases keep SGLang's own options."""
     config = DeviceGraphConfig.from_json(text).for_backend(backend)
     phases = {"decode": config.decode, "prefill": config.prefill}
     budgets = (value.executable_budget for value in phases.values())

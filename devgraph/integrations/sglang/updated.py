@@ -99,11 +99,7 @@ def _step() -> _Step:
 
 
 class WholeCapture:
-    """A replacement of SGLang's capture while a step is captured as one graph.
-
-    Attributes:
-        step: step of the warm-up, for the capture.
-    """
+    """A replacement of SGLang's capture while a step is captured as one graph."""
 
     step: _Step
 

@@ -614,11 +614,7 @@ class Engine:
         return [(chunk.request, token) for chunk, token in tokens if chunk.completes]
 
     def _accept(self, tokens: Sequence[tuple[Request, int]]) -> Exception | None:
-        """Append each token to its request, unless the request has ended in this launch.
-
-        Returns:
-            The first error of the tokenizer, or None.
-        """
+        """Append each token to its request, unless the request has ended in this launch."""
         failed: Exception | None = None
         for request, token in tokens:
             if request.finish_reason is not None:
@@ -806,11 +802,7 @@ class Engine:
 
 
 def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> DeviceGraphConfig:
-    """Return a mode configuration from an object, a dictionary or JSON text; None is the default.
-
-    Raises:
-        ConfigError: the configuration is invalid.
-    """
+    """Return the mode in an object, a dictionary or JSON text; None is the default."""
     if given is None or isinstance(given, DeviceGraphConfig):
         return given or DeviceGraphConfig()
     if isinstance(given, str):

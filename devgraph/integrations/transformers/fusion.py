@@ -265,9 +265,6 @@ class Fusion:
     """The verified replacements for one model.
 
     Values of weights never change. Weights of joined layers stay adjacent after ``close``.
-
-    Args:
-        trace: a run of the model in evaluation mode and on its device.
     """
 
     def __init__(self, trace: OperationTrace) -> None:

@@ -194,12 +194,6 @@ def _positions(
     The cache of ``generate`` may keep fewer rows than a mask shows: Moshi's cache has the window of
     its configuration, its mask has none. A request that outgrows such a cache depends on the chunks
     of its prompt, so the window is the limit.
-
-    Args:
-        model: the model.
-        cache_layers: layers of the cache of ``generate``.
-        shapes: shapes of the layers with attention.
-        functions: mask functions of a model that attends by itself; their layers are unknown.
     """
     windows = set()
     for function in functions:
@@ -356,13 +350,7 @@ def _probe_states(
 
 
 class _AttentionProbe(Cache):  # type: ignore[misc]
-    """The cache of one run that records attention and stores nothing.
-
-    Args:
-        model: the model.
-        mixers: modules that are not run; they return the output of an earlier run.
-        own: reason why the model attends by itself, or None.
-    """
+    """The cache of one run that records attention and stores nothing."""
 
     def __init__(
         self, model: PreTrainedModel, mixers: tuple[Mixer, ...], *, own: str | None
@@ -388,13 +376,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
     def run(
         self, body: torch.nn.Module, overrides: dict[str, Any], *, length: int = 0
     ) -> _AttentionProbe:
-        """Run the body on a few tokens and return this probe.
-
-        Args:
-            body: the body of the model.
-            overrides: values of configurations during the run.
-            length: length that the cache reports.
-        """
+        """Run the body on a few tokens and return this probe."""
         model, own = self.model, self.own is not None
         self.length = length
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
@@ -525,14 +507,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
 def mask_of(
     function: Callable[..., Tensor], positions: Tensor, rows: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the mask ``[requests, 1, width, rows]`` of a mask function of transformers.
-
-    Args:
-        function: the mask function.
-        positions: positions of the tokens, ``[requests, width]``.
-        rows: ``arange(max_len)`` on the device.
-        dtype: dtype of the mask.
-    """
+    """Return the mask ``[requests, 1, width, rows]`` of a mask function of transformers."""
     none = rows[:1] * 0
     shown = function(none, none, positions[:, None, :, None], rows)
     shown = shown.expand(positions.shape[0], 1, positions.shape[1], rows.shape[0])
@@ -574,11 +549,7 @@ def ordinary_device() -> AbstractContextManager[Any]:
 
 
 def probe(model: PreTrainedModel) -> ModelShape:
-    """Run ``model`` on three tokens and return its requirements.
-
-    Raises:
-        UnsupportedModelError: the model cannot run correctly here; the message gives the reason.
-    """
+    """Run ``model`` on three tokens and return its requirements."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"expected a transformers model, got {type(model).__name__}; load one with "

@@ -63,15 +63,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """Draws the tokens of one request from a random stream of its own.
-
-    Args:
-        params: parameters with a temperature above 0.
-        device: device of the logits.
-
-    Attributes:
-        draws: number of tokens drawn so far.
-    """
+    """Draws the tokens of one request from a random stream of its own."""
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         self.draws = 0
@@ -98,13 +90,7 @@ class Sampler:
         return self._generator.get_state()
 
     def resume(self, seed: int, draws: int, state: Tensor | None) -> None:
-        """Continue the stream of another sampler after ``draws`` tokens.
-
-        Args:
-            seed: seed of a new stream, which is used without a state.
-            draws: number of tokens that were drawn.
-            state: state of the generator of the same backend.
-        """
+        """Continue the stream of another sampler after ``draws`` tokens."""
         self.draws = draws
         if state is None:
             self._generator.manual_seed(seed)
@@ -137,9 +123,6 @@ class TextStream:
     """Converts a stream of tokens into a stream of text.
 
     Text that ends inside a character is held back. The pieces add up to the whole text.
-
-    Args:
-        tokenizer: an object with the ``decode`` method of transformers' tokenizers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -277,11 +260,6 @@ class Scheduler:
 
     A request is held after its export, until it is released. It counts against the slots, so that
     an engine exports no faster than others admit.
-
-    Args:
-        slots: maximum number of running requests.
-        max_step_tokens: maximum number of tokens in a packed step, at least ``slots``.
-        alone: whether a packed step runs one request only.
     """
 
     def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:

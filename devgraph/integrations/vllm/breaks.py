@@ -21,11 +21,7 @@ _CACHE_OPS = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_updat
 
 
 def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
-    """Return a region for each registered attention op, by the objects a function mode sees.
-
-    Args:
-        compilation_config: configuration of vLLM, which lists the attention ops.
-    """
+    """Return a region for each registered attention op, by the objects a function mode sees."""
     names: Iterable[str] = dict.fromkeys(
         (*compilation_config._attention_ops, *(compilation_config.splitting_ops or ()), *_CACHE_OPS)
     )
@@ -70,9 +66,6 @@ class AttentionBreaks(TorchFunctionMode):
 
     While it is entered, it is the thread's breakable capture, to which functions marked with
     ``eager_break_during_capture`` talk.
-
-    Args:
-        regions: result of ``attention_ops``.
     """
 
     is_devgraph_mode = True

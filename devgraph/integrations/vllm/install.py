@@ -61,11 +61,7 @@ class EngineMode:
     """The original configuration, for messages."""
 
     def put_into(self, config: Any) -> None:
-        """Write the mode into vLLM's ``CompilationConfig`` before vLLM resolves it.
-
-        Raises:
-            ConfigError: vLLM's own options contradict it.
-        """
+        """Write the mode into vLLM's ``CompilationConfig`` before vLLM resolves it."""
         from vllm.config import CUDAGraphMode
 
         if vars(config).get(_SEEN) == self:
@@ -92,15 +88,7 @@ class EngineMode:
 
 
 def engine_mode(text: str, backend: str | None = None) -> EngineMode:
-    """Translate a mode configuration to vLLM, which has one mode for uniform decode and one more.
-
-    Args:
-        text: JSON, as for --device-graph-mode.
-        backend: name of the backend whose overlay applies.
-
-    Raises:
-        ConfigError: the text is invalid, or vLLM has no such mode.
-    """
+    """Translate a mode configuration to vLLM, which has a mode for uniform decode and another."""
     config = DeviceGraphConfig.from_json(text)
     if backend is not None:
         config = config.for_backend(backend)
@@ -129,12 +117,7 @@ class Installation(Changes):
     """The requested mode; None leaves the choice to vLLM's own options."""
 
     def put(self, layer: Layer, mode: str | None, backend: str | None) -> None:
-        """Change vLLM; see ``install`` for ``mode`` and ``backend``.
-
-        Raises:
-            ConfigError: vLLM cannot run the mode.
-            InstallError: vLLM lacks an attribute that devgraph replaces.
-        """
+        """Change vLLM; see ``install`` for ``mode`` and ``backend``."""
         if mode is not None:
             self.mode = engine_mode(mode, backend or _platform_backend())
         self.on_undo(reset_layer, reset_layer(layer))

@@ -31,9 +31,6 @@ class Round:
     compiled code, loaded modules, workspaces. A round therefore runs the first step of each kind
     only. If another step needs a run too, its capture fails; the round is undone and repeated
     with a run of every step.
-
-    Args:
-        config: configuration of vLLM.
     """
 
     def __init__(self, config: Any) -> None:
@@ -147,12 +144,7 @@ class _Here(threading.local):
 
 
 class Layer:
-    """The shared state of all graph wrappers of this process.
-
-    Args:
-        backend: name of the backend; None selects that of vLLM's platform.
-        strict: whether a step that cannot use its graph raises.
-    """
+    """The shared state of all graph wrappers of this process."""
 
     def __init__(self, *, backend: str | None = None, strict: bool = False) -> None:
         self.strict = strict
@@ -224,15 +216,7 @@ class Layer:
         return contextlib.nullcontext(step.enter(pool))
 
     def prepare(self, pool: Pool, *, settle: bool) -> Callable[[], None]:
-        """Prepare a capture as vLLM does for its own.
-
-        Args:
-            pool: memory of the capture.
-            settle: whether to free unused memory first.
-
-        Returns:
-            A callable that joins the stream of the weight offloader, for the end of the body.
-        """
+        """Prepare a capture as vLLM does for its own."""
         if settle:
             self.memory.settle()
         set_graph_pool_id, get_offloader = self._engine

@@ -35,11 +35,7 @@ class EngineGraph:
         self.step: CapturedStep | None = None
 
     def replay(self) -> None:
-        """Replay once on the current stream.
-
-        Raises:
-            StateError: nothing was captured.
-        """
+        """Replay once on the current stream."""
         if self.step is None:
             raise StateError("a graph of vLLM is replayed before its capture")
         self.step.replay()
@@ -49,15 +45,7 @@ class EngineGraph:
 def _recording(
     threads: bool, graph: EngineGraph, pool: Any = None, stream: Any = None
 ) -> Iterator[None]:
-    """Capture the block into ``graph``, like ``torch.cuda.graph``.
-
-    Args:
-        threads: whether other threads launch on ``stream``, which must then be the capture stream.
-            Otherwise the pool's stream is used, because memory is reused within one stream only.
-        graph: the graph to capture into.
-        pool: vLLM's handle of graph memory; graphs without a handle share one pool.
-        stream: stream of vLLM for the capture.
-    """
+    """Capture the block into ``graph``, like ``torch.cuda.graph``."""
     layer = current_layer()
     count = layer.counts["full"]
     memory = layer.memory.pool(_UNNAMED if pool is None else pool)
@@ -95,12 +83,7 @@ class _Overlay:
 
 
 def graph_making_torch(base: Any, *, threads: bool = False) -> Any:
-    """Return the module torch with graphs of devgraph.
-
-    Args:
-        base: the module torch.
-        threads: whether threads of vLLM launch the captured work.
-    """
+    """Return the module torch with graphs of devgraph."""
     graph = functools.partial(_recording, threads)
     return _Overlay(base, cuda=_Overlay(base.cuda, CUDAGraph=EngineGraph, graph=graph))
 

@@ -44,12 +44,7 @@ class _Graphs:
     runtime_mode: Any
 
     def _prepare(self, *, counts: dict[Any, str], checked: bool = True) -> None:
-        """Initialise the shared state.
-
-        Args:
-            counts: names of the counters by runtime mode; None stands for calls without a mode.
-            checked: whether inputs must have the addresses of the capture.
-        """
+        """Initialise the shared state."""
         from vllm.compilation.counter import compilation_counter
         from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
         from vllm.config import CUDAGraphMode
@@ -241,12 +236,6 @@ class BreakableStep(_Graphs):
 
     A new batch descriptor is captured: under PIECEWISE in segments around the attention ops, under
     FULL in one graph.
-
-    Args:
-        runnable: forward of an uncompiled model.
-        vllm_config: configuration of vLLM.
-        runtime_mode: the only mode that is captured; None means both.
-        key_fn: returns a further part of the key from the arguments of a call.
     """
 
     def __init__(
