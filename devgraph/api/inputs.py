@@ -38,13 +38,7 @@ class Inputs:
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[list[Pair], dict[str, Any]]:
-        """Return the pairs to copy for a replay with these arguments, and its host arguments.
-
-        Raises:
-            InputError: data of another shape, dtype, device or structure than the bound argument,
-                or a plain value that differs from that of capture.
-            HostArgumentError: there is no argument of that name (a TypeError).
-        """
+        """Return the pairs to copy for a replay with these arguments, and its host arguments."""
         if len(given) > self._count:
             raise InputError(
                 f"{len(given)} inputs were given and {self._count} arguments are bound; a replay "

@@ -332,14 +332,7 @@ def compare_near(
 
 
 class State:
-    """The tensors and generators that all cases of a proof start from.
-
-    Args:
-        backend: the backend of the tensors.
-        named: the tensors by name.
-        roots: objects in which eager runs may replace tensors; these are put back.
-        limit: bytes of copies; see ``Snapshot``.
-    """
+    """The tensors and generators that all cases of a proof start from."""
 
     def __init__(
         self,
@@ -440,15 +433,7 @@ def no_rows(tensor: torch.Tensor, numbers: torch.Tensor | None) -> Sequence[int]
 
 
 class Comparison:
-    """A comparison of runs of one step that start from the same state.
-
-    Args:
-        state: what each run starts from.
-        backend: the backend of the runs.
-        near: comparison within tolerance, for steps whose kernels a compiler chose.
-        with_state: whether state is compared as well as outputs.
-        agreed: returns whether the argument is true on any rank; all ranks call it together.
-    """
+    """A comparison of runs of one step that start from the same state."""
 
     def __init__(
         self,
@@ -623,14 +608,6 @@ def host_sets(
 
     Each set comes with two booleans: whether it differs from the values of capture, and whether it
     is those values again, after others.
-
-    Args:
-        captured: the values of capture.
-        given: the sets that the caller asked for, or None.
-        further: sets to try after those of capture if the caller asked for none.
-
-    Raises:
-        InputTypeError: ``given`` is not a list of mappings.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)

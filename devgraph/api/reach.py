@@ -100,11 +100,6 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
     """Yield every place below ``roots`` that holds a tensor, a generator or a plain value.
 
     Gradients of tensors are such places.
-
-    Args:
-        roots: functions, modules, objects and containers, each behind its name. A function reaches
-            its closure, its defaults and the globals that it names.
-        weights: with the parameters and buffers of modules.
     """
     for path, value in _walk(roots, weights):
         for entry in _members(path, value, weights):
@@ -146,13 +141,7 @@ def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
 
 
 class _Place:
-    """A holder, with all its keys or some, and the values that it held.
-
-    Args:
-        form: the path of a key, as a format of ``path`` and ``key``.
-        keys: the keys; None for all that the holder has, also later.
-        without: keys that do not count.
-    """
+    """A holder, with all its keys or some, and the values that it held."""
 
     def __init__(
         self,
@@ -417,12 +406,7 @@ class Change(NamedTuple):
 
 
 class Watch:
-    """The places that a step can reach, with what they hold before a run of it.
-
-    Args:
-        roots: as for ``entries``.
-        gradients: whether gradients of tensors are places, too.
-    """
+    """The places that a step can reach, with what they hold before a run of it."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
         self._places: list[_Place] = []
@@ -435,12 +419,7 @@ class Watch:
     def changes(
         self, note_state: Callable[[str, Any, Any], None] = lambda *_: None
     ) -> list[Change]:
-        """Return the places that hold other tensors than before.
-
-        Args:
-            note_state: called with the path, the old and the new value of a plain value that
-                changed.
-        """
+        """Return the places that hold other tensors than before."""
         changes = []
         for place in self._places:
             for path, old, new in place.changes():

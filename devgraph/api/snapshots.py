@@ -69,15 +69,7 @@ class Part(NamedTuple):
 
 
 class Snapshot:
-    """The contents of tensors, the states of generators and the state of the backend's generator.
-
-    Args:
-        backend: whose default generator is saved, beside that of the host.
-        named: the tensors, each behind its name.
-        generators: further generators.
-        limit: bytes of copies; the smallest tensors are copied, and the rest is hashed.
-        optional: tensors that are saved if the limit allows it, and else left as they are.
-    """
+    """Saved contents of tensors, and states of generators with that of the backend."""
 
     def __init__(
         self,

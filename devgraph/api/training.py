@@ -303,11 +303,7 @@ class TrainingGraphs:
         return [index for index, needed in enumerate(self._needs_grad) if not needed]
 
     def backward(self, epoch: int, grads: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Replay the backward graph; return the gradients of the inputs of ``_Function``.
-
-        Raises:
-            StateError: a later forward overwrote the activations.
-        """
+        """Replay the backward graph; return the gradients of the inputs of ``_Function``."""
         with self.lock:
             if epoch != self._epoch:
                 raise StateError(
@@ -392,10 +388,6 @@ def _copy_gradients(
 
     Autograd keeps a first gradient without a copy, and replays overwrite that memory: every
     forward, and the backward of a callable with a larger index, which was captured earlier.
-
-    Args:
-        shared: see ``TrainingGraphs.shared``. Copied gradients are removed.
-        before: index below which gradients are copied; None copies all.
     """
     for index in [index for index in shared if before is None or index < before]:
         for leaf, grad in shared.pop(index):

@@ -121,11 +121,7 @@ def _registered(kind: type) -> bool:
 
 
 def leaves_of(path: str, node: Any, depth: int = 0) -> Iterable[tuple[str, Any]]:
-    """Yield the leaves of a tree, each behind its path.
-
-    Raises:
-        InputError: a container contains itself.
-    """
+    """Yield the leaves of a tree, each behind its path."""
     children = children_of(node)
     if children is None:
         yield path, node

@@ -71,12 +71,7 @@ class Terms:
 
 
 def state_of(step: Step, *, weights: bool = True) -> list[tuple[str, torch.Tensor]]:
-    """Return the state of a step by name: bound tensors, and tensors that its functions reach.
-
-    Args:
-        step: the engine's functions and their data.
-        weights: with parameters of modules.
-    """
+    """Return the state of a step by name: bound tensors, and tensors that its functions reach."""
     inside = step.inputs.buffers.overlaps
     reached = [
         (entry.path, entry.value)
@@ -102,15 +97,7 @@ def _roots(step: Step) -> list[tuple[str, Any]]:
 
 
 class Proof:
-    """Compares graphs of a runner with eager; see ``Runner.prove``.
-
-    Args:
-        step: the engine's functions and their data.
-        terms: the cases.
-        implied: inputs that belong together, or None.
-        ranks: the ranks that prove together.
-        tag: name of this proof in exchanges between ranks.
-    """
+    """Compares graphs of a runner with eager; see ``Runner.prove``."""
 
     def __init__(
         self, step: Step, terms: Terms, implied: Implied | None, ranks: RankGroup, tag: str
@@ -136,11 +123,7 @@ class Proof:
         """Smallest and largest value that real rows of a slot have."""
 
     def of(self, graphs: Graphs, chosen: Sequence[BucketGraph]) -> Report:
-        """Compare the ``chosen`` graphs, which are captured, with eager.
-
-        Raises:
-            AgreementError: other ranks prove something else, failed, or did not come.
-        """
+        """Compare the ``chosen`` graphs, which are captured, with eager."""
         step, terms = self._step, self._terms
         keys = [str(graph.key) for graph in chosen]
         facts = {"prove": keys, "cases": terms.cases, "host_args": str(terms.host_args)}
