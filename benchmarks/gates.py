@@ -190,8 +190,8 @@ def overlap(model: Model) -> Any:
     cycles = int(trial * alone / spent)
 
     def layerwise() -> None:
-        transfer(cycles, opens=True)
         gated.replay()
+        transfer(cycles, opens=True)
 
     layerwise()
     sent = statistics.median(
@@ -223,9 +223,9 @@ def breaks(model: Model) -> Any:
     gates = gates_of(gated)
 
     def with_gates() -> None:
+        gated.replay()
         for gate in gates:
             gate.open_after(stream)
-        gated.replay()
 
     def with_breaks() -> None:
         for event in events:
