@@ -382,6 +382,10 @@ class Graphed:
             if with_gradients and entry.calls == 1:
                 entry.has_gradients = any(t.requires_grad for t in tensors_of(result))
             return result
+        if entry.graph is not None:  # it is still timed
+            with entry.graph.lock:
+                if not self._weights_hold():
+                    self._drop_all("recaptures")
         if entry.graph is None:
             try:
                 self._capture(entry, args, kwargs, host)

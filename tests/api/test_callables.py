@@ -294,6 +294,16 @@ def test_replaced_weights_are_used_at_the_next_call(how: str) -> None:
     assert step.stats()["recaptures"] == (0 if how == "copy" else 1)
 
 
+def test_replaced_weights_are_noticed_while_a_graph_is_timed() -> None:
+    module = nn.Linear(3, 2)
+    graphed(module, min_speedup=0.0001)
+    with torch.no_grad():
+        for _ in range(12):
+            x = torch.randn(5, 3)
+            module.weight = nn.Parameter(torch.randn(2, 3))
+            same(module(x), nn.functional.linear(x, module.weight, module.bias))
+
+
 def test_buffers_are_updated_once_a_call() -> None:
     ours, theirs = (nn.BatchNorm1d(3) for _ in range(2))
     graphed(ours)

@@ -30,6 +30,7 @@ import devgraph as dg
 from devgraph.api.policy.job import UpdateBudget
 from devgraph.cpu.metadata import Layout
 from devgraph.cpu.recorder import Knowledge
+from tests.fuzz.graphed import GraphedPair
 from tests.fuzz.runners import SCRATCH, RandomRunner
 from tests.fuzz.steps import (
     IN_PLACE,
@@ -56,6 +57,7 @@ __all__ = [
     "ascend_case",
     "ascend_steps",
     "every_fault",
+    "graphed_case",
     "hip_case",
     "run",
 ]
@@ -495,6 +497,25 @@ class _FaultProgram:
         self._captured.clear()
 
 
+# Graphed callables.
+
+
+def graphed_case(seed: int, device: str | torch.device = "cpu") -> Counter[str]:
+    """Random calls of a graphed module between random mutations."""
+    rng = _seeded(seed)
+
+    def fail(text: str) -> None:
+        raise Mismatch(text)
+
+    pair = GraphedPair(rng, torch.device(device), fail)
+    for _ in range(rng.randint(5, 40)):
+        if rng.random() < 0.25:
+            pair.mutate()
+        pair.call()
+    pair.close()
+    return pair.counts
+
+
 # The long mode.
 
 _WARM_UP = 0.2
@@ -512,6 +533,7 @@ CASES: dict[str, Callable[[int], Counter[str]]] = {
     "steps": step_case,
     "piecewise": compiled_case,
     "runners": runner_case,
+    "graphed": graphed_case,
     "interrupts": interrupt_case,
     "hip": hip_case,
     "hip steps": hip_steps,

@@ -13,6 +13,7 @@ from tests.fuzz.driver import (
     ascend_case,
     ascend_steps,
     every_fault,
+    graphed_case,
     hip_case,
     run,
 )
@@ -58,6 +59,12 @@ def test_random_runners_equal_their_steps() -> None:
     eager = sum(number for what, number in counts.items() if what.startswith("eager"))
     assert counts["runs"] > 80
     assert eager < counts["runs"], counts
+
+
+def test_random_calls_of_graphed_modules_equal_eager(devgraph_backend: Any) -> None:
+    cases = (graphed_case(seed, devgraph_backend.device) for seed in range(8))
+    counts = sum(cases, Counter[str]())
+    assert counts["replays"] > 40, counts
 
 
 def test_interrupts_at_random_places_leave_the_next_operation_right() -> None:
