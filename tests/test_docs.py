@@ -145,7 +145,7 @@ def _commands(path: Path) -> Iterator[str]:
     names = "|".join(one.stem for one in (ROOT / "devgraph" / "cli").glob("*.py"))
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in re.findall(rf"^(?:    )?(devgraph (?:{names}) .*)$", text, re.MULTILINE):
-        yield line.partition("  #")[0].partition(" [-")[0].partition(" > ")[0]
+        yield line.partition("  #")[0].partition(" [-")[0].partition(" > ")[0].partition(" | ")[0]
 
 
 def test_commands_of_the_documents_parse():
