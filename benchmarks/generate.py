@@ -24,9 +24,11 @@ decode     tokens a second after the first, over all requests
 cpu        CPU seconds of the process a generation, all threads; on a device, waiting counts too
 host_ms    milliseconds of host time inside the runner of a decode launch, before any wait
 setup      seconds before the first token can be fast: captures, or the first call (compilation)
+graph_share  part of the decode steps that were replays, of an accelerated model
 
 A model is a folder, a .gguf file, or the shape of one with random weights: smollm2-135m,
-qwen3-0.6b, llama-1b. The report has one entry for each model and batch.
+qwen3-0.6b, llama-1b, and qwen3.5-0.6b (linear attention in 30 of 40 layers). The report has one
+entry for each model and batch.
 """
 
 from __future__ import annotations
@@ -43,7 +45,13 @@ from typing import Any
 import attrs
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 from transformers.utils import logging as transformers_logging
 
 import devgraph as dg
@@ -107,6 +115,23 @@ SHAPES: dict[str, Callable[[], Any]] = {
         head_dim=64,
         max_position_embeddings=131072,
         rope_theta=500000.0,
+        tie_word_embeddings=True,
+    ),
+    # 30 layers of linear attention and 10 of full attention.
+    "qwen3.5-0.6b": lambda: Qwen3_5TextConfig(
+        vocab_size=65536,
+        hidden_size=1024,
+        intermediate_size=1280,
+        num_hidden_layers=40,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 10,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        max_position_embeddings=40960,
         tie_word_embeddings=True,
     ),
 }
@@ -300,7 +325,11 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     one.setup = first - (time.perf_counter() - begin)
     for _ in range(args.repeats):
         one.turn(args.new_tokens)
-    fallbacks = generate_stats(model).fallbacks if name in ("accelerated", "batched") else {}
+    figures = one.report(args.new_tokens, batch)
+    if name in ("accelerated", "batched"):
+        stats = generate_stats(model)
+        decode = stats.engine.decode.stats()
+        figures |= {"fallbacks": stats.fallbacks, "graph_share": decode.graph_steps / decode.steps}
     return {
         "device": backend.device_name,
         "backend": backend.name,
@@ -308,7 +337,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
         "dtype": dtype,
-        "run": one.report(args.new_tokens, batch) | ({"fallbacks": fallbacks} if fallbacks else {}),
+        "run": figures,
         "tokens": one.tokens,
     }
 

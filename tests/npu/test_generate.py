@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import devgraph as dg
 from devgraph.api.errors import InputError
@@ -111,3 +111,39 @@ def test_generate_command_with_the_real_model_says_what_the_cpu_says(
     texts = {name: out["runs"][0]["texts"] for name, out in said.items()}
     assert texts["npu"] == texts["cpu"]
     assert moved["group_updates"] == 30 * (15 + (prefill == "full"))
+
+
+def depthwise(x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Convolve each channel by itself, without the operator that the simulator does not have."""
+    names = ("stride", "padding", "dilation", "groups")
+    padding = dict(zip(names, args, strict=False), **kwargs)["padding"]
+    around = padding if isinstance(padding, int) else padding[0]
+    x, width = torch.nn.functional.pad(x, (around, around)), weight.shape[-1]
+    length = x.shape[-1] - width + 1
+    out = sum(x[..., i : i + length] * weight[:, 0, i, None] for i in range(width))
+    return out if bias is None else out + bias[:, None]
+
+
+@pytest.mark.parametrize("prefill", ["breakable", "full"])
+def test_recurrent_layers_keep_their_state_in_graphs(
+    driver: Driver, backend: Any, prefill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests outnumber the slots, and the state of the scratch row and free slots is poisoned."""
+    monkeypatch.setattr(torch.nn.functional, "conv1d", depthwise)
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0,
+        layer_types=["conv", "full_attention"] * 2,
+    )  # fmt: skip
+    model = Lfm2ForCausalLM(config).eval().half()
+    prompts = [[i + 1] * (3 + 5 * i % 11) for i in range(5)]
+    with engine(model, "cpu", "breakable") as on_cpu:
+        want = [done.token_ids for done in on_cpu.generate(prompts, max_new_tokens=6)]
+    with engine(model.to("npu"), backend, prefill) as on_npu:
+        on_npu.capture()
+        for buffer in on_npu.decode.state.buffers.values():
+            buffer.fill_(float("nan"))
+        got = [done.token_ids for done in on_npu.generate(prompts, max_new_tokens=6)]
+        assert on_npu.decode.stats().eager_steps == 0
+    assert got == want

@@ -11,7 +11,7 @@ import torch
 
 import devgraph as dg
 from devgraph.api.backend import Backend
-from devgraph.api.errors import HostReadError, InputError
+from devgraph.api.errors import HostReadError
 from devgraph.integrations.transformers import Engine
 from devgraph.integrations.transformers.probe import UnsupportedModelError
 from tests.support.transformers_models import reference
@@ -79,11 +79,6 @@ def meet(name: str, device: str | Backend = "cpu", dtype: torch.dtype = torch.fl
                     with _engine(made(), backend, *modes, fuse=fuse, emulate=True) as engine:
                         want = _tokens(engine, prompts)
                 engine = _engine(made(), backend, *modes, fuse=fuse)
-            except InputError as error:
-                # Only the reference captures whole prompts of recurrent layers.
-                if alone or prefill != "full" or "recurrent layers" not in str(error):
-                    raise
-                continue
             except UnsupportedModelError as error:
                 return Result(REFUSED, _why(error))
             with engine:
