@@ -71,7 +71,7 @@ def export(args: argparse.Namespace, store: Any) -> None:
 
 
 def fresh(handoff: Handoff) -> Any:
-    return type(handoff.progress)(handoff.layers, lambda: True)
+    return type(handoff.progress)(handoff.layers)
 
 
 def receive(args: argparse.Namespace, store: Any) -> dict[str, Any]:

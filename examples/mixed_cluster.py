@@ -13,6 +13,7 @@ Each process asserts that it runs what ``devgraph plan --cluster`` foretells for
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -37,6 +38,16 @@ MODE = {
     "backends": {"npu": {"prefill": "full"}},
 }
 ROLES = ("prefill", "decode")
+TEXTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea, there was",
+    "Water boils at",
+    "The three primary colours are red,",
+    "A list of planets, from the closest to the farthest from the sun: Mercury,",
+    "To make bread you need",
+    "In the morning the old man opened the door of his house and saw that",
+    "One, two, three,",
+)
 SIZES: dict[str, int] = {"max_requests": 8, "max_len": 256, "max_step_tokens": 64}
 
 
@@ -61,7 +72,7 @@ class Node:
     """
 
     def __init__(self, role: str, args: argparse.Namespace, store: Any) -> None:
-        self.role, self._store = role, store
+        self.role, self.layerwise, self._store = role, args.layerwise, store
         backend = dg.get_backend(args.backends[ROLES.index(role)])
         dtype = getattr(torch, args.dtype)
         if args.model:
@@ -69,7 +80,9 @@ class Node:
         else:
             model, tokenizer = small_model().to(backend.device, dtype), None
         config = dg.DeviceGraphConfig.from_args(args)
-        self.engine = Engine(model, tokenizer, config=config, backend=backend, **SIZES)
+        self.engine = Engine(
+            model, tokenizer, config=config, backend=backend, layerwise=args.layerwise, **SIZES
+        )
         getattr(self.engine, role).capture()
         self.check_plan(config, args.backends)
         self.transport = TorchTransport()
@@ -111,29 +124,31 @@ class Node:
 
 def prefill(node: Node) -> None:
     """Run prompts, and offer each request after its first token."""
-    engine, names, sent = node.engine, {}, Counter[str]()
+    engine, names, requests, sent = node.engine, {}, {}, Counter[str]()
+
+    def hand_over(request: int, name: int) -> None:
+        handoff = engine.export(request, layerwise=node.layerwise)
+        sent.update(handoffs=1, bytes=handoff.nbytes)
+        node.tell("decode", request=name, offer=node.transport.offer(handoff))
+
     while True:
         for message in node.messages(wait=not engine.has_work):
             if "stop" in message:
                 node.report(**sent)
                 return
             if "abort" in message:
-                for request, name in list(names.items()):
-                    if name == message["abort"]:
-                        del names[request]
-                        engine.cancel(request)
+                with contextlib.suppress(dg.InputError):  # The receiver has it.
+                    engine.cancel(requests[message["abort"]])
                 continue
             request = engine.add_request(message["prompt"], max_new_tokens=message["new"])
-            names[request] = message["request"]
+            names[request], requests[message["request"]] = message["request"], request
+            if node.layerwise:
+                hand_over(request, message["request"])
         for event in engine.step():
             name, ended = names[event.request_id], event.finish_reason
             node.tell("scheduler", request=name, token=event.token, text=event.text, ended=ended)
-            if ended is None:
-                handoff = engine.export(event.request_id)
-                # The request may be aborted until the receiver has released it.
-                handoff.progress.when_ended(lambda request=event.request_id: names.pop(request, 0))
-                sent.update(handoffs=1, bytes=handoff.nbytes)
-                node.tell("decode", request=name, offer=node.transport.offer(handoff))
+            if ended is None and not node.layerwise:
+                hand_over(event.request_id, name)
 
 
 def decode(node: Node) -> None:
@@ -269,7 +284,7 @@ class Scheduler:
 
 def prompts_of(args: argparse.Namespace) -> list[Any]:
     if args.model:
-        return [f"Tell me {count} facts about the number {count}." for count in range(1, 9)]
+        return list(TEXTS)
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(211, (3 + 7 * i,), generator=generator).tolist() for i in range(8)]
 
@@ -287,6 +302,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs=2, metavar=("PREFILL", "DECODE"), required=True)
     parser.add_argument("--model", help="a model for transformers; else a random one of two layers")
+    parser.add_argument("--layerwise", action="store_true", help="send layers as they are ready")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device-graph-mode", metavar="JSON", default=json.dumps(MODE))
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for a rank")

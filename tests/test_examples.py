@@ -48,10 +48,11 @@ def test_recurrent_model_generates_what_it_does_without_graphs():
     assert graphs == "decode steps in graphs: 15 of 15"
 
 
-def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process():
+@pytest.mark.parametrize("options", [(), ("--layerwise",)], ids=["whole", "layerwise"])
+def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options: tuple[str, ...]):
     out = _run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--check"),
+        *(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--check", *options),
     )
     assert "prefill on cpu: breakable, buckets [16, 64]" in out
     assert "the tokens of one process: True" in out
@@ -75,6 +76,7 @@ def test_mixed_cluster_says_what_one_process_says_with_the_model_of_the_demo():
         *("--model", str(weights)),
     )
     assert "the tokens of one process: True" in out
+    assert re.search(r"^handoffs +8$", out, re.MULTILINE)
 
 
 def test_chunked_prefill_gives_the_tokens_of_whole_prompts():

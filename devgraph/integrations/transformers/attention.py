@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from devgraph.api.errors import StateError
+from devgraph.api.marks.gates import signal
 from devgraph.api.marks.marks import region
 from devgraph.runners.batch import Batch
 
@@ -176,6 +177,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self._shown: int | Tensor | None = None
         self._length = 0
         self._written: CacheLayer | None = None
+        self.signals = False
+        """Whether the step signals the gate ``kv.LAYER`` after each write of a layer."""
 
     @property
     def scratch_row(self) -> int:
@@ -211,6 +214,8 @@ class KVCache(Cache):  # type: ignore[misc]
         layer: CacheLayer = self.layers[layer_idx]
         for kept, new in ((layer.keys, key_states), (layer.values, value_states)):
             kept.index_copy_(1, self._target, new.transpose(0, 1).flatten(1, 2))
+        if self.signals:
+            signal(f"kv.{layer_idx}")
         if self._shown is not None:
             return layer.read(self._shown)
         self._written = layer

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -28,6 +29,7 @@ from devgraph.api.errors import (
 from devgraph.api.registry import get_backend
 from devgraph.integrations.transformers.handoff import (
     Handoff,
+    LayerStream,
     Progress,
     differences,
     geometry_of,
@@ -123,6 +125,8 @@ class Engine:
             weights and may change a token whose two best candidates are nearly equal.
             ``engine.model.fusion`` reports the replacements. Models that attend by themselves are
             not fused.
+        layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send
+            layers while later ones compute.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
@@ -142,6 +146,7 @@ class Engine:
         eos_token_ids: Sequence[int] | None = None,
         steps_per_launch: int = 1,
         fuse: bool = True,
+        layerwise: bool = False,
     ) -> None:
         self.backend = backend if isinstance(backend, Backend) else get_backend(backend)
         self.config = config_of(config).for_backend(self.backend.name)
@@ -161,6 +166,7 @@ class Engine:
             slot_attention=self.backend.extensions.get("slot_attention") if single else None,
             fuse=fuse,
             pin=self.backend.pin,
+            layerwise=layerwise,
         )
         if self.model.device.type != self.backend.device.type:
             raise InputError(
@@ -182,7 +188,9 @@ class Engine:
         self._captured = False
         self._geometry: dict[str, Any] | None = None
         self._handoffs: dict[int, Handoff] = {}
-        """Handoffs of held requests, and those that waiting requests have still to copy."""
+        """Handoffs of held requests, of ``_exports``, and those to copy into a slot."""
+        self._exports: set[int] = set()
+        """Requests that a layer-wise handoff exports when their prompt has run."""
         self._named = model if switched_on(DEBUG_VARIABLE) else False
         asked = self.config.prefill.releasable or self.config.decode.releasable
         self.pool = own_pool(self.backend, None, releasable=asked)
@@ -336,58 +344,92 @@ class Engine:
 
     # -- handoffs --------------------------------------------------------------------------------
 
-    def export(self, request_id: int, *, timeout_s: float = 60.0) -> Handoff:
+    def export(
+        self, request_id: int, layerwise: bool = False, *, timeout_s: float = 60.0
+    ) -> Handoff:
         """Return the state of a running request, and hold the request.
 
         Call it when the request has its first token, or later. A held request takes part in no step
         and counts against ``max_requests`` until ``release``, ``cancel`` or the release by a
         transport. A second call returns the same handoff.
 
+        With ``layerwise``, call it before the prompt has run. The step that completes the prompt
+        fills the handoff layer by layer and then holds the request. Transports send each layer when
+        it is ready, and the receiver gets the handoff with the first token.
+
         Args:
-            request_id: a request whose prompt has run.
+            request_id: a request whose prompt has run, or with ``layerwise`` has not.
+            layerwise: whether to export before the prompt has run. It needs the engine's argument
+                of this name.
             timeout_s: seconds after which the request ends without a release. A warning in the
                 log names the request and the process that fetched the handoff.
 
         Raises:
-            StateError: the request waits, or its prompt has not run completely.
+            StateError: the prompt has not run, or with ``layerwise`` has run; or this engine
+                signals no layers.
             InputError: no such request exists.
         """
         self._check_open()
         request = self._scheduler.find(request_id)
-        if request.id in self._scheduler.held:
+        if request.id in self._exports or request.id in self._scheduler.held:
             return self._handoffs[request.id]
-        if request.slot is None or request.to_go != 1:
+        deadline = time.monotonic() + finite("timeout_s", timeout_s)
+        if layerwise and not self.model.layerwise:
+            raise StateError("this engine signals no layers; create it with layerwise=True")
+        if layerwise and request.generated:
+            raise StateError(
+                f"the prompt of request {request.id} has run; export it without layerwise"
+            )
+        if not layerwise and not request.generated:
             raise StateError(
                 f"the prompt of request {request.id} has not run: {request.to_go} tokens are left; "
                 f"call step() until the request has its first token"
             )
-        deadline = time.monotonic() + finite("timeout_s", timeout_s)
-        sampler = request.sampler
-        geometry = self._own_geometry()
         handoff = Handoff.allocated(
             self.model.device,
-            **geometry,
+            **self._own_geometry(),
+            **_header_of(request),
             backend=self.backend.name,
-            cached=request.cached,
-            token_ids=tuple(request.tokens),
-            prompt_length=request.prompt_length,
-            max_new_tokens=request.max_new_tokens,
-            stop_token_ids=tuple(sorted(request.stop)),
-            eos_token_ids=tuple(sorted(request.eos)),
-            sampling=SamplingParams() if sampler is None else sampler.params,
-            draws=0 if sampler is None else sampler.draws,
-            random_state="" if sampler is None else sampler.state.numpy().tobytes().hex(),
+            cached=request.prompt_length if layerwise else request.cached,
+            progress=Progress(deadline=deadline),
         )
-        with self.pool.lock:
-            pack(
-                self.model.slot_tensors(request.slot, request.cached, self._state(request)), handoff
-            )
-        handoff = attrs.evolve(
-            handoff, progress=Progress(handoff.layers, self.backend.fence(), deadline=deadline)
-        )
-        self.model.cache.release(self._scheduler.hold(request))
         self._handoffs[request.id] = handoff
-        return handoff
+        if layerwise:
+            self._exports.add(request.id)
+        else:
+            self._hold(request)
+        return self._handoffs[request.id]
+
+    def _hold(self, request: Request) -> None:
+        """Complete the handoff of a running request, and hold the request."""
+        handoff = self._handoffs[request.id]
+        assert request.slot is not None
+        state = self._state(request)
+        with self.pool.lock:
+            pack(self.model.slot_tensors(request.slot, handoff.cached, state), handoff)
+        complete = attrs.evolve(handoff, **_header_of(request))
+        handoff.progress.complete(complete, self.backend.fence())
+        self._handoffs[request.id] = complete
+        self._exports.discard(request.id)
+        self.model.cache.release(self._scheduler.hold(request))
+
+    @contextlib.contextmanager
+    def _streamed(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """Fill layer-wise handoffs of ``chunks`` while the block runs their step."""
+        exports = [
+            (self._handoffs[chunk.request.id], self.model.slot_tensors(chunk.slot, end, {}))
+            for chunk in chunks
+            if chunk.completes and chunk.request.id in self._exports
+            for end in [chunk.cached + chunk.count]
+        ]
+        if not exports:
+            yield
+            return
+        stream = LayerStream(self.prefill.gates, exports)
+        try:
+            yield
+        finally:
+            stream.close()
 
     def admit(self, handoff: Handoff, convert: bool = False, *, wait: bool = True) -> int:
         """Continue the request of another engine, and return its id here.
@@ -505,7 +547,7 @@ class Engine:
             assert request.slot is not None
             self.clear(request.slot)
             handoff = self._handoffs.get(request.id)
-            if handoff is None:
+            if handoff is None or request.id in self._exports:
                 continue
             try:
                 state = self._state(request)
@@ -555,10 +597,14 @@ class Engine:
             # Request i of a decode step has slot i because the scheduler closed the gaps.
             runner: Runner = self.decode if decode else self.prefill
             data = self.model.decode_data(chunks) if decode else self.model.packed_data(chunks)
-            out = runner.run(**data)
-            steps = [self._chosen(chunks, out)]
+            with self._streamed(chunks):
+                out = runner.run(**data)
+                steps = [self._chosen(chunks, out)]
         before = len(self._events)
         failed = self._accept([pair for tokens in steps for pair in tokens])
+        for chunk in chunks:
+            if chunk.request.id in self._exports and chunk.request.generated:
+                self._hold(chunk.request)
         seconds = time.perf_counter() - begin
         self._stats.seconds += seconds
         if decode:
@@ -577,7 +623,7 @@ class Engine:
         wanted = max(chunk.request.wanted for chunk in chunks)
         if self.several is None or 2 * wanted < max(4, self.steps_per_launch):
             return False
-        return not any(chunk.request.sampler for chunk in chunks)
+        return not (self._exports or any(chunk.request.sampler for chunk in chunks))
 
     def _launch(self, chunks: Sequence[Chunk]) -> list[list[tuple[Request, int]]]:
         """Run one launch of several decode steps; return the tokens of each step."""
@@ -644,8 +690,10 @@ class Engine:
 
     def _leave(self, request: Request) -> None:
         handoff = self._handoffs.pop(request.id, None)
-        if handoff is not None and request.id in self._scheduler.held:
-            handoff.progress.end("cancelled")
+        if handoff is not None and request.id in self._exports | self._scheduler.held.keys():
+            is_done = request.finish_reason not in (None, FinishReason.CANCELLED)
+            handoff.progress.end("finished" if is_done else "cancelled")
+            self._exports.discard(request.id)
         slot = self._scheduler.release(request)
         if slot is not None:
             self.model.cache.release(slot)
@@ -826,6 +874,21 @@ def _with_defaults(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
     if "warmup" not in phase.explicit and all(ours):
         changes["warmup"] = 0
     return attrs.evolve(phase, **changes)
+
+
+def _header_of(request: Request) -> dict[str, Any]:
+    """Return the header's fields that depend on the request."""
+    sampler = request.sampler
+    return {
+        "token_ids": tuple(request.tokens),
+        "prompt_length": request.prompt_length,
+        "max_new_tokens": request.max_new_tokens,
+        "stop_token_ids": tuple(sorted(request.stop)),
+        "eos_token_ids": tuple(sorted(request.eos)),
+        "sampling": SamplingParams() if sampler is None else sampler.params,
+        "draws": 0 if sampler is None else sampler.draws,
+        "random_state": "" if sampler is None else sampler.state.numpy().tobytes().hex(),
+    }
 
 
 def _completion_of(request: Request) -> Completion:

@@ -7,11 +7,12 @@ bytes, which a transport sends without knowing its content.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from devgraph.api.errors import HandoffError, brief
+from devgraph.api.errors import GateError, GateTimeoutError, HandoffError, brief
+from devgraph.api.gates import Gates
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.requests import SamplingParams
 
@@ -52,18 +54,29 @@ class Progress:
         receiver: process that fetches the handoff, in words; empty if none does.
         ready: number of leading layers whose tensors are complete.
         deadline: end of an export that nobody released, on the monotonic clock.
+        handoff: the complete handoff, or None before that.
     """
 
-    def __init__(
-        self, ready: int, settled: Callable[[], bool], *, deadline: float = math.inf
-    ) -> None:
+    def __init__(self, ready: int = 0, *, deadline: float = math.inf) -> None:
         self.deadline = deadline
+        self.handoff: Handoff | None = None
         self.ended: str | None = None
         self.receiver = ""
         self.ready = ready
         self.changed = threading.Condition()
-        self._settled = settled
+        self._settled: Callable[[], bool] = lambda: True
         self._callbacks: list[Callable[[], None]] = []
+
+    def advance(self, ready: int) -> None:
+        """Report that the tensors of the first ``ready`` layers are complete."""
+        with self.changed:
+            self.ready = max(ready, self.ready)
+            self.changed.notify_all()
+
+    def complete(self, handoff: Handoff, settled: Callable[[], bool]) -> None:
+        """Report the complete handoff; ``settled`` tells whether the device has written it."""
+        self.handoff, self._settled = handoff, settled
+        self.advance(handoff.layers)
 
     def end(self, reason: str) -> None:
         """End the handoff, for example with "released". Later reasons are ignored."""
@@ -167,12 +180,17 @@ class Handoff:
 
     @progress.default
     def _complete(self) -> Progress:
-        return Progress(self.layers, lambda: True)
+        return Progress(self.layers)
 
     @property
     def nbytes(self) -> int:
         """Size of the tensors in bytes, with their alignment."""
         return int(self.data.nbytes)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the header has the first token; a layer-wise handoff gets it last."""
+        return len(self.token_ids) > self.cached
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -372,9 +390,66 @@ def refuse(found: Mapping[str, tuple[Any, Any]]) -> None:
     )
 
 
+class LayerStream:
+    """A thread that fills handoffs layer by layer while a step computes.
+
+    It waits for the signal of each layer, and stops at the first layer with a recurrent state. The
+    last layer is left to the end of the step, which has the first token.
+
+    Args:
+        gates: gates of the runner; the next step signals ``kv.LAYER``.
+        exports: each handoff, and the tensors of its slot.
+    """
+
+    def __init__(
+        self, gates: Gates, exports: Sequence[tuple[Handoff, Mapping[str, Tensor]]]
+    ) -> None:
+        self._gates, self._exports = gates, exports
+        self._epoch = gates.epoch + 1
+        self._stops = False
+        self._thread = threading.Thread(target=self._run, name="devgraph-layers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the copy of the present layer, and end the thread."""
+        self._stops = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        first, device = self._exports[0][0], self._exports[0][0].data.device
+        # The current stream is busy with the step.
+        stream = torch.Stream(device=device) if device.type != "cpu" else None
+        for layer in range(first.layers - 1):
+            if first.states[layer] or first.kv_heads[layer] is None or not self._reached(layer):
+                return
+            with stream or contextlib.nullcontext():
+                for handoff, slot_tensors in self._exports:
+                    names = [name for name in slot_tensors if name.startswith(f"{layer}.")]
+                    tensors = handoff.tensors
+                    _copy({name: tensors[name] for name in names}, slot_tensors)
+            if stream is not None:
+                stream.synchronize()
+            for handoff, _ in self._exports:
+                handoff.progress.advance(layer + 1)
+
+    def _reached(self, layer: int) -> bool:
+        """Wait for the signal of a layer; return False if the step ended without it."""
+        while not self._stops:
+            try:
+                self._gates[f"kv.{layer}"].wait(0.1, epoch=self._epoch)
+                return True
+            except GateTimeoutError:
+                continue
+            except GateError:
+                return False
+        return False
+
+
 def pack(source: Mapping[str, Tensor], handoff: Handoff) -> None:
-    """Copy the tensors of a slot into the buffer of a handoff."""
-    _copy(handoff.tensors, source)
+    """Copy the tensors of a slot into the buffer of a handoff, except for layers that are ready."""
+    ready, tensors = handoff.progress.ready, handoff.tensors
+    names = [name for name in tensors if int(name.partition(".")[0]) >= ready]
+    _copy({name: tensors[name] for name in names}, source)
 
 
 def unpack(handoff: Handoff, target: Mapping[str, Tensor]) -> None:

@@ -98,6 +98,7 @@ class CausalModel:
             (``capabilities.region_update``). If not, decode attends to whole slots.
         slot_attention: the backend's extension of that name, used if it fits the model.
         pin: function that moves host memory to where copies are asynchronous; None copies as is.
+        layerwise: as for ``Engine``.
 
     Raises:
         UnsupportedModelError, InputError: as for ``Engine``.
@@ -113,8 +114,10 @@ class CausalModel:
         fuse: bool = True,
         slot_attention: Callable[..., SlotAttention | None] | None = None,
         pin: Callable[[Tensor], Tensor] | None = None,
+        layerwise: bool = False,
     ) -> None:
         self.model = model
+        self.layerwise = layerwise
         self._pin = pin
         self.shape = probe(model)
         self.positions = _positions(self.shape, max_len)
@@ -445,6 +448,7 @@ class CausalModel:
                     "a step of this model is already running; an engine belongs to one thread"
                 )
             self._step = step
+            self.cache.signals = self.layerwise and not step.decode
             if self.own is None:
                 self.cache.aim(rows)
             else:
@@ -456,6 +460,7 @@ class CausalModel:
                 yield
             finally:
                 self.cache.aim(None)
+                self.cache.signals = False
                 self._step = None
 
     def _mix(self, step: _Step, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:

@@ -75,14 +75,15 @@ class NixlTransport(StoreTransport):
             self._agent.deregister_memory(registration)
 
     def _publish(self, offer_id: str, handoff: Handoff) -> dict[str, Any]:
-        ready = 0
-        while ready < handoff.layers:
-            ready = handoff.progress.wait(ready, self.timeout_s)
+        handoff = handoff.progress.handoff or handoff
+        if not handoff.is_complete:
+            raise HandoffError("NIXL sends complete handoffs: offer it after the prompt has run")
+        handoff.progress.wait(handoff.layers - 1, self.timeout_s)
         data = handoff.data.cpu()
         with self._lock:
             self._memory[offer_id] = data, self._agent.register_memory(data)
             agent = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        return {"address": data.data_ptr(), "agent": agent}
+        return {"address": data.data_ptr(), "agent": agent, "header": handoff.to_json()}
 
     def _withdraw(self, offer_id: str) -> None:
         with self._lock:

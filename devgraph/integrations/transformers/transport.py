@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -98,10 +99,8 @@ class StoreTransport:
     def offer(self, handoff: Handoff) -> str:
         """As ``Transport.offer``."""
         offer_id = f"{self._name}-{next(self._numbers)}"
-        entry = json.dumps({"header": handoff.to_json()} | self._publish(offer_id, handoff))
         with self._reaching(self.rank):
-            self._store.set(offer_id, entry)
-            self._store.check([offer_id])  # set() does not wait for the server, and others read it.
+            self._set(offer_id, handoff)
         with self._lock:
             self._offers[offer_id] = handoff
         handoff.progress.when_ended(lambda: self._end(offer_id))
@@ -178,6 +177,11 @@ class StoreTransport:
     def _ask(self, owner: str, **message: Any) -> None:
         self._store.queue_push(owner, json.dumps(message))
 
+    def _set(self, offer_id: str, handoff: Handoff) -> None:
+        entry = {"header": handoff.to_json()} | self._publish(offer_id, handoff)
+        self._store.set(offer_id, json.dumps(entry))
+        self._store.check([offer_id])  # set() does not wait for the server, and others read it.
+
     def _end(self, offer_id: str) -> None:
         with self._lock:
             handoff = self._offers.pop(offer_id, None)
@@ -243,6 +247,9 @@ class TorchTransport(StoreTransport):
             try:
                 with self._reaching(rank, offer_id):
                     has_ended = self._receive(handoff, offer_id, owner, peer, direct)
+                    if not handoff.is_complete and not has_ended:
+                        header = self._entry(offer_id)["header"]
+                        handoff = attrs.evolve(Handoff.from_json(header), data=handoff.data)
             except BaseException:
                 # Messages of this transfer may be on their way: later ones use new connections.
                 peer.forget()
@@ -307,6 +314,11 @@ class TorchTransport(StoreTransport):
             if handoff is None or handoff.progress.ended is not None:
                 peer.send(torch.tensor([0, True], device="cpu"))
                 return
+            if ready == handoff.layers and not handoff.is_complete:
+                complete = handoff.progress.handoff
+                assert complete is not None
+                self._set(message["send"], complete)
+                handoff = complete
             end = min(start + _CHUNK_BYTES, handoff.layer_end(ready))
             peer.send(torch.tensor([end, False], device="cpu"))
             part = handoff.data[start:end]

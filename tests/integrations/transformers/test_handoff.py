@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="the transformers integration")
 import devgraph as dg
 from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.transformers import Engine, Handoff, SamplingParams
-from tests.integrations.transformers.test_engine import EAGER, GRAPHS, make_engine
+from tests.integrations.transformers.test_engine import EAGER, FULL, GRAPHS, make_engine
 from tests.support.transformers_models import make_model, prompts, reference
 from tests.zoo.families import build, quiet
 
@@ -265,6 +265,68 @@ def test_exported_request_takes_no_part_and_keeps_its_slot_until_release() -> No
         with pytest.raises(InputError, match=f"request {request} is not held"):
             engine.release(request)
         assert got[waiting] + rest(engine, waiting) == want[1]
+
+
+@pytest.mark.parametrize("mode", [EAGER, GRAPHS, FULL], ids=["eager", "graphs", "full"])
+def test_layerwise_export_gives_the_handoff_of_a_plain_one(mode: str) -> None:
+    model = make_model("llama")
+    want = reference(model, TEXT, 9)
+    with make_engine(model, mode, layerwise=True) as first, make_engine(model) as second:
+        first.prefill.capture()
+        for _ in range(2):
+            request = first.add_request(TEXT, max_new_tokens=9)
+            assert not first.step()  # The prompt is longer than a step.
+            handoff = first.export(request, layerwise=True)
+            assert handoff.progress.ready == 0
+            assert not handoff.is_complete
+            with pytest.raises(dg.HandoffError, match="must cache the prompt"):
+                second.admit(handoff)
+            (event,) = first.step()
+            assert handoff.progress.ready == 3
+            complete = first.export(request)
+            assert complete is handoff.progress.handoff
+            assert complete.token_ids == (*TEXT, event.token)
+            plain, _ = begin(second)
+            for name, tensor in second.export(plain).tensors.items():
+                torch.testing.assert_close(complete.tensors[name], tensor)
+            second.cancel(plain)
+            assert [event.token, *rest(second, second.admit(travelled(complete)))] == want
+            first.release(request)
+
+
+def test_layer_is_ready_before_the_last_layer_runs() -> None:
+    model = make_model("llama")
+    with make_engine(model, layerwise=True, max_step_tokens=64) as engine:
+        request = engine.add_request(TEXT)
+        handoff = engine.export(request, layerwise=True)
+        ready: list[int] = []
+        hook = model.model.layers[-1].register_forward_pre_hook(
+            lambda *_: ready.append(handoff.progress.wait(0, 20))
+        )
+        engine.step()
+        hook.remove()
+        assert ready[0] >= 1
+        assert handoff.progress.ready == 3
+
+
+def test_layerwise_export_ends_with_a_request_that_ends_at_its_first_token() -> None:
+    with make_engine(make_model("llama"), layerwise=True, max_requests=1) as engine:
+        request = engine.add_request([1, 2, 3], max_new_tokens=1)
+        handoff = engine.export(request, layerwise=True)
+        engine.step()
+        assert handoff.progress.ended == "finished"
+        request = engine.add_request([1, 2, 3])
+        handoff = engine.export(request, layerwise=True)
+        engine.cancel(request)
+        assert handoff.progress.ended == "cancelled"
+        assert not engine.has_work
+        request, _ = begin(engine)
+        with pytest.raises(StateError, match="has run; export it without layerwise"):
+            engine.export(request, layerwise=True)
+    with make_engine(make_model("llama")) as engine:
+        request = engine.add_request([1, 2, 3])
+        with pytest.raises(StateError, match="create it with layerwise=True"):
+            engine.export(request, layerwise=True)
 
 
 def test_release_of_a_transport_frees_the_slot_at_the_next_step() -> None:

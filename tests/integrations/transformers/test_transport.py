@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -109,6 +110,19 @@ def test_layers_travel_when_they_are_ready(pair: Any, monkeypatch: pytest.Monkey
         handoff.progress.changed.notify_all()
     thread.join(20)
     assert same(fetched[0], handoff)
+    first.release(offer)
+
+
+def test_layerwise_handoff_arrives_with_its_first_token(pair: Any) -> None:
+    first, second = pair
+    complete = made_handoff()
+    handoff = attrs.evolve(complete, token_ids=complete.token_ids[:-1])
+    handoff.progress.ready = 1
+    offer = first.offer(handoff)
+    threading.Timer(0.2, handoff.progress.complete, [complete, lambda: True]).start()
+    fetched = second.fetch(offer)
+    assert same(fetched, complete)
+    assert fetched.to_json() == complete.to_json()
     first.release(offer)
 
 
