@@ -42,6 +42,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.modes import current_autocast
 from devgraph.api.owned import Weights, assignment_count, parameter_names
+from devgraph.api.policy import registration
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report
@@ -773,6 +774,7 @@ def graphed(
     Raises:
         InputError: an argument is out of range; InputTypeError: of another kind.
     """
+    registration(policy)  # refuses an unknown name
     options = _Options(
         backend=backend,
         policy=policy,

@@ -197,8 +197,13 @@ def _other_value(where: str, bound: Any, value: Any) -> InputError:
 
 
 def _misfit(where: str, target: torch.Tensor, source: Any) -> InputError:
-    kind = InputError if isinstance(source, torch.Tensor) else InputTypeError
-    return kind(
+    if not isinstance(source, torch.Tensor) or source.dtype is not target.dtype:
+        return InputTypeError(
+            f"input {where!r} is {brief(source)}, and {brief(target)} is bound. A replay copies "
+            f"new data into the bound tensor and converts nothing: pass a tensor of "
+            f"{target.dtype}, such as x.to({target.dtype})"
+        )
+    return InputError(
         f"input {where!r} is {brief(source)}, and {brief(target)} is bound: a replay copies new "
         f"data into the bound tensor, whose shape, dtype and device stay. Capture again for "
         f"others, or use a runner, which pads batches to captured sizes."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import logging
@@ -114,6 +115,18 @@ class _Parser(argparse.ArgumentParser):
             names = [str(choice) for choice in action.choices]
             hint = did_you_mean(str(value), names)
             raise argparse.ArgumentError(action, f"{value!r} does not exist. {hint}")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all arguments. The error for an unknown option names the help of its command."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            (commands,) = (one for one in self._actions if one.dest == "command")
+            assert isinstance(commands.choices, Mapping)
+            command = commands.choices[parsed.command]
+            close = difflib.get_close_matches(unknown[0], command._option_string_actions, n=1)
+            hint = f". Did you mean {close[0]!r}?" if close else ""
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Print the error as one line and exit."""

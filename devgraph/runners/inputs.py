@@ -158,10 +158,11 @@ class InputArena:
         near = value.device == self.device or value.device.type == "cpu"
         alike = value.layout is torch.strided and value.dtype is slot.dtype
         if not (near and alike and tuple(value.shape) == slot.shape(real)):
-            raise InputError(
+            wrong_dtype = value.dtype is not slot.dtype
+            raise (InputTypeError if wrong_dtype else InputError)(
                 f"input {slot.name!r} is {brief(value)} ({value.layout}); expected {slot.dtype} "
                 f"{slot.shape(real)} on {self.device} (dims {slot.dims}, {real.requests} requests, "
-                f"{real.tokens} tokens)"
+                f"{real.tokens} tokens)" + (f"; convert it with .to({slot.dtype})" * wrong_dtype)
             )
         if value.requires_grad:
             value = value.detach()

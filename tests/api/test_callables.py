@@ -492,3 +492,14 @@ def test_explanation_names_graphs_and_reasons() -> None:
     text = step.explain()
     assert "policy full" in text
     assert "not captured" in text
+
+
+def test_unknown_policy_is_refused_when_the_callable_is_made() -> None:
+    with pytest.raises(dg.InputError, match="Did you mean 'full'"):
+        dg.graphed(torch.nn.Linear(2, 2), policy="ful", backend="cpu")
+
+
+def test_input_of_another_dtype_is_refused_with_the_conversion() -> None:
+    captured = dg.capture(lambda x: x * 2, torch.ones(2), backend="cpu")
+    with captured, pytest.raises(dg.InputTypeError, match=r"x\.to\(torch\.float32\)"):
+        captured(torch.ones(2).double())

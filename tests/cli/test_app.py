@@ -84,7 +84,8 @@ def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureF
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith("devgraph: error: ")
-    assert line.endswith("(devgraph --help lists the options)\n")
+    command = "devgraph plan" if argv[:1] == ["plan"] else "devgraph"
+    assert line.endswith(f"({command} --help lists the options)\n")
     assert line.count("\n") == 1
 
 
@@ -94,6 +95,7 @@ def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureF
         (["dcotor"], "argument command: 'dcotor' does not exist. Known: "),
         (["dcotor"], "Did you mean 'doctor'?"),
         (["explain", "a:b", "--policy", "ful"], "Did you mean 'full'?"),
+        (["plan", "--beckend", "cpu"], "Did you mean '--backend'? (devgraph plan --help"),
         (["plan", "--model", "/nope"], "--model /nope: there is no such folder or file"),
     ],
 )

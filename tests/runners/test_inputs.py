@@ -24,6 +24,7 @@ from tests.support.runner_steps import (
     ("change", "text"),
     [
         ({"x": torch.zeros(2, 3, dtype=torch.float64)}, r"'x' is <.* torch.float64 on"),
+        ({"x": torch.zeros(2, 3).double()}, r"convert it with \.to\(torch\.float32\)"),
         ({"x": torch.zeros(2, 4)}, r"'x' is <Tensor \(2, 4\) .*; expected torch.float32 \(2, 3\)"),
         ({"x": torch.zeros(2)}, r"'x' is <Tensor \(2,\)"),
         ({"x": torch.zeros(3, 3)}, r"'(x|n)' is <.*; expected"),
