@@ -64,7 +64,6 @@ ELSEWHERE = {
     "cuda/backend.py": "cuda/test_update.py",
     "integrations/engine/installation.py": "integrations/vllm/test_install.py",
     "integrations/sglang/segments.py": "integrations/sglang/test_platform.py",
-    "integrations/transformers/seat.py": "integrations/transformers/test_accelerate.py",
     "integrations/vllm/layer.py": "integrations/vllm/test_wrappers.py",
     "integrations/vllm/manager.py": "integrations/vllm/test_install.py",
     "npu/graph.py": "npu/test_task_groups.py",

@@ -10,7 +10,6 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ from devgraph.integrations.transformers import (
     unaccelerate,
 )
 from devgraph.integrations.transformers.names import NAMES
-from devgraph.integrations.transformers.seat import Seat, seat_of
+from devgraph.integrations.transformers.seat import seat_of
 from tests.support.transformers_models import CACHE, FAMILIES, make_model, prompts
 from tests.zoo.families import VOCABULARY, build, quiet
 
@@ -869,13 +868,6 @@ def test_model_that_attends_itself_is_accelerated_and_keeps_its_padding_to_itsel
         assert generate_stats(model).fallbacks == {"padding": 1}
     finally:
         unaccelerate(model)
-
-
-def test_positions_are_compared_on_the_host_whatever_the_default_device_is() -> None:
-    seat: Any = SimpleNamespace(length=3, pads=[0, 2])
-    right, wrong = torch.tensor([[3], [1]]), torch.tensor([[3], [0]])
-    with torch.device("meta"):
-        assert Seat.follow(seat, right, 1) and not Seat.follow(seat, wrong, 1)
 
 
 @pytest.mark.parametrize("value", [5, None, "model", object(), torch.tensor([1, 2])])
