@@ -177,7 +177,7 @@ def _demo(add: Options) -> None:
         metavar="TEXT",
     )
     add.engine()
-    add.parser.set_defaults(backend="cpu", max_new_tokens=32, max_step_tokens=64, chat=True)
+    add.parser.set_defaults(backend="cpu", max_new_tokens=32, max_step_tokens=32, chat=True)
 
 
 def _bench(add: Options) -> None:
