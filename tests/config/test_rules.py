@@ -138,11 +138,11 @@ def test_documentation_has_every_rule_and_fact() -> None:
     for rule in RULES:
         names = policies_of(rule)
         about = "any" if names == [*policies()] else ", ".join(names)
-        sets = rule.value if rule.key == "policy" else f"`{rule.key}`"
-        sets = "-" if rule.kind == "note" else sets
+        sets = f", sets {rule.value if rule.key == 'policy' else f'`{rule.key}`'}"
+        sets = "" if rule.kind == "note" else sets
         phase = "both" if rule.phases == PHASES else rule.phases[0]
-        row = f"| `{rule.name}` | {rule.kind} | {phase} | {about} | {sets} | {rule.explanation} |"
-        assert row in text
+        entry = f"- **`{rule.name}`** ({rule.kind}; {phase}; {about}{sets}): {rule.explanation} ("
+        assert entry in text
     for field in attrs.fields(EngineFacts):
         default = json.dumps(getattr(EngineFacts(), field.name))
         assert f"| `{field.name}` | `{default}` |" in text
