@@ -13,7 +13,9 @@ import enum
 import functools
 import itertools
 import logging
+import operator
 import statistics
+import threading
 import time
 import warnings
 from collections import Counter
@@ -46,7 +48,7 @@ from devgraph.api.policy import registration
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report
-from devgraph.api.reach import modules_of
+from devgraph.api.reach import PLAIN, Entry, modules_of, named_values
 from devgraph.api.registry import get_backend
 from devgraph.api.tensors import alike_to
 from devgraph.api.training import (
@@ -93,7 +95,7 @@ class EagerReason(str, enum.Enum):
     OTHER_DEVICE = "other_device"
     """A tensor is not on the device of the backend."""
     IN_CAPTURE = "in_capture"
-    """The call is part of another capture, which records it."""
+    """The call is part of another capture, which records it, or of its warm-up."""
     TRACED = "traced"
     """The call is under a dispatch mode of torch or a transform of ``torch.func``."""
     SWITCHED_OFF = "switched_off"
@@ -151,6 +153,7 @@ class Graphed:
         self._eager_counts: Counter[EagerReason] = Counter()
         self._float_keys: Counter[Any] = Counter()
         self._switched_off = 0
+        self._capturing = threading.Lock()
         self._closed = False
         self._process = identity.token
         self._pool = options.pool
@@ -158,6 +161,11 @@ class Graphed:
         self._watched = Weights(modules_of(fn))
         self._replays = 0
         self._leaves: tuple[int, list[torch.Tensor]] | None = None
+        self._places: list[Entry] | None = None
+        self._values: list[Any] = []
+        """Contents of ``_places`` at the last call."""
+        self._constants: tuple[Any, ...] = ()
+        """The plain values among them."""
         self._host_names = frozenset(options.host_args or ())
         functools.update_wrapper(self, fn, updated=())
 
@@ -203,7 +211,7 @@ class Graphed:
         )
         key += (needs_gradient, with_gradients)
         key += (torch.is_inference_mode_enabled(), current_autocast())
-        key.append(tuple(self._watched.training()))
+        key += (tuple(self._watched.training()), self._named_constants())
         try:
             entry = self._entries.get(tuple(key))
         except TypeError:
@@ -273,7 +281,7 @@ class Graphed:
         alike, same_settings = alike_to(tensors), GlobalStateGuard().check
         inference = torch.is_inference_mode_enabled()
         required = [tensor.requires_grad for tensor in tensors]
-        training = self._watched.training()
+        training, named = self._watched.training(), self._constants
 
         def repeat(step: Graphed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             flat: Sequence[Any] = args
@@ -292,6 +300,8 @@ class Graphed:
                 return _OTHER
             watched = step._watched
             if training and watched.training() != training:
+                return _OTHER
+            if step._places and step._named_constants() != named:
                 return _OTHER
             if [tensor.requires_grad for tensor in flat] != required:
                 return _OTHER
@@ -316,6 +326,27 @@ class Graphed:
         return True
 
     # Keys.
+
+    def _named_constants(self) -> tuple[Any, ...]:
+        """Return the plain values that the function names, which are part of the key.
+
+        If it names another tensor than at the last call, all graphs are dropped.
+        """
+        if self._places is None:
+            self._places = named_values(self._fn)
+        values = [entry.now() for entry in self._places]
+        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+            return self._constants
+        pairs = zip(self._values or values, values, strict=True)
+        if any(a is not b and isinstance(a, torch.Tensor) for a, b in pairs):
+            self._drop_all("recaptures")
+            for entry in self._entries.values():
+                entry.calls = 0
+        self._values = values
+        self._constants = tuple(
+            [(type(value), value) for value in values if isinstance(value, PLAIN)]
+        )
+        return self._constants
 
     def _needs_gradient(self) -> tuple[bool, ...]:
         """Return ``requires_grad`` of each of ``_parameters`` under grad mode."""
@@ -388,8 +419,12 @@ class Graphed:
                 if not self._weights_hold():
                     self._drop_all("recaptures")
         if entry.graph is None:
+            if self._device().capture_lock.is_recording_here:  # in the warm-up of another capture
+                return self._run_eagerly(EagerReason.IN_CAPTURE, args, {**kwargs, **host})
             try:
-                self._capture(entry, args, kwargs, host)
+                with self._capturing:
+                    if entry.graph is None:
+                        self._capture(entry, args, kwargs, host)
             except DeviceLost:
                 raise
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import gc
@@ -503,3 +504,77 @@ def test_input_of_another_dtype_is_refused_with_the_conversion() -> None:
     captured = dg.capture(lambda x: x * 2, torch.ones(2), backend="cpu")
     with captured, pytest.raises(dg.InputTypeError, match=r"x\.to\(torch\.float32\)"):
         captured(torch.ones(2).double())
+
+
+class _Scaled:
+    """An object whose graphed method uses a tensor and a flag of its own."""
+
+    def __init__(self) -> None:
+        self.weight, self.doubled, self.calls = torch.full((3,), 2.0), False, 0
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * (2 if self.doubled else 1)
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_tensors_and_flags_of_the_object_of_a_method_are_part_of_the_key() -> None:
+    scaled = _Scaled()
+    step = graphed(scaled.plain)
+    for turn in range(12):
+        if turn == 4:
+            scaled.weight = torch.full((3,), 7.0)
+        scaled.doubled = turn % 8 > 5
+        x = torch.randn(3)
+        same(step(x), scaled.plain(x))
+    assert step.stats()["replays"] >= 4
+
+
+def test_globals_and_closures_that_change_are_part_of_the_key() -> None:
+    weight, factor = torch.ones(3), 1
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x * weight * factor
+
+    step = graphed(plain)
+    for turn in range(9):
+        weight = torch.full((3,), float(turn // 3))
+        factor = turn // 6
+        x = torch.randn(3)
+        same(step(x), plain(x))
+        same(step(x), plain(x))
+
+
+def test_counter_of_the_step_keeps_it_out_of_graphs() -> None:
+    scaled = _Scaled()
+    step = graphed(scaled.counted)
+    for turn in range(1, 6):
+        x = torch.randn(3)
+        same(step(x), x * turn)
+
+
+def test_graphed_inside_of_another_runs_in_its_graph() -> None:
+    inner = graphed(lambda x: x * 2)
+    outer = graphed(lambda x: inner(x) + 1)
+    for _ in range(4):
+        x = torch.randn(3)
+        same(outer(x), x * 2 + 1)
+    assert outer.stats()["replays"] == 3
+
+
+def test_threads_capture_a_key_once() -> None:
+    step = graphed(lambda x: x * 2 + 1)
+    ready = threading.Barrier(4)
+
+    def work() -> None:
+        ready.wait()
+        for turn in range(5):
+            x = torch.full((5,), float(turn))
+            same(step(x), x * 2 + 1)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for job in [pool.submit(work) for _ in range(4)]:
+            job.result()
+    assert step.stats()["captures"] == 1
