@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib
 import json
 import os
 import sys
@@ -346,14 +347,15 @@ def main_ray(args: argparse.Namespace) -> int:
     store = dist.TCPStore(address, 0, is_master=True, timeout=limit)
 
     @ray.remote
-    def run(rank: int) -> None:
-        client = dist.TCPStore(address, store_port, is_master=False, timeout=limit)
-        node = serve(rank, args, client)
+    def run(rank: int, folder: str, port: int, args: argparse.Namespace) -> None:
+        sys.path.insert(0, folder)  # Ray would pickle the functions of a script.
+        module = importlib.import_module("mixed_cluster")
+        node = module.serve(rank, args, dist.TCPStore(address, port, timeout=limit))
         dist.barrier()
         node.close()
 
-    store_port = store.port
-    done = [run.remote(rank) for rank in range(2)]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    done = [run.remote(rank, folder, store.port, args) for rank in range(2)]
     scheduler = Scheduler(dist.PrefixStore("messages", store).clone(), prompts_of(args))
     scheduler.run(abort=2)
     ray.get(done)

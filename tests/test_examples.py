@@ -63,6 +63,13 @@ def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options:
 
 
 @pytest.mark.slow
+def test_mixed_cluster_runs_as_ray_actors():
+    pytest.importorskip("ray", reason="Ray: pip install devgraph[ray]")
+    out = _run(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--ray")
+    assert re.search(r"^requests +7 length, 1 aborted$", out, re.MULTILINE)
+
+
+@pytest.mark.slow
 def test_mixed_cluster_says_what_one_process_says_with_the_model_of_the_demo():
     loading = pytest.importorskip("devgraph.integrations.transformers.loading")
     pytest.importorskip("accelerate", reason="transformers needs it to read a GGUF file")
