@@ -8,7 +8,6 @@ import itertools
 import secrets
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,8 +98,7 @@ def _print(report: dict[str, Any], args: argparse.Namespace, difference: str | N
     graphs = report["runs"][0]
     _print_phases(report)
     _print_speed(report["runs"])
-    capture_seconds = sum(phase["capture_seconds"] for phase in graphs["phases"])
-    say(f"captured in {time_text(capture_seconds)}, before the first token")
+    say(f"captured in {time_text(graphs['capture_seconds'])}, before the first token")
     if graphs["fused"] is not None:
         left = _counted(graphs["unfused"])
         say(f"fused: {_counted(graphs['fused'])}; not fused: {left}")
@@ -232,24 +230,20 @@ def run_all(
     """
     with contextlib.ExitStack() as stack:
         graphs = stack.enter_context(task.engine(task.config))
-        begin = time.perf_counter()
         graphs.capture()
-        task.backend.synchronize()
-        capture_seconds = time.perf_counter() - begin
         engines, repeats = {"graphs": graphs}, {"graphs": [run_engine(graphs, task, on_event)]}
+        status = stack.enter_context(working("running again"))
         if task.args.compare:
-            status = stack.enter_context(working("comparing with eager"))
-            engines["eager"] = stack.enter_context(_eager_engine(task))
-            repeats["eager"] = []
+            engines["eager"], repeats["eager"] = stack.enter_context(_eager_engine(task)), []
         total = task.args.repeats
-        for number in range(total):
-            for name, engine in engines.items():
-                if name == "eager":
-                    status.update(f"comparing with eager ({number + 1} of {total})")
-                if len(repeats[name]) == number:
-                    repeats[name].append(run_engine(engine, task))
+        for number in range(1, total + 1):
+            if number > 1:
+                repeats["graphs"].append(run_engine(graphs, task))
+            if "eager" in engines:
+                status.update(f"comparing with eager ({number} of {total})")
+                repeats["eager"].append(run_engine(engines["eager"], task))
         runs = [_summary(name, engine, repeats[name]) for name, engine in engines.items()]
-    runs[0]["capture_seconds"] = capture_seconds
+    runs[0]["capture_seconds"] = sum(one["capture_seconds"] for one in runs[0]["phases"])
     return runs
 
 
