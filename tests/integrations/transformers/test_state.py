@@ -13,13 +13,25 @@ pytest.importorskip("transformers", reason="the transformers integration")
 
 from transformers.cache_utils import Cache, DynamicCache
 
+from devgraph.api.registry import get_backend
+from devgraph.integrations.transformers import Engine
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.state import RecurrentLayers, layer_with, state_tensors
 from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.slots import Size
-from tests.zoo.families import build, quiet
+from tests.sim.hip import unavailable_reason
+from tests.sim.hip.backend import FakeBackend
+from tests.sim.hip.fake import Fake
+from tests.zoo.families import VOCABULARY, build, quiet
 
 HIDDEN = 32
+NO_FAKE = pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
+)
+
+
+def seeded(seed: int) -> Any:
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +52,7 @@ def poisoned(states: RecurrentLayers, *clean: int) -> StateViews:
 
 
 def tokens(count: int, seed: int = 0) -> Any:
-    return torch.randn(1, count, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(1, count, HIDDEN, generator=seeded(seed))
 
 
 def alone(mixer: Any, hidden: Any) -> Any:
@@ -146,3 +158,44 @@ def test_layer_with_other_tensors_leaves_its_template(adapter: Any) -> None:
     flags = other.has_previous_state
     assert not (any(flags.values()) if isinstance(flags, dict) else flags)
     assert all(map(torch.equal, state_tensors(layer).values(), before))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(
+    ("device", "rounds"),
+    [
+        ("cpu", 20),
+        pytest.param("cpu", 1000, marks=pytest.mark.slow),
+        pytest.param("fake HIP", 2, marks=NO_FAKE),
+        pytest.param("cuda", 1000, marks=pytest.mark.cuda),
+    ],
+)
+def test_requests_leave_no_trace_in_the_slots_that_they_had(
+    device: str, rounds: int, steps: int
+) -> None:
+    """Free rows and the scratch row hold NaN before each step."""
+    backend = FakeBackend(Fake()) if device == "fake HIP" else get_backend(device)
+    with quiet():
+        model = build("Lfm2ForCausalLM").to(backend.device)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=seeded(n)).tolist() for n in (2, 5, 3)]
+    options: dict[str, Any] = {"backend": backend, "max_requests": 2, "max_len": 32}
+    options |= {"max_step_tokens": 8, "eos_token_ids": (), "steps_per_launch": steps}
+    mode = {"decode": {"buckets": [1, 2]}, "prefill": {"buckets": [4, 8]}}
+    with Engine(model, config="{}", **options) as engine:
+        engine.suspend()
+        want = [list(done.token_ids) for done in engine.generate(prompts, max_new_tokens=5)]
+    with Engine(model, config=mode, **options) as engine:
+        engine.capture()
+        asked = {}
+        for index in range(3 * rounds):
+            request = engine.add_request(prompts[index % 3], max_new_tokens=5)
+            asked[request] = want[index % 3]
+        got: dict[int, list[int]] = {request: [] for request in asked}
+        while engine.has_work:
+            running = {request.slot for request in engine._scheduler.running}
+            for buffer in engine.decode.state.buffers.values():
+                for slot in {0, 1, 2} - running:
+                    buffer[slot] = float("nan")
+            for event in engine.step():
+                got[event.request_id].append(event.token)
+        assert got == asked
