@@ -140,6 +140,8 @@ class DeviceGraph(abc.ABC):
         """The caller's tensors that regions may access, even if the capture did not."""
         self.generators: Sequence[torch.Generator] = ()
         """The caller's random generators that the capture may draw from."""
+        self.reached: Sequence[torch.Tensor] = ()
+        """The caller's tensors that the capture may use, besides its arguments."""
         self.names: Names | None = None
         """Assigns the nodes of the current capture to named calls, if requested."""
         self.ranges: list[NodeRange] = []
@@ -551,7 +553,8 @@ class DeviceGraph(abc.ABC):
         """Free the captured work; called under the pool's lock."""
         self._leave_for(GraphState.DIRTY)  # after an interrupt, the next call frees the rest
         self.pool.recordings.drop(self)
-        self.hits, self.arguments, self.ranges, self.generators = [], (), [], ()
+        self.hits, self.ranges = [], []
+        self.arguments, self.reached, self.generators = (), (), ()
         self.names = None
         self._host = {}
         self.key = None

@@ -56,6 +56,8 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_anomaly_enabled, torch._C.set_anomaly_enabled),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
@@ -65,6 +67,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 _inference = torch.is_inference_mode_enabled
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_anomaly = torch.is_anomaly_enabled
 _flash, _efficient, _math, _cudnn, _override = (get for get, _ in _SWITCHES[:5])
 
 
@@ -195,6 +198,7 @@ def _unguarded() -> tuple[Any, ...]:
         _math(),
         _cudnn(),
         _override(),
+        _anomaly(),
     )
 
 

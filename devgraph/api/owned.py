@@ -43,7 +43,7 @@ from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import has_place
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
-_TRAINING = operator.itemgetter("training")
+_TRAINING = operator.attrgetter("training")
 
 
 class Owned:
@@ -393,8 +393,7 @@ class Weights:
         given = [*modules]
         every = [*{id(module): module for module in (*given, *reached)}.values()]
         self.modules = [inner for module in every for inner in module.modules()]
-        self._attributes = [vars(module) for module in self.modules]
-        self._given = [vars(module) for module in given]
+        self._given = given
         self._modes = [*map(_TRAINING, self._given)]
         self._held = [
             (table, key, tensor, path)
@@ -412,7 +411,7 @@ class Weights:
 
     def training(self) -> list[bool]:
         """Return ``training`` of each module."""
-        return [*map(_TRAINING, self._attributes)]
+        return [*map(_TRAINING, self.modules)]
 
     def hold(self) -> bool:
         """Whether the tensors are those of the construction, as far as this replay compares them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,6 +186,9 @@ class Pool:
     def segments(self) -> Sequence[int]:
         """Sizes of the segments that the pool allocated; a block never spans two segments."""
         return [self.bytes]
+
+    def note_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Note the tensors that a step returns, at the end of its recording."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that does not prevent reuse of the pool's block.

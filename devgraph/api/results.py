@@ -99,6 +99,7 @@ class Outputs:
         refuse_host_values(outputs)
         warm_up, self._warm_up = self._warm_up, None
         leaves, spec = pytree.tree_flatten(outputs)
+        self._pool.note_outputs(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         if warm_up is None or warm_up[1] != spec:
             return outputs
         return pytree.tree_unflatten(map(self._move, leaves, warm_up[0]), spec)

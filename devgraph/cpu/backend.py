@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -36,6 +37,9 @@ from devgraph.cpu.violations import Violation
 
 logger = logging.getLogger(__name__)
 
+_TOO_LARGE = re.compile("DefaultCPUAllocator|Storage size calculation overflowed")
+"""Texts of torch's errors about memory."""
+
 ENTRY_BYTES = 2048
 """Memory of a tape entry, a bound call and about three tensors. Measured: 1932 bytes (a decode step
 of 30 layers, 1277 entries, torch 2.13)."""
@@ -60,10 +64,15 @@ class CpuPool(Pool):
         self.blocks = BlockPool()
         self.regions = BlockPool()
         self.graphs_begun = 0  # in the current session
+        self.recorder: Recorder | None = None  # of the current graph
 
     @property
     def bytes(self) -> int:
         return self.blocks.reserved_bytes + self.regions.reserved_bytes
+
+    def note_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
+        if self.recorder is not None:
+            self.recorder.note_outputs(outputs)
 
     def _release(self) -> None:
         self.blocks.release()
@@ -96,10 +105,12 @@ class CpuGraph(DeviceGraph):
             others=(self.pool.regions,),
             knowledge=self._knowledge,
             arguments=self.arguments,
+            reached=self.reached,
+            generators=self.generators,
             continues=self.pool.graphs_begun > 0,
         )
         self.pool.graphs_begun += 1
-        self._recorder = recorder
+        self._recorder = self.pool.recorder = recorder
         recorder.__enter__()
         self._record_gates(recorder)
 
@@ -126,7 +137,7 @@ class CpuGraph(DeviceGraph):
         recorder = self._recorder
         if recorder is not None:
             recorder.__exit__(failure)
-        self._recorder = None
+        self._recorder = self.pool.recorder = None
         self._record_gates(None)
         return recorder
 
@@ -268,7 +279,7 @@ class CpuBackend(Backend):
             # switches torch's dispatcher back to recording. The exit of a mode switches it off.
             with TorchDispatchMode():  # type: ignore[no-untyped-call]
                 pass
-            if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
+            if isinstance(error, RuntimeError) and _TOO_LARGE.search(str(error)):
                 raise ResourceError(f"no memory for a tensor of the step: {error}") from error
             raise
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import attrs
 import torch
@@ -128,7 +128,6 @@ class Sequence:
 class _StandIn:
     """A generator for the draws from another one, which the step seeds."""
 
-    original: torch.Generator
     generator: torch.Generator
     state: torch.Tensor  # the state of the original when it was seeded
 
@@ -138,25 +137,37 @@ class Randomness:
 
     Only one recording at a time follows torch's default generator. The others record draws from it
     and do not see changes of its state.
+
+    Args:
+        record: records a call under a name.
+        known: generators of the caller.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, known: Iterable[torch.Generator] = ()) -> None:
         self._record = record
         # By the address of the generator, because each operation gets an object of its own.
         self._sequences: dict[int, Sequence] = {}
-        self._callers: dict[int, Callable[[], torch.Generator | None]] = {}
+        self._objects: dict[int, torch.Generator] = {}
+        """The objects by which the user's code holds generators."""
+        self._unknown: set[int] = set()
+        """Generators that were found in use, in a state that no seed gives."""
         self._stand_ins: dict[int, _StandIn] = {}
         self._has_claim = _claim.acquire(blocking=False)
         if self._has_claim:
             default = torch.default_generator
             self._sequences[_address(default)] = Sequence(default, record)
+        for generator in known:
+            if generator.device.type == "cpu" and generator is not torch.default_generator:
+                self._sequences[_address(generator)] = Sequence(generator, record)
 
     def note(self, generator: torch.Generator) -> None:
         """Note the object by which the user's code holds a generator."""
-        try:
-            self._callers[_address(generator)] = weakref.ref(generator)
-        except TypeError:  # torch 2.11
-            self._callers[_address(generator)] = lambda: generator
+        self._objects[_address(generator)] = generator
+
+    def _is_held(self, address: int) -> bool:
+        """Whether the user's code holds a generator, which then was not made in the step."""
+        # Not by weak references, which generators of torch 2.11 do not have.
+        return address not in self._objects or sys.getrefcount(self._objects[address]) > 2
 
     def source(self, generator: torch.Generator | None) -> torch.Generator:
         """Return the generator that replays draw from in place of ``generator``.
@@ -177,9 +188,10 @@ class Randomness:
                 return stand_in.generator
             seeded = torch.Generator().manual_seed(generator.initial_seed())
             if not torch.equal(seeded.get_state(), state):
+                self._unknown.add(_address(generator))
                 self._sequences[_address(generator)] = Sequence(generator, self._record)
                 return generator
-        self._stand_ins[_address(generator)] = _StandIn(generator, seeded, state)
+        self._stand_ins[_address(generator)] = _StandIn(seeded, state)
         self._record("a random seed", lambda: seeded.set_state(state))
         self._sequences[_address(seeded)] = Sequence(seeded, self._record)
         return seeded
@@ -191,8 +203,12 @@ class Randomness:
 
     def follow(self) -> None:
         """Record the changes of states since the last draws, and refuse; called at the end."""
-        callers = (self._callers.get(address) for address in self._stand_ins)
-        if any(caller is None or caller() is not None for caller in callers):
+        if not all(map(self._is_held, self._unknown)):
+            raise UnrecordableError(
+                "the step makes a random generator and sets its state, which a replay would set "
+                "again as it is now. Seed it by a number, or make it before the capture"
+            )
+        if any(map(self._is_held, self._stand_ins)):
             raise UnrecordableError(
                 "the step draws from a generator of the caller's that it seeds, or that nothing "
                 "has drawn from. A replay would not seed it again. Seed the generator before the "

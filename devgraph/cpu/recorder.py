@@ -6,7 +6,8 @@ import copy
 import functools
 import gc
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch._ops import OpOverload
 
 from devgraph.api.errors import RegionError
 from devgraph.api.marks.source import is_machinery, user_line
-from devgraph.api.tensors import describe, tensors_in
+from devgraph.api.tensors import describe, has_place, memory_of, tensors_in
 from devgraph.api.torchlike.guards import draws
 from devgraph.cpu import violations
 from devgraph.cpu.memory import BlockPool, Hold
@@ -68,6 +69,8 @@ class Recorder:
         knowledge: caches of earlier recordings.
         bound: addresses of the only memory outside the pools that may be touched; any if None.
         arguments: tensors whose layout the code may not change in place.
+        reached: further tensors of the caller that the code may use.
+        generators: random generators of the caller.
         continues: whether this recording follows others of the same step.
         on_violation: called for every violation. The recording then goes on with assumed values
             and cannot be replayed. Without it, violations raise.
@@ -81,6 +84,8 @@ class Recorder:
         knowledge: Knowledge | None = None,
         bound: Collection[int] | None = None,
         arguments: Sequence[torch.Tensor] = (),
+        reached: Sequence[torch.Tensor] = (),
+        generators: Sequence[torch.Generator] = (),
         continues: bool = False,
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
@@ -93,7 +98,11 @@ class Recorder:
         self.touched: dict[int, torch.UntypedStorage] = {}
         """Touched memory outside the pools, by address."""
         self._bound = bound
-        self._arguments = arguments
+        self._arguments, self._reached, self._generators = arguments, reached, generators
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        """The caller's tensors with their versions before the recording."""
+        self._writes: Counter[int] = Counter()
+        """Number of recorded writes, by the address of the memory."""
         self._continues = continues
         self._pool = pool
         self._pools = (pool, *others)
@@ -131,7 +140,9 @@ class Recorder:
                 # Afterwards, generation 0 holds the objects of this recording, and generation 1
                 # those of the segments before it.
                 gc.collect(0 if self._continues else 1)
-                self._random = Randomness(self._record)
+                self._random = Randomness(self._record, self._generators)
+                tensors = (*self._arguments, *self._reached)
+                self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
         except BaseException:
             self._leave()
             raise
@@ -153,6 +164,7 @@ class Recorder:
         try:
             if self._random is not None:
                 self._random.follow()
+                self._refuse_foreign_writes()
                 self._refuse_foreign_results()
         except UnrecordableError as error:
             self._refusal.other("the step", str(error))
@@ -168,7 +180,7 @@ class Recorder:
         if self._cached is not None:
             torch.set_autocast_cache_enabled(self._cached)
         self._cached = self._dispatching = self._functions = self._random = None
-        self._first_uses = []
+        self._first_uses, self._versions = [], []
 
     def tape(self) -> Tape:
         """Return the tape of a recording that has ended and assumed no values."""
@@ -287,6 +299,10 @@ class Recorder:
         """Record an operation and return its result."""
         plan = plan_of(func)
         try:
+            for position in plan.writes:
+                for tensor in tensors_in(plan.argument(position, args, kwargs)):
+                    if tensor.is_cpu and has_place(tensor):
+                        self._writes[memory_of(tensor)] += 1
             return _HANDLERS[plan.kind](self, plan, args, kwargs)
         except OtherDeviceError as error:
             if error.device.type == "meta":
@@ -299,6 +315,24 @@ class Recorder:
             )
         except UnrecordableError as error:
             self._refusal.other(plan.name, str(error), cause=error.__cause__)
+
+    def note_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Note the tensors that the code returns as its last uses."""
+        for tensor in outputs:
+            if tensor.is_cpu and has_place(tensor):
+                self._held(tensor)
+
+    def _refuse_foreign_writes(self) -> None:
+        """Refuse tensors of the caller that were written more often than the recording shows."""
+        for tensor, version in self._versions:
+            # Some operations count twice.
+            if tensor._version - version > 2 * self._writes[memory_of(tensor)]:
+                raise UnrecordableError(
+                    f"a tensor of the step ({describe(tensor)}) was written during the capture by "
+                    f"another thread, or by code that torch does not show, and a replay would not "
+                    f"write it again. Do that work in the thread of the step, or in a function "
+                    f"marked @dg.no_graph under policy='breakable'"
+                )
 
     # One method for each kind of operation.
 

@@ -119,6 +119,34 @@ def test_generator_of_the_caller_that_the_step_seeds_is_refused() -> None:
         record(step)
 
 
+def test_state_of_a_generator_that_the_step_sets_is_refused() -> None:
+    """FAULTS 48."""
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(1, generator=generator)
+    state = generator.get_state()
+
+    def sets(x: torch.Tensor) -> torch.Tensor:
+        generator.set_state(state)
+        return x + torch.rand(3, generator=generator)
+
+    def copies(x: torch.Tensor) -> torch.Tensor:
+        other = torch.Generator()
+        other.set_state(generator.get_state())
+        return x + torch.rand(3, generator=other)
+
+    for step in (sets, copies):
+        with pytest.raises(dg.CaptureError, match="set"):
+            dg.capture(step, torch.zeros(3), backend="cpu")
+
+
+def test_fresh_generator_of_the_caller_advances_with_replays() -> None:
+    generator, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    x = torch.zeros(3)
+    captured = dg.capture(lambda x: x + torch.rand(3, generator=generator), x, backend="cpu")
+    for _ in range(2):
+        assert torch.equal(captured.replay(), torch.rand(3, generator=other))
+
+
 def test_recordings_of_two_threads_leave_each_others_state_alone() -> None:
     inside, done = threading.Event(), threading.Event()
     tapes: list[Any] = []

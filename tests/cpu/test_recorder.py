@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import gc
 import threading
 import weakref
@@ -396,6 +398,56 @@ def test_result_of_another_thread_is_refused(policy: str, grad: bool) -> None:
             dg.capture(step, torch.randn(4, 4), backend="cpu", policy=policy)
     with pytest.raises(CaptureError, match=r"by another thread.*test_recorder"):
         record(kept_outside, torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("how", ["argument", "closure", "output"])
+def test_work_of_another_thread_on_tensors_of_the_caller_is_refused(how: str) -> None:
+    """FAULTS 49."""
+    total, x = torch.zeros(3), torch.ones(3)
+
+    def step(x: torch.Tensor) -> Any:
+        results: list[Any] = []
+        work = {
+            "argument": lambda: x.mul_(2),
+            "closure": lambda: total.copy_(x),
+            "output": lambda: results.append(x * 2),
+        }[how]
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return (total.add_(0) if how == "output" else total) + x, *results
+
+    with pytest.raises(dg.CaptureError, match="by another thread, or by code that torch"):
+        dg.capture(step, x, backend="cpu")
+
+
+def test_mark_in_another_thread_is_refused_although_the_step_fails_afterwards() -> None:
+    """FAULTS 49."""
+
+    @dg.no_graph
+    def mark(x: Any) -> Any:
+        return x * 3
+
+    def step(x: torch.Tensor) -> Any:
+        results: list[Any] = []
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            with contextlib.suppress(dg.CaptureError):
+                results.append(context.run(mark, x))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return results[0] + 1
+
+    with pytest.raises(dg.CaptureError, match="was called in thread"):
+        dg.capture(step, torch.ones(3), backend="cpu", policy="breakable", warmup=0)
+
+
+def test_tensor_that_cannot_exist_is_a_resource_error() -> None:
+    with pytest.raises(dg.ResourceError, match="overflowed"):
+        dg.capture(lambda x: torch.zeros(2**62) + x, torch.ones(3), backend="cpu", warmup=0)
 
 
 def test_tensors_of_before_and_constants_of_the_step_are_no_other_threads_work() -> None:

@@ -79,6 +79,11 @@ def entered(scope: Scope | None) -> Iterator[None]:
         yield
         if scope is not None and scope.refusal is not None:
             raise scope.refusal
+    except Exception as error:
+        # A thread keeps the refusal of its mark for itself, and the step fails afterwards.
+        if scope is not None and scope.refusal not in (None, error):
+            raise scope.refusal from error
+        raise
     except GeneratorExit:
         # An interrupt came before contextlib left the block. The outer contexts have been left.
         outer = None

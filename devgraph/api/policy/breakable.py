@@ -145,6 +145,7 @@ class _BreakableScope(Scope):
         self._job = job
         self._session = session
         self._generators = job.owned.generators()
+        self._reached = [tensor for _, tensor in job.owned.reached()]
         self._stubs = stubs
         self._unrun: list[DeviceGraph] = []
         self.segments: list[Any] = []
@@ -154,7 +155,7 @@ class _BreakableScope(Scope):
     def open(self) -> None:
         job = self._job
         graph = job.backend.make_graph(job.pool)
-        graph.generators = self._generators
+        graph.generators, graph.reached = self._generators, self._reached
         self._session.begin(graph, arguments=job.tensors, names=job.names)
 
     def finish_segment(self) -> None:

@@ -156,8 +156,7 @@ class FullPlan:
     def _copy(self, host: HostKwargs) -> DeviceGraph | None:
         """Capture the whole callable for a key with other nodes; return None on failure."""
         job, started = self._job, time.perf_counter()
-        graph = job.backend.make_graph(job.pool)
-        graph.generators = job.owned.generators()
+        graph = job.make_graph()
         scope = GraphScope(graph, host=host)
         try:
             with (
@@ -226,8 +225,7 @@ class _Full(Policy):
         return self._captured(attrs.evolve(job, outputs=outputs), session, unrolls=reason)
 
     def _captured(self, job: Job, session: Session, *, unrolls: str = "") -> FullPlan:
-        graph = job.backend.make_graph(job.pool)
-        graph.generators = job.owned.generators()
+        graph = job.make_graph()
         scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)

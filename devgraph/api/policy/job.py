@@ -12,6 +12,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.errors import InputTypeError, brief, finite, whole
+from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, exact_types_refused
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.names import Names
@@ -90,6 +91,13 @@ class Job:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The bound tensors."""
         return tuple(tensor for _, tensor in self.owned.tensors)
+
+    def make_graph(self) -> DeviceGraph:
+        """Return an empty graph that knows the state of the step."""
+        graph = self.backend.make_graph(self.pool)
+        graph.generators = self.owned.generators()
+        graph.reached = [tensor for _, tensor in self.owned.reached()]
+        return graph
 
     def call(self, host: Mapping[str, Any]) -> Any:
         """Run the step once with its own containers."""
