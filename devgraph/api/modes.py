@@ -56,8 +56,6 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.is_anomaly_enabled, torch._C.set_anomaly_enabled),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
@@ -67,7 +65,6 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 _inference = torch.is_inference_mode_enabled
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_anomaly = torch.is_anomaly_enabled
 _flash, _efficient, _math, _cudnn, _override = (get for get, _ in _SWITCHES[:5])
 
 
@@ -176,15 +173,19 @@ class Settings:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block under these settings; those of the whole process change for all threads."""
-        with contextlib.ExitStack() as stack:
-            for (get, put), value in zip(_SWITCHES, self.switches, strict=True):
-                if (now := get()) != value:
-                    stack.callback(put, now)
-                    put(value)
-            for modes, users in zip(_STACKS, self.stacks, strict=True):
-                stack.enter_context(modes.holding(users))
-            stack.enter_context(self.modes.restored())
-            yield
+        grad = torch.is_grad_enabled()
+        try:
+            with contextlib.ExitStack() as stack:
+                for (get, put), value in zip(_SWITCHES, self.switches, strict=True):
+                    if (now := get()) != value:
+                        stack.callback(put, now)
+                        put(value)
+                for modes, users in zip(_STACKS, self.stacks, strict=True):
+                    stack.enter_context(modes.holding(users))
+                stack.enter_context(self.modes.restored())
+                yield
+        finally:
+            torch._C._set_grad_enabled(grad)  # An interrupt may skip the exit of a context.
 
 
 def _unguarded() -> tuple[Any, ...]:
@@ -198,7 +199,6 @@ def _unguarded() -> tuple[Any, ...]:
         _math(),
         _cudnn(),
         _override(),
-        _anomaly(),
     )
 
 
