@@ -103,6 +103,13 @@ def test_drafts_save_steps_and_change_no_token():
     assert graphs == f"in graphs: {one_token + with_drafts} of {one_token + with_drafts}"
 
 
+def test_diffusion_pipeline_draws_the_images_of_eager():
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    same, *_, proof = _run(str(EXAMPLES / "diffusion.py")).splitlines()
+    assert same == "images equal eager: True"
+    assert "graphs equal eager bit for bit" in proof
+
+
 def test_adapters_are_mixed_and_swapped_under_the_same_graphs():
     *steps, graphs = _run(str(EXAMPLES / "lora.py")).splitlines()
     assert len(steps) == 4 and all(line.endswith("as eager: True") for line in steps)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.backend import Backend, poison
@@ -19,6 +18,7 @@ from devgraph.api.modes import Settings
 from devgraph.api.reach import Watch, entries
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot, same_bytes
 from devgraph.api.tensors import has_place, unexpanded
+from devgraph.api.trees import leaves_of
 
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
@@ -747,10 +747,9 @@ def named_tensors(tree: Any, prefix: str) -> Named:
 
     Tensors that wrap others are taken apart.
     """
-    leaves, _ = pytree.tree_flatten_with_path(tree)
     named: Named = []
-    for path, leaf in leaves:
-        name = prefix + (pytree.keystr(path) or "0")
+    for path, leaf in leaves_of("", tree):
+        name = prefix + (path or "0")
         if is_traceable_wrapper_subclass(leaf):
             inner, _ = leaf.__tensor_flatten__()
             named += ((f"{name}.{part}", getattr(leaf, part)) for part in inner)
