@@ -63,7 +63,7 @@ def joined(store: Any, prefix: str, rank: int, size: int) -> Iterator[None]:
     """Join a default group of gloo for a block."""
     dist.distributed_c10d._world.group_count = 0  # It is part of the keys of both processes.
     prefixed = dist.PrefixStore(prefix, store)
-    limit = datetime.timedelta(seconds=30)
+    limit = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=limit)
     try:
         yield

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def store() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=60))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=120))
 
 
 @pytest.fixture(autouse=True)
