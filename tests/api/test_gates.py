@@ -64,6 +64,7 @@ def test_two_threads_open_two_replays(captured):
 
 
 def test_two_threads_open_one_epoch_once(captured):
+    """FAULTS 53."""
     with beside(lambda: open_waits(captured.gates, epoch=1)):
         open_waits(captured.gates, epoch=1)
     captured.replay()
@@ -210,6 +211,7 @@ def test_launches_ahead_of_their_gates_pass_one_after_another():
 
 
 def test_early_open_of_a_later_launch_does_not_let_an_earlier_one_pass():
+    """FAULTS 53."""
     behind = Behind()
     for _ in range(2):
         behind.launch()
@@ -363,6 +365,7 @@ def test_runner_that_is_not_captured_takes_any_name_before_its_first_step():
 
 
 def test_forgotten_gate_of_a_runner_is_named_and_the_next_step_works():
+    """FAULTS 53."""
     runner = decode_of(gated, [X], gate_timeout=0.05, name="prefill")
     with pytest.raises(dg.GateTimeoutError, match=r"'kv' of prefill.*replay 1"):
         runner.run(inputs(2))

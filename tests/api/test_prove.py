@@ -14,6 +14,8 @@ from devgraph.testing.conformance.support import POLICIES, Kit, same
 
 
 def test_report_names_what_was_not_varied():
+    """FAULTS 51."""
+
     class Batch:
         def __init__(self) -> None:
             self.x = torch.ones(2)

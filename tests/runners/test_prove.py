@@ -119,6 +119,7 @@ def test_prove_of_a_prefill_runner_covers_its_tail():
 
 
 def test_serving_goes_on_after_a_proof():
+    """FAULTS 52."""
     step = CacheStep()
     runner = decode_of(step, sampled_slots())
     runner.prove()
@@ -218,6 +219,7 @@ def test_rows_that_are_written_in_any_order_are_no_failure(reads, with_sample):
 
 
 def test_state_is_afterwards_as_before_bit_for_bit():
+    """FAULTS 52."""
     step = CacheStep()
     step.cache.normal_()
     step.cache[3] = float("nan")
@@ -230,6 +232,7 @@ def test_state_is_afterwards_as_before_bit_for_bit():
 
 
 def test_state_is_as_before_after_an_exception():
+    """FAULTS 52."""
     step, calls = CacheStep(), []
 
     def failing(batch):
@@ -290,6 +293,7 @@ def test_rows_of_a_large_cache_are_found_behind_its_first_dimension(shape):
 
 
 def test_a_write_that_a_replay_loses_is_found_in_the_state():
+    """FAULTS 52."""
     cache = torch.zeros(8)
     twice = [1.0]
 
@@ -340,6 +344,7 @@ def test_a_replaced_weight_is_named():
 
 
 def test_inputs_of_the_last_batch_are_used_where_nothing_is_declared():
+    """FAULTS 51."""
     step = CacheStep()
     runner = decode_of(step)
     assert runner.prove().not_varied == ("ids", "rows")
