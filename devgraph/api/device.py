@@ -44,6 +44,10 @@ class _LossAware(Protocol):
 
 
 class _Checked(Protocol):
+    @property
+    def idle(self) -> bool:
+        """Whether all launches have ended."""
+
     def check(self) -> None:
         """Raise the error of an earlier replay, if any."""
 

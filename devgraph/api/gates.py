@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
+from torch.utils._python_dispatch import _disable_current_modes
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import (
@@ -287,7 +288,8 @@ class Gates(Mapping[str, Gate]):
     def channel(self) -> GateChannel:
         """The device's side."""
         if self._channel is None:
-            self._channel = self._backend.make_gate_channel(self)
+            with _disable_current_modes():  # torch.compile traces marks with fake tensors
+                self._channel = self._backend.make_gate_channel(self)
             if self._channel.delayed:
                 self._backend.gate_sets.add(self)
         return self._channel
@@ -296,6 +298,11 @@ class Gates(Mapping[str, Gate]):
     def epoch(self) -> int:
         """Epoch of the last replay that was launched; 0 before the first."""
         return self._launched * self._turns
+
+    @property
+    def idle(self) -> bool:
+        """Whether all launches have ended."""
+        return self._channel is None or self._channel.finished() >= self._launched
 
     @property
     def running(self) -> int:

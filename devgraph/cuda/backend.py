@@ -112,9 +112,7 @@ class CudaBackend(NodeBackend):
             return self._pace.measure(self.capture_stream)
 
     def make_gate_channel(self, gates: Gates) -> GateChannel:
-        if not self.capabilities.gates:
-            return super().make_gate_channel(gates)
-        return DeviceGates(self)
+        return DeviceGates(self) if self.capabilities.gates else super().make_gate_channel(gates)
 
     def make_pages(self) -> Pages:
         return MappedPages.of_process()

@@ -14,11 +14,13 @@ import attrs
 import torch
 
 from devgraph.api.errors import BackendUnavailableError
+from devgraph.api.gates import GateChannel, Gates
 from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON, installed_version
 from devgraph.api.torchlike.base import FULL_BUILD
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.device import GRAPH_STREAMS, NpuDevice
 from devgraph.npu.errors import UNJOINED, error_code, lost_reason
+from devgraph.npu.gates import ValueGates, gate_calls
 from devgraph.npu.graph import NpuGraph, NpuPool
 
 NEWEST = "2.14"
@@ -38,12 +40,14 @@ class NpuBackend(NpuDevice):
         async_update=True,
         collectives=True,  # simulated only: HCCL has not been captured on a real device
         compilers=("eager",),
+        gates=True,
         node_ranges=False,  # the driver lists nodes only after a capture, without their origin
         remakes_executables=False,
         max_streams=GRAPH_STREAMS,
     )
     # A breakable prefill holds one stream per segment; a full prefill holds one in all.
     recommended_mode: Mapping[str, str] = {"prefill": "full"}
+    needs: Mapping[str, str] = {"gates": "a CANN whose streams wait for values"}
     unproven = "never ran on hardware; it is tested over a simulated driver"
 
     attention_version: int = 2
@@ -52,6 +56,13 @@ class NpuBackend(NpuDevice):
     def __init__(self) -> None:
         super().__init__()
         self.extensions = {"slot_attention": self.slot_attention}
+        self._gate_calls = gate_calls()
+        gates = self._gate_calls is not None
+        self.capabilities = attrs.evolve(type(self).capabilities, gates=gates)
+
+    def make_gate_channel(self, gates: Gates) -> GateChannel:
+        calls = self._gate_calls
+        return super().make_gate_channel(gates) if calls is None else ValueGates(self, calls)
 
     def check_available(self) -> None:
         if self.namespace is None or "torch_npu" not in sys.modules:

@@ -198,11 +198,15 @@ class NpuDevice(TorchBackend):
             order = self.channel.order
             if order.acquire(blocking=False):
                 try:
-                    self._free(may_wait=self.channel.quiet)
+                    self._free(may_wait=self.channel.quiet and self._gates_idle())
                 finally:
                     order.release()
         finally:
             lock.release()
+
+    def _gates_idle(self) -> bool:
+        """Whether no replay may wait for a gate, which another thread needs the GIL to open."""
+        return all(gates.idle for gates in list(self.gate_sets))
 
     def _free(self, *, may_wait: bool) -> None:
         """Free graphs whose last replay has ended and, with ``may_wait``, buried memory."""

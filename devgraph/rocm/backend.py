@@ -13,9 +13,11 @@ import attrs
 import torch
 
 from devgraph.api.errors import BackendUnavailableError
+from devgraph.api.gates import GateChannel, Gates
 from devgraph.api.torchlike.base import FULL_BUILD, TorchPool
 from devgraph.api.torchlike.guards import MOST_STREAMS
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
+from devgraph.rocm.gates import ValueGates, captures_values
 from devgraph.rocm.host_reads import HostReadGuard
 from devgraph.rocm.runtime import Runtime
 from devgraph.rocm.verification import Verification, VerifiedUpdates
@@ -37,10 +39,11 @@ class RocmBackend(NodeBackend):
     # hipError_t: uncorrectable memory error, illegal address, launch time-out, assertion, launch
     # failure, unknown (hip/hip_runtime_api.h).
     sticky_errors = frozenset({214, 700, 702, 710, 719, 999})
-    capabilities = FULL_BUILD
+    capabilities = attrs.evolve(FULL_BUILD, gates=True)
     unproven = "never ran on hardware; it is tested over a simulated library"
     needs: Mapping[str, str] = {
         "concurrent_threads": "HIP 7.14 or newer",
+        "gates": "a runtime that captures waits for values",
         "compilers": "Triton from PyTorch's ROCm index for inductor",
     }
     runtime: Runtime
@@ -60,7 +63,10 @@ class RocmBackend(NodeBackend):
         reports = runtime.version.reports_unsafe_calls
         self._guard = None if reports else HostReadGuard(lambda t: self.is_device_memory(t))
         self.capabilities = attrs.evolve(
-            type(self).capabilities, concurrent_threads=reports, compilers=compilers()
+            type(self).capabilities,
+            concurrent_threads=reports,
+            gates=captures_values(runtime, self._device),
+            compilers=compilers(),
         )
 
     def check_available(self) -> None:
@@ -145,6 +151,9 @@ class RocmBackend(NodeBackend):
             return super().guard()
         self._guard.on = False
         return self._guard
+
+    def make_gate_channel(self, gates: Gates) -> GateChannel:
+        return ValueGates(self) if self.capabilities.gates else super().make_gate_channel(gates)
 
     def join(self, current: Any, side: Any) -> None:
         # Waiting for a stream that is still capturing would join the current stream to that

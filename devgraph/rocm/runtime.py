@@ -27,6 +27,9 @@ _COPY_ATTRIBUTES = "hipGraphKernelNodeCopyAttributes"
 """A function that release 5.2 lacks and 6.4 has. Without it, updated kernels keep the launch
 attributes of the capture."""
 
+GATE_CALLS = frozenset({"hipStreamWaitValue32", "hipStreamWriteValue32"})
+"""Functions without which the marks of gates break captures."""
+
 _TEXT = ("GetErrorName", "GetErrorString")
 
 _HOST_COPIES = frozenset({0, 1, 2})
@@ -140,6 +143,14 @@ class Runtime(NodeRuntime):
         "GetErrorString": (c_int,),
         "GetLastError": (),
     }
+    waiting_calls: ClassVar[Mapping[str, Arguments]] = {
+        "StreamWaitValue32": (c_void_p, c_void_p, c_uint32, c_uint, c_uint32),
+        "StreamWriteValue32": (c_void_p, c_void_p, c_uint32, c_uint),
+        "MemsetD32Async": (c_void_p, c_int, c_size_t, c_void_p),
+        "StreamCreateWithFlags": (c_void_p, c_uint),
+        "StreamSynchronize": (c_void_p,),
+        "StreamDestroy": (c_void_p,),
+    }
     structures: ClassVar[Mapping[str, type[Any]]] = {
         KERNEL: KernelNodeParams,
         MEMCPY: MemcpyParams,
@@ -150,7 +161,7 @@ class Runtime(NodeRuntime):
     def __init__(self, path: str) -> None:
         self.path = path
         super().__init__(ctypes.PyDLL(path), ctypes.CDLL(path))
-        if required := self.missing - {_COPY_ATTRIBUTES}:
+        if required := self.missing - {_COPY_ATTRIBUTES} - GATE_CALLS:
             raise BackendUnavailableError(
                 f"{path} lacks {', '.join(sorted(required))}: this HIP runtime is too old for "
                 f"graph updates. Install a ROCm build of torch with a newer one (devgraph supports "

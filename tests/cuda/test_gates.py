@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.cuda import gates as cuda_gates
+from devgraph.api.torchlike.gates import CAPACITY
+from devgraph.api.torchlike.node_calls import RuntimeCallError
 from devgraph.cuda.gates import DeviceGates, MemOp, NodeParams
 
 COMPUTE, OPENER = 11, 900
@@ -53,7 +54,7 @@ class Driver:
 
     def GraphBatchMemOpNodeSetParams(self, node: int, address: int) -> None:
         if self.refuses_parameters:
-            raise cuda_gates.RuntimeCallError("refused", 1)
+            raise RuntimeCallError("refused", 1)
         params = NodeParams.from_address(address)
         assert params.context == 77 and node == len(self.nodes)
         self.nodes[-1] = _ops(params.ops, params.count)
@@ -123,9 +124,7 @@ def driver() -> Driver:
 
 
 @pytest.fixture
-def channel(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> DeviceGates:
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+def channel(driver: Driver) -> DeviceGates:
     compute = Stream()
     namespace = SimpleNamespace(
         is_current_stream_capturing=lambda: driver.capturing,
@@ -138,6 +137,8 @@ def channel(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> DeviceGates:
         driver=driver,
         namespace=namespace,
         keeps_memory=False,
+        pin=lambda tensor: tensor,
+        hold=lambda tensor, stream: None,
         elsewhere=lambda: False,
         on_device=lambda: torch.autograd.graph.save_on_cpu(),
         current_stream_id=lambda: COMPUTE,
@@ -209,8 +210,8 @@ def test_stream_of_open_after_has_an_opener_of_its_own(driver, channel):
     channel.begin(1, [], False)
     channel.open(1, [0], fence)
     channel.open(1, [1], None)
-    assert [opener.cuda_stream for opener in channel._streams.values()] == [OPENER, OPENER + 1]
-    assert channel._streams[40].waited == [fence.event]
+    assert [opener.cuda_stream for opener in channel._openers.values()] == [OPENER, OPENER + 1]
+    assert channel._openers[40].waited == [fence.event]
     assert fence.event.stream is stream
 
 
@@ -239,7 +240,7 @@ def test_first_gate_in_a_capture_without_warm_up_is_refused(driver, channel):
     with pytest.raises(dg.CaptureError, match="warmup=1"):
         DeviceGates(channel._backend)
     with pytest.raises(dg.CaptureError, match="more than"):
-        channel.wait(cuda_gates.CAPACITY, 1.0, True)
+        channel.wait(CAPACITY, 1.0, True)
 
 
 @pytest.fixture

@@ -583,6 +583,10 @@ class TorchBackend(Backend):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory()
 
+    def hold(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep the memory of ``tensor`` until the work of ``stream`` at its end has finished."""
+        tensor.record_stream(stream)
+
     def _make_current_stream_id(self) -> Callable[[], int]:
         namespace, device = self.namespace, self._device
         return lambda: int(namespace.current_stream(device).stream_id)

@@ -36,7 +36,9 @@ class FakeBackend(RocmBackend):
         self._device = torch.device("cpu")
         self._capture_stream = None
         self.current_stream_id = self._make_current_stream_id()
+        counted = {name: fake.get(name) for name in ("instantiated", "launches", "destroyed_execs")}
         self.attach(Runtime(fake.path))
+        fake.set(**counted)  # tests count graphs of their own, not that of the probe for gates
         # Compiled code would run past the mode that records operations, and memory is the CPU's.
         self.capabilities = attrs.evolve(self.capabilities, piecewise=False, shared_pool=False)
 
@@ -66,6 +68,9 @@ class FakeBackend(RocmBackend):
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def hold(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Do nothing: memory is freed on the host."""
 
 
 class ShimBackend(RocmBackend):

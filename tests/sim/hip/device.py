@@ -40,6 +40,9 @@ class _Stream:
     def wait_stream(self, other: _Stream) -> None:
         self._device.fake.wait(self.cuda_stream, other.cuda_stream)
 
+    def wait_event(self, event: _Event) -> None:
+        """Do nothing: the event's work is done."""
+
     def synchronize(self) -> None:
         self._device.fake.unsafe(self.cuda_stream)
 
@@ -232,6 +235,9 @@ class Device(ModuleType):
 
     def Stream(self, device: object = None, priority: int = 0) -> _Stream:
         return next(self._next)
+
+    def ExternalStream(self, handle: int, device: object = None) -> _Stream:
+        return _Stream(self, handle)
 
     def current_stream(self, device: object = None) -> _Stream:
         return self.current

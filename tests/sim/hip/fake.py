@@ -16,7 +16,7 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.POINTER(c_void_p))
 
 _SETTINGS = """
     version stale refuse_write_at refuse_instantiate fail_call_in borrow quiet reports_copies
-    shuffle
+    shuffle captures_values
 """.split()
 
 

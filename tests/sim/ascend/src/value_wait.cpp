@@ -7,14 +7,17 @@ using namespace sim;
 
 extern "C" {
 
-aclError aclrtValueWait(void* address, uint64_t value, uint32_t, aclrtStream handle) {
+aclError aclrtValueWait(void* address, uint64_t value, uint32_t flag, aclrtStream handle) {
   auto* stream = stream_of(handle);
   Device& dev = device(stream->device);
-  return enqueue(stream, Kind::wait, "ValueWait", [address, value, &dev] {
+  return enqueue(stream, Kind::wait, "ValueWait", [address, value, flag, &dev] {
     require_mapped(address, sizeof(uint64_t), "ValueWait");
     count("value_waits");
     Lock lock(sim::mutex);
-    wait_until(lock, dev, [&] { return *(volatile uint64_t*)address == value; });
+    wait_until(lock, dev, [&] {
+      uint64_t word = *(volatile uint64_t*)address;
+      return flag == 1 ? word == value : int64_t(word - value) >= 0;  // EQ, else GEQ
+    });
   });
 }
 

@@ -1,7 +1,7 @@
 /* A libamdhip64 without a device: graphs of nodes on host memory, with faults to order.
  *
  * Kernels are callbacks that a test registers. Everything runs when it is launched, on the calling
- * thread. What real runtimes do wrong is switched on by fakehip_set (see `settings`). Graph and
+ * thread, and a wait for a value blocks that thread. What real runtimes do wrong is switched on by fakehip_set (see `settings`). Graph and
  * node memory is poisoned when it is destroyed and given back much later, so that a use after that
  * is a wrong number instead of a crash.
  *
@@ -10,7 +10,11 @@
  */
 #include "hip.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -30,7 +34,7 @@ struct Kernel {
 
 enum { kKernel = hipGraphNodeTypeKernel, kMemcpy = hipGraphNodeTypeMemcpy,
        kMemset = hipGraphNodeTypeMemset, kHost = hipGraphNodeTypeHost,
-       kEmpty = hipGraphNodeTypeEmpty };
+       kEmpty = hipGraphNodeTypeEmpty, kWait = 100, kWrite = 101 };
 
 struct Node {
   int type = kEmpty;
@@ -43,6 +47,8 @@ struct Node {
   void *to = nullptr, *from = nullptr;
   size_t size = 0;
   int direction = hipMemcpyDeviceToDevice;
+  uint32_t value = 0; /* of a wait or a write at `to` */
+  unsigned compare = hipStreamWaitValueEq;
 
   void own_arguments(void** from_values) {
     auto* known = static_cast<Kernel*>(kernel.func);
@@ -96,6 +102,7 @@ std::map<std::string, long long> settings = {
     {"borrow", 0},           /* SetParams keeps the caller's pointers, as 6.3.1 did */
     {"quiet", 1},            /* unsafe calls in a capture raise nothing, as before 7.14 */
     {"reports_copies", 1},   /* parameters of a captured copy are filled in */
+    {"captures_values", 1},  /* 0: waits and writes of values run at once, captured or not */
     {"shuffle", 0},          /* hipGraphGetNodes lists nodes backwards */
     /* counters */
     {"writes", 0}, {"instantiated", 0}, {"destroyed_execs", 0}, {"live_graphs", 0},
@@ -120,7 +127,17 @@ bool once(const char* name) {
   return left < 0;
 }
 
+bool holds(Node* node) {
+  auto word = reinterpret_cast<std::atomic<uint32_t>*>(node->to)->load();
+  if (node->compare == hipStreamWaitValueEq) return word == node->value;
+  return int32_t(word - node->value) >= 0;
+}
+
 void run(Node* node) {
+  if (node->type == kWait)
+    while (!holds(node)) usleep(50);
+  if (node->type == kWrite)
+    reinterpret_cast<std::atomic<uint32_t>*>(node->to)->store(node->value);
   if (node->type == kKernel) {
     static_cast<Kernel*>(node->kernel.func)->body(node->kernel.kernelParams);
   } else if (node->type == kMemcpy) {
@@ -145,8 +162,11 @@ Node* copied(Node* node) {
 
 /* Work of a stream: recorded while it captures, run at once otherwise. */
 int enqueue(Stream* stream, Node* node) {
-  std::lock_guard<std::recursive_mutex> guard(lock);
-  if (!stream || stream->status == hipStreamCaptureStatusNone) {
+  std::unique_lock<std::recursive_mutex> guard(lock);
+  bool value = node->type == kWait || node->type == kWrite;
+  if (!stream || stream->status == hipStreamCaptureStatusNone ||
+      (value && !fault("captures_values"))) {
+    if (value) guard.unlock();
     run(node);
     delete node;
     return hipSuccess;
@@ -556,6 +576,55 @@ HIP_EXPORT int hipMemsetAsync(void* to, int value, size_t size, Stream* stream) 
   node->fill = {to, 1, 1, size, unsigned(value), size};
   return enqueue(stream, node);
 }
+
+HIP_EXPORT int hipStreamCreateWithFlags(Stream** stream, unsigned) {
+  REFUSABLE;
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  *stream = static_cast<Stream*>(fakehip_stream());
+  return hipSuccess;
+}
+
+HIP_EXPORT int hipStreamDestroy(Stream* stream) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  fakehip_forget_stream(stream);
+  return hipSuccess;
+}
+
+HIP_EXPORT int hipStreamSynchronize(Stream* stream) {
+  REFUSABLE;
+  return fakehip_unsafe(stream);
+}
+
+#ifndef FAKEHIP_ANCIENT
+HIP_EXPORT int hipMemsetD32Async(uint32_t* to, int value, size_t count, Stream*) {
+  REFUSABLE; /* streams run at once; captures of this call are not simulated */
+  std::fill(to, to + count, uint32_t(value));
+  return hipSuccess;
+}
+
+static int enqueue_value(Stream* stream, int type, void* address, uint32_t value, unsigned compare) {
+  auto* node = new Node;
+  node->type = type;
+  node->to = address;
+  node->value = value;
+  node->compare = compare;
+  return enqueue(stream, node);
+}
+
+HIP_EXPORT int hipStreamWaitValue32(Stream* stream, void* address, uint32_t value, unsigned flags,
+                                    uint32_t mask) {
+  REFUSABLE;
+  if (mask != 0xFFFFFFFF || flags > hipStreamWaitValueEq) return fail(hipErrorInvalidValue);
+  return enqueue_value(stream, kWait, address, value, flags);
+}
+
+HIP_EXPORT int hipStreamWriteValue32(Stream* stream, void* address, uint32_t value,
+                                     unsigned flags) {
+  REFUSABLE;
+  if (flags) return fail(hipErrorInvalidValue);
+  return enqueue_value(stream, kWrite, address, value, 0);
+}
+#endif
 
 #if !defined(FAKEHIP_RELEASE_52) && !defined(FAKEHIP_ANCIENT)
 HIP_EXPORT int hipGraphKernelNodeCopyAttributes(Node* from, Node* to) {

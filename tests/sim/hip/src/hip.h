@@ -31,6 +31,8 @@ enum {
   hipGraphNodeTypeEventRecord = 7,
 };
 
+enum { hipStreamWaitValueGte = 0, hipStreamWaitValueEq = 1 };
+
 enum {
   hipMemcpyHostToHost,
   hipMemcpyHostToDevice,

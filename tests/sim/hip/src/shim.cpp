@@ -187,6 +187,24 @@ HIP_EXPORT int hipGraphLaunch(P exec, P stream) { return CU(cuGraphLaunch, P, P)
 
 HIP_EXPORT int hipGraphExecDestroy(P exec) { return CU(cuGraphExecDestroy, P)(exec); }
 
+HIP_EXPORT int hipStreamCreateWithFlags(P* stream, unsigned flags) {
+  return CU(cuStreamCreate, P*, unsigned)(stream, flags);
+}
+
+HIP_EXPORT int hipStreamSynchronize(P stream) { return CU(cuStreamSynchronize, P)(stream); }
+
+HIP_EXPORT int hipStreamDestroy(P stream) { return CU(cuStreamDestroy_v2, P)(stream); }
+
+HIP_EXPORT int hipStreamWaitValue32(P stream, P address, unsigned value, unsigned flags, unsigned) {
+  return CU(cuStreamWaitValue32_v2, P, cuda::Pointer, unsigned, unsigned)(
+      stream, reinterpret_cast<cuda::Pointer>(address), value, flags);
+}
+
+HIP_EXPORT int hipStreamWriteValue32(P stream, P address, unsigned value, unsigned flags) {
+  return CU(cuStreamWriteValue32_v2, P, cuda::Pointer, unsigned, unsigned)(
+      stream, reinterpret_cast<cuda::Pointer>(address), value, flags);
+}
+
 /* Kernel nodes. */
 
 /* HIP has neither clusters nor kernels without a function, and what CUDA launches with another
@@ -334,6 +352,11 @@ HIP_EXPORT int hipMemsetAsync(P to, int value, size_t size, P stream) {
 static cuda::MemsetParams to_cuda(const hipMemsetParams* p) {
   return {reinterpret_cast<cuda::Pointer>(p->dst), p->pitch, p->value, p->elementSize, p->width,
           p->height};
+}
+
+HIP_EXPORT int hipMemsetD32Async(P to, int value, size_t count, P stream) {
+  return CU(cuMemsetD32Async, cuda::Pointer, unsigned, size_t, P)(
+      reinterpret_cast<cuda::Pointer>(to), static_cast<unsigned>(value), count, stream);
 }
 
 HIP_EXPORT int hipGraphMemsetNodeGetParams(P node, hipMemsetParams* out) {

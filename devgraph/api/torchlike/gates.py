@@ -1,0 +1,224 @@
+"""Gates on flags in device memory, for drivers whose streams can wait for words and write them.
+
+The device waits until a flag is 1. Before a launch, the launch stream clears the flags, sets those
+of gates that are open already, and publishes the number of the launch. A gate that opens later is
+opened by an *opener* stream, which waits for that number, so it never opens an earlier launch.
+Signals are words that the host reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Sequence
+from ctypes import c_uint32, sizeof
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from devgraph.api.errors import CaptureError, GateError
+from devgraph.api.gates import Fence
+from devgraph.api.process import keep_forever
+from devgraph.api.torchlike.base import TorchBackend
+
+CAPACITY = 4096
+"""Maximum number of places, names times turns, of one capture or runner."""
+
+WRITE, AT_LEAST, EQUAL = -1, 0, 1
+"""Kinds of operations: a write, and waits with the drivers' values of their comparisons."""
+
+NON_BLOCKING = 1
+"""The drivers' flag of streams that do not wait for the default stream."""
+
+
+class Op(NamedTuple):
+    """One operation of a stream on a word."""
+
+    kind: int
+    address: int
+    value: int
+
+
+class _After:
+    """A fence behind the work of a stream."""
+
+    def __init__(self, event: Any, stream: int) -> None:
+        self.event, self.stream = event, stream
+
+    def __call__(self) -> bool:
+        return bool(self.event.query())
+
+
+class FlagGates:
+    """The channel of one capture or runner; a vendor implements the last five methods."""
+
+    delayed = True
+    word: ClassVar[Any] = c_uint32
+    """The ctypes type of a word."""
+    handle: ClassVar[str]
+    """Attribute of a torch stream that holds the driver's handle."""
+
+    def __init__(self, backend: TorchBackend) -> None:
+        if backend.namespace.is_current_stream_capturing():
+            raise CaptureError(
+                "the first mark of a gate was met in a capture, where no memory can be allocated. "
+                "Run the step once before the capture: warmup=1."
+            )
+        self._backend = backend
+        self._size, self._mask = sizeof(self.word), 256 ** sizeof(self.word) - 1
+        dtype = torch.int32 if self._size == 4 else torch.int64
+        self._flags = torch.zeros(2 * CAPACITY + 2, dtype=dtype, device=backend.device)
+        """A flag for each place, and copies of the words for drivers that write no host memory."""
+        self._words = backend.pin(torch.zeros(CAPACITY + 2, dtype=dtype))
+        backend.namespace.current_stream(backend.device).synchronize()
+        self._flag = self._flags.data_ptr()
+        self._published = self.published(self._words.data_ptr())
+        self._begun, self._done = self._published, self._published + self._size
+        self._signal = self._done + self._size
+        self._launched = self._used = 0
+        self._openers: dict[Any, Any] = {}
+        """Streams that open gates, by the stream of ``open_after``; None for gates without one."""
+        self._fences: list[_After] = []
+        self._launch_stream: int | None = None
+        self._dirty = False
+
+    def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
+        stream = self.current()
+        if stream != self._launch_stream:  # frees of the flags wait for it
+            self._backend.hold(self._flags, self._current_stream())
+            self._launch_stream = stream
+        if self._dirty:
+            self._settle()
+        if self._used:
+            self.fill(stream, self._flag, 0, self._used)
+            if signals:
+                self.fill(stream, self._signal, 0, self._used)
+        places = sorted(opened)
+        for _, run in itertools.groupby(enumerate(places), lambda item: item[1] - item[0]):
+            (_, first), *rest = run
+            self.fill(stream, self._place(first), 1, 1 + len(rest))
+        if launch is not None:
+            self._launched = launch
+            self.run(stream, [Op(WRITE, self._begun, launch & self._mask)])
+
+    def end(self, launch: int) -> None:
+        self.run(self.current(), [Op(WRITE, self._done, launch & self._mask)])
+
+    def wait(self, place: int, timeout: float, recording: bool) -> None:
+        self._launch([Op(EQUAL, self._place(place), 1)], recording)
+
+    def signal(self, place: int, recording: bool) -> None:
+        self._place(place)
+        self._launch([Op(WRITE, self._signal + self._size * place, 1)], recording)
+
+    def _launch(self, ops: list[Op], recording: bool) -> None:
+        (self.record if recording else self.run)(self.current(), ops)
+
+    def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
+        opener = self._opener(fence)
+        if isinstance(fence, _After):
+            opener.wait_event(fence.event)
+            self._fences = [other for other in self._fences if not other()] + [fence]
+        begun = Op(AT_LEAST, self._begun, launch & self._mask)
+        writes = [Op(WRITE, self._place(place), 1) for place in places]
+        self.run(getattr(opener, self.handle), [begun, *writes])
+
+    def after(self, stream: Any) -> Fence:
+        event = self._backend.namespace.Event()
+        source = self._current_stream() if stream is None else stream
+        event.record(source)
+        return _After(event, getattr(source, self.handle))
+
+    def clear(self) -> None:
+        self._dirty = True
+
+    def finished(self) -> int:
+        return int(self._launched - ((self._launched - self._read(self._done)) & self._mask))
+
+    def signalled(self, place: int, launch: int) -> bool:
+        begun = self._read(self._begun) == launch & self._mask
+        given = begun and self._read(self._signal + self._size * place) == 1
+        return given or self.finished() >= launch
+
+    def _place(self, place: int) -> int:
+        if place >= CAPACITY:
+            raise CaptureError(f"a step has more than {CAPACITY} gates (names times turns)")
+        self._used = max(self._used, place + 1)
+        return self._flag + self._size * place
+
+    def _read(self, address: int) -> int:
+        address += self._words.data_ptr() - self._published
+        return int(self.word.from_address(address).value)
+
+    # Streams.
+
+    def _current_stream(self) -> Any:
+        return self._backend.namespace.current_stream(self._backend.device)
+
+    def _opener(self, fence: Fence | None) -> Any:
+        """Return the stream that opens gates behind ``fence``.
+
+        A stream of torch may be the launch stream of somebody else, which must not wait.
+        """
+        key = fence.stream if isinstance(fence, _After) else None
+        if key not in self._openers:
+            with self._backend.on_device():
+                self._openers[key] = self.make_stream()
+        return self._openers[key]
+
+    def _settle(self) -> None:
+        """Let the launch stream wait for the opens that the last launch did not use."""
+        if any(not fence() for fence in self._fences):
+            raise GateError(
+                "a stream of open_after has not finished, although the replay that it was for is "
+                "over and invalid. It would open a gate of the next replay. Wait for it first."
+            )
+        current = self._current_stream()
+        for opener in self._openers.values():
+            current.wait_stream(opener)
+        self._dirty = False
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            # An opener has no work after the end of a launch, unless that launch is invalid.
+            pending = self.finished() < self._launched or self._dirty
+            if self._backend.keeps_memory or pending:
+                keep_forever(self._words, self._flags)
+            del self._flags
+            for opener in self._openers.values():
+                self.free_stream(opener)
+
+    # Calls of the driver.
+
+    def published(self, words: int) -> int:
+        """Return the address at which streams write the host's ``words``."""
+        return words
+
+    def current(self) -> int:
+        """Return the handle of the current stream, which has all work issued so far."""
+        return int(self._backend.current_stream_id())
+
+    def run(self, stream: int, ops: Sequence[Op]) -> None:
+        """Queue ``ops`` on a stream."""
+        raise NotImplementedError
+
+    def record(self, stream: int, ops: list[Op]) -> None:
+        """Record ``ops`` in the capture of a stream."""
+        self.run(stream, ops)
+
+    def fill(self, stream: int, address: int, value: int, count: int) -> None:
+        """Set words to a value on a stream."""
+        raise NotImplementedError
+
+    def external(self, handle: int) -> Any:
+        """Return a torch stream for one of the driver."""
+        namespace: Any = self._backend.namespace
+        return namespace.ExternalStream(handle, device=self._backend.device)
+
+    def make_stream(self) -> Any:
+        """Return a new stream that does not wait for the default stream."""
+        raise NotImplementedError
+
+    def free_stream(self, stream: Any) -> None:
+        """Destroy a stream after its work."""
+        raise NotImplementedError
