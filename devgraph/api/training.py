@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from devgraph.api.backend import Backend
-from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief
+from devgraph.api.errors import InputError, InputTypeError, StateError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.owned import Owned, require_place, without_history
@@ -221,15 +221,12 @@ class TrainingGraphs:
         self._output_grads = [torch.zeros_like(t) for t in self._differentiable]
 
     def capture_backward(self, held: Any) -> None:
-        if not self._differentiable:
-            raise CaptureError(
-                "no output of the step depends on a tensor that requires gradients. Call it under "
-                "torch.no_grad()."
-            )
-        with held.recording(GraphScope(self._backward)):
-            held.begin(self._backward, arguments=tuple(self._output_grads))
-            grads = self._gradients(self._differentiable, self._output_grads)
-            held.end()
+        grads: list[torch.Tensor | None] = [None] * len(self._wanted)
+        if self._differentiable:
+            with held.recording(GraphScope(self._backward)):
+                held.begin(self._backward, arguments=tuple(self._output_grads))
+                grads = self._gradients(self._differentiable, self._output_grads)
+                held.end()
         self._leaf_grads = [
             (tensor, grad)
             for tensor, grad in zip(self._wanted, grads, strict=True)

@@ -177,6 +177,83 @@ def test_graphed_callables_refuse_what_torch_refuses() -> None:
         step(torch.randn(9, 4))
 
 
+# The cases of torch's own tests of ``make_graphed_callables``.
+
+
+class Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        x, unused = inputs["x"], inputs.get("unused")
+        hidden = self.drop(self.second(torch.relu(self.first(x))))
+        return {"output": hidden} if unused is None else {"output": hidden, "unused": unused * 0}
+
+
+@pytest.mark.parametrize("with_amp", [False, True])
+@pytest.mark.parametrize("allow_unused_input", [False, True])
+def test_modules_and_a_loss_are_graphed_in_one_pool(
+    with_amp: bool, allow_unused_input: bool
+) -> None:
+    device = torch.get_default_device()
+    dtype = torch.get_autocast_dtype(device.type) if with_amp else torch.float32
+    losses = []
+    for is_graphed in (False, True):
+        torch.manual_seed(5)
+        trunk: Any = Trunk()
+        head: Any = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+        loss_of: Any = nn.MSELoss()
+        parameters = [*trunk.parameters(), *head.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        x, target = torch.randn(5, 6), torch.randn(5, 2)
+        unused = {"unused": torch.randn(5, 6, requires_grad=True)} if allow_unused_input else {}
+        context = torch.autocast(device.type, enabled=with_amp, cache_enabled=False)
+        if is_graphed:
+            with context:
+                trunk, head, loss_of = dg.make_graphed_callables(
+                    (trunk, head, loss_of),
+                    (
+                        ({"x": x.clone(), **unused},),
+                        (torch.randn(5, 6, dtype=dtype, requires_grad=True),),
+                        (torch.randn(5, 2, dtype=dtype, requires_grad=True), target.clone()),
+                    ),
+                    allow_unused_input=allow_unused_input,
+                )
+        found = []
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=True)
+            torch.manual_seed(step)
+            with context:
+                hidden = trunk({"x": x, **unused})["output"]
+                loss = loss_of(head(hidden), target)
+            loss.backward()
+            optimizer.step()
+            found += [loss.detach().clone(), *(p.detach().clone() for p in parameters)]
+        losses.append(found)
+    for ours, theirs in zip(losses[1], losses[0], strict=True):
+        same(ours, theirs)
+
+
+def test_modules_without_parameters_and_gradients_are_graphed() -> None:
+    module = nn.Sequential(nn.ReLU(), nn.Flatten())
+    graphed_module = dg.make_graphed_callables(module, (torch.randn(3, 2, 2),))
+    for _ in range(3):
+        x = torch.randn(3, 2, 2)
+        result = graphed_module(x)
+        same(result, x.relu().flatten(1))
+        assert not result.requires_grad
+
+
+def test_graphed_module_runs_eagerly_in_evaluation() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    graphed_module = dg.make_graphed_callables(module, (torch.randn(4, 3),))
+    module.eval()
+    x = torch.randn(2, 3)  # another shape, which a graph would refuse
+    same(graphed_module(x), nn.functional.linear(x, module[0].weight, module[0].bias))
+
+
 def test_proof_of_a_training_graph_compares_gradients() -> None:
     module = _mlp()
     step = graphed(module)
