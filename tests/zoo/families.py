@@ -111,6 +111,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "ReformerModelWithLMHead": {"axial_pos_embds": False},
     "XLMWithLMHeadModel": {"emb_dim": 32, "n_words": VOCABULARY},
     "XmodForCausalLM": {"default_language": "en_XX"},
+    "ZambaForCausalLM": {"use_mamba_kernels": False},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 

@@ -341,10 +341,11 @@ def _probe_states(
     cache = _StateProbe(model)
     with trace.recording():
         mixers = cache.run(model, body)
-    states = {index: cache.layers[index] for index in indices}
-    if {mixer.layer for mixer in mixers} != set(indices) or not all(
-        map(state_tensors, states.values())
-    ):
+    written = {mixer.layer for mixer in mixers}
+    # Some caches have such a layer where the model has none, for example for an MLP.
+    states = {index: cache.layers[index] for index in indices if index in written}
+    filled = [index for index in indices if state_tensors(cache.layers[index])]
+    if not written or filled != list(states):
         raise _Refused("it keeps recurrent state outside of its cache")
     return states, mixers
 
@@ -614,7 +615,9 @@ def _probe_attention(
     if not shapes and (keyed or not states):
         raise _Refused(_OWN_ATTENTION if own is None else "it keeps no keys and values")
     attending = sorted(shapes)
-    if attending != (keyed if states else list(range(len(shapes)))):
+    # Logits of a model with recurrent state are verified, and its cache may have unused layers.
+    cached = set(attending) <= set(keyed) if states else attending == list(range(len(shapes)))
+    if not cached:
         raise _Refused(f"only layers {attending} attend")
     if own is None and probe.written is not None:
         raise _Refused(f"only layers {attending} attend through the registry")
