@@ -58,9 +58,6 @@ WHOLE = {
 """Files that test no one module, with what they test instead."""
 
 ELSEWHERE = {
-    "api/inputs.py": "api/test_capture.py",
-    "api/snapshots.py": "api/test_cases_state.py",
-    "api/trees.py": "api/test_cases_state.py",
     "api/torchlike/gates.py": "cuda/test_gates.py",
     "cuda/backend.py": "cuda/test_update.py",
     "integrations/engine/installation.py": "integrations/vllm/test_install.py",
