@@ -552,6 +552,13 @@ class Graphed:
                 warmup=self._options.warmup,
                 pool=self._pool,
             )
+            if captured.gates:
+                captured.close()
+                raise CaptureError(
+                    f"{self!r} has marks of gates ({', '.join(captured.gates)}), which nobody "
+                    f"could open: graphs of a graphed callable come and go. Capture the step with "
+                    f"dg.capture or a runner, whose gates hold for all graphs."
+                )
             entry.graph = _Inference(captured, static_inputs, clone=self._options.clone)
         self._counts["captures"] += 1
 

@@ -578,3 +578,20 @@ def test_threads_capture_a_key_once() -> None:
         for job in [pool.submit(work) for _ in range(4)]:
             job.result()
     assert step.stats()["captures"] == 1
+
+
+def test_marks_of_gates_are_refused_because_nobody_could_open_them():
+    def gated(x):
+        dg.wait("kv")
+        return x * 2
+
+    step = dg.graphed(gated, backend="cpu")
+    x = torch.ones(3)
+    step(x)
+    with pytest.warns(dg.DeviceGraphWarning, match=r"marks of gates \(kv\).*dg.capture"):
+        assert step(x).tolist() == [2.0] * 3
+    assert step.stats()["graphs"] == 0
+    strict = dg.graphed(gated, backend="cpu", strict=True)
+    strict(x)
+    with pytest.raises(dg.CaptureError, match="nobody could open"):
+        strict(x)

@@ -26,6 +26,7 @@ from devgraph.api.policy import (
     register_policy,
     registration,
 )
+from devgraph.cpu.backend import CpuBackend
 from tests.support.config_cases import config_with
 
 # rule, facts that wake it, phase, policy, what holds then ("noted" for a note)
@@ -221,8 +222,20 @@ def test_every_fact_is_read_by_some_rule() -> None:
         host_lengths=True,
         collectives=True,
         context_parallel=2,
+        kv_layerwise=True,
         memory_saver=True,
     )
     for rule in RULES:
         rule.when(Spy(waking), PhaseConfig(policy="full"))  # type: ignore[arg-type]
     assert read == {field.name for field in attrs.fields(EngineFacts)} - {"backend", "recommended"}
+
+
+@pytest.mark.parametrize("capable", [True, False])
+def test_gates_lift_the_rule_for_layers_where_the_backend_has_them(capable):
+    class Backend(CpuBackend):
+        capabilities = attrs.evolve(CpuBackend.capabilities, gates=capable)
+
+    facts = EngineFacts(kv_layerwise=True, gates=True).on_backend(Backend)
+    assert facts.gates is capable
+    (rule,) = (rule for rule in RULES if rule.name == "kv-layerwise")
+    assert rule.when(facts, PhaseConfig(policy="full")) is not capable

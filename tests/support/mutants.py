@@ -16,6 +16,7 @@ import torch
 
 import devgraph as dg
 from devgraph.api.executable import Call, Executable, Recordings
+from devgraph.api.gates import HostGates
 from devgraph.api.marks.marks import Mark
 from devgraph.cpu.backend import CpuBackend, CpuGraph, CpuPool, CpuRecording
 from devgraph.cpu.memory import BlockPool
@@ -34,6 +35,7 @@ class Mutant:
     graph: type[CpuGraph] = CpuGraph
     pool: type[CpuPool] = CpuPool
     capabilities: Mapping[str, Any] = attrs.field(factory=dict)
+    gates: type[HostGates] | None = None
 
     @property
     def backend(self) -> str:
@@ -55,10 +57,22 @@ class _MutantBackend(CpuBackend):
     def make_pool(self, *, releasable: bool = False) -> CpuPool:
         return self._mutant.pool(self, releasable=releasable)
 
+    def make_gate_channel(self, gates: dg.Gates) -> Any:
+        channel = super().make_gate_channel(gates)
+        if self._mutant.gates is not None:
+            assert isinstance(channel, HostGates)
+            channel.__class__ = self._mutant.gates
+        return channel
+
     def make_graph(self, pool: dg.Pool | None = None) -> CpuGraph:
         pool = self.make_pool() if pool is None else pool
         pool.check(self)
         return self._mutant.graph(self, pool)
+
+
+class GatesStandOpen(HostGates):
+    def wait(self, place: int, timeout: float, recording: bool) -> None:
+        pass
 
 
 class _Launches(CpuGraph):
@@ -507,6 +521,12 @@ MUTANTS = (
         "host code of regions runs although no host argument changed",
         "test_unchanged_key_runs_no_host_code",
         RegionsRunAtEveryReplay,
+    ),
+    Mutant(
+        "gates-stand-open",
+        "a replay never waits at a gate",
+        "test_forgotten_gate_is_named_and_the_next_replay_works",
+        gates=GatesStandOpen,
     ),
 )
 

@@ -112,6 +112,8 @@ class EngineFacts:
     """Python hooks run inside the model (tensor dumps, tracing)."""
     kv_layerwise: bool = _flag()
     """The host waits for KV pages before each layer."""
+    gates: bool = _flag()
+    """The model waits for these pages at gates (``dg.wait``)."""
     weight_offload: bool = _flag()
     """Weights move between host and device memory during a step."""
     memory_saver: bool = _flag()
@@ -150,6 +152,7 @@ class EngineFacts:
             recommended={**backend.recommended_mode, **self.recommended},
             region_update=self.region_update and capabilities.region_update,
             piecewise=self.piecewise and capabilities.piecewise,
+            gates=self.gates and capabilities.gates,
             compilers=tuple(name for name in capabilities.compilers if name in self.compilers),
             collectives_capturable=self.collectives_capturable and capabilities.collectives,
         )

@@ -101,9 +101,10 @@ RULES: tuple[Rule, ...] = (
     _safety(
         "kv-layerwise",
         **_INSIDE,
-        when=lambda facts, _: facts.kv_layerwise,
+        when=lambda facts, _: facts.kv_layerwise and not facts.gates,
         explanation="a replay skips the host's wait before each layer, so attention reads pages "
-        "that have not arrived; mark the wait as no_graph and it runs between segments",
+        "that have not arrived; wait at gates instead, or mark the wait as no_graph and it runs "
+        "between segments",
         source=f"{_VLLM}/pull/31057",
     ),
     _safety(
