@@ -116,9 +116,10 @@ class Options:
     every segment, so that errors name the segment. None reads the environment variable
     DEVGRAPH_DEBUG."""
     bound: Mapping[str, Any] = attrs.field(factory=dict)
-    """Tensors that graphs use in place (KV caches, weights), each a tensor or a tree of tensors (a
-    cache per layer). They are kept alive. A run refuses if one has moved or has another layout.
-    Warm-up, capture and proofs restore their values, up to 1 GiB of the smallest ones."""
+    """Tensors that graphs use in place (KV caches, weights), by name: trees of tensors, modules,
+    and functions that return trees (``lambda: model.cache``). They are kept alive. A run refuses
+    if one was replaced, has moved or has another layout. Captures and proofs give them their
+    values back, as far as ``snapshot_limit`` allows copies; larger ones are hashed."""
     weights_epoch: Callable[[], Hashable] | None = None
     """Returns a value that changes when weights are replaced. A graph is only used while the value
     equals that of its capture."""
