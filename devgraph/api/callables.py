@@ -50,7 +50,7 @@ from devgraph.api.process import identity
 from devgraph.api.prove import Report
 from devgraph.api.reach import PLAIN, Entry, modules_of, named_values
 from devgraph.api.registry import get_backend
-from devgraph.api.tensors import alike_to
+from devgraph.api.tensors import alike_to, overwrite
 from devgraph.api.training import (
     Results,
     StaticInputs,
@@ -130,6 +130,8 @@ class _Entry:
     """Reason for which the key always runs eagerly."""
     has_gradients: bool = False
     """Whether results of the first call required gradients."""
+    written: list[torch.Tensor] = attrs.field(factory=list)
+    """Parameters that the step writes, as an optimiser in it does."""
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -409,8 +411,11 @@ class Graphed:
             reason = entry.reason or EagerReason.FIRST_CALL
             if options.strict and reason is not EagerReason.FIRST_CALL:
                 raise CaptureError(f"{self!r} cannot run in a graph under strict: {reason}")
+            leaves = [p for p in self._parameters() if not p.is_inference()]
+            versions = [leaf._version for leaf in leaves] if entry.calls == 1 else []
             with self._timed(entry.eager_seconds if timed and entry.calls > 1 else None):
                 result = self._run_eagerly(reason, args, {**kwargs, **host})
+            entry.written += [p for p, v in zip(leaves, versions, strict=False) if p._version != v]
             if with_gradients and entry.calls == 1:
                 entry.has_gradients = any(t.requires_grad for t in tensors_of(result))
             return result
@@ -423,8 +428,13 @@ class Graphed:
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, {**kwargs, **host})
             try:
                 with self._capturing:
-                    if entry.graph is None:
-                        self._capture(entry, args, kwargs, host)
+                    saved = [(leaf, leaf.detach().clone()) for leaf in entry.written]
+                    try:
+                        if entry.graph is None:
+                            self._capture(entry, args, kwargs, host)
+                    finally:
+                        for leaf, content in saved:
+                            overwrite(leaf, content)
             except DeviceLost:
                 raise
             except Exception as error:

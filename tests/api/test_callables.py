@@ -595,3 +595,49 @@ def test_marks_of_gates_are_refused_because_nobody_could_open_them():
     strict(x)
     with pytest.raises(dg.CaptureError, match="nobody could open"):
         strict(x)
+
+
+# Uses of tensordict's ``CudaGraphModule``, by ``graphed`` in its place.
+
+
+def test_steps_of_tensordicts_graph_module_run_unchanged() -> None:
+    draw = graphed(lambda x: x + torch.rand_like(x))
+    results = [draw(torch.zeros(8)) for _ in range(5)]
+    assert len({tuple(result.tolist()) for result in results}) == 5
+
+    step = graphed(lambda x, *, y, names=("a",): {"sum": x + y, names[0]: x - y})
+    for _ in range(4):
+        x, y = torch.randn(3), torch.randn(3)
+        got = step(x, y=y)
+        same(got["sum"], x + y), same(got["a"], x - y)
+
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    steps: list[Any] = []
+    for weight in weights:
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def train(x: torch.Tensor, weight: Any = weight, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = (x * weight).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        steps.append(train)
+    steps[0] = graphed(steps[0])
+    for _ in range(5):
+        x = torch.randn(3)
+        same(steps[0](x), steps[1](x))
+        same(weights[0].detach(), weights[1].detach())
+
+
+def test_modules_of_tensordict_run_eagerly() -> None:
+    tensordict = pytest.importorskip("tensordict", reason="tensordict is not installed")
+    nets = tensordict.nn
+    module = nets.TensorDictModule(lambda x: x * 2 + 1, in_keys=["x"], out_keys=["y"])
+    step = graphed(module)
+    for _ in range(4):
+        data = tensordict.TensorDict(x=torch.randn(3))
+        with warnings.catch_warnings():  # a module that writes its input runs eagerly
+            warnings.simplefilter("ignore", dg.DeviceGraphWarning)
+            same(step(data)["y"], data["x"] * 2 + 1)
