@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import ConfigError, whole
+from devgraph.api.marks.gates import in_tail
 from devgraph.api.policy import breaks
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import ByTokens
@@ -110,7 +111,13 @@ def _joined(
     body: Callable[[Batch], Any], tail: Callable[[Any, Batch], Any]
 ) -> Callable[[Batch], Any]:
     """Return body and tail as one function."""
-    return lambda batch: tail(body(batch), batch)
+
+    def whole(batch: Batch) -> Any:
+        result = body(batch)
+        with in_tail():
+            return tail(result, batch)
+
+    return whole
 
 
 def _check_hidden(hidden: Any, policy: str) -> None:

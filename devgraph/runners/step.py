@@ -12,6 +12,7 @@ import torch
 from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, InputTypeError, brief, note
 from devgraph.api.gates import Gates
+from devgraph.api.marks.gates import in_tail
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.pool import Pool
 from devgraph.api.snapshots import Snapshot
@@ -189,7 +190,8 @@ class Step:
         host = self.host.at_capture(size)
         state = self.state_views(size)
         batch = Batch(self.inputs.views(size), size, host=host, variant=options, state=state)
-        return self.called(self.tail, result, batch)
+        with in_tail():
+            return self.called(self.tail, result, batch)
 
     def prepared(self, batch: Batch, host: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
         """Let the engine plan over ``batch``, and return ``host`` with the planned host arguments.
@@ -387,7 +389,8 @@ class GraphStep:
         state = self._step.state_views(self.real)
         batch = Batch(self.tensors, self.real, host=host, variant=self.graph.options, state=state)
         try:
-            return self._step.called(self.tail, self.outputs(), batch)
+            with in_tail():
+                return self._step.called(self.tail, self.outputs(), batch)
         except Exception as error:
             note(error, f"in the tail of {self._name}, bucket {self.graph.key}, {self.real}")
             raise

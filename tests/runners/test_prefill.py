@@ -447,3 +447,17 @@ def test_a_body_or_tail_that_is_no_function_is_refused(policy, part):
             max_tokens=8,
             max_requests=2,
         )
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable", "disabled"])
+def test_marks_of_gates_in_a_tail_are_refused_under_all_policies(policy):
+    class Gated(Model):
+        def tail(self, hidden, batch):
+            dg.signal("tail")
+            return super().tail(hidden, batch)
+
+    with pytest.raises(dg.CaptureError, match="in the tail of a prefill runner"):
+        runner = prefill_of(Gated(), config={"policy": policy}, captured=False)
+        if policy == "full":
+            runner.capture()
+        runner.run(ragged([3, 2]))

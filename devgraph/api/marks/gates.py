@@ -34,6 +34,7 @@ class GateSet(Protocol):
 
 
 current_gates: ContextVar[GateSet | None] = ContextVar("devgraph_gates", default=None)
+_refuses: ContextVar[bool] = ContextVar("devgraph_refuses_gates", default=False)
 current_turn: ContextVar[int] = ContextVar("devgraph_turn", default=0)
 
 
@@ -45,6 +46,16 @@ def entered_gates(gates: GateSet) -> Iterator[None]:
         yield
     finally:
         current_gates.reset(token)
+
+
+@contextlib.contextmanager
+def in_tail() -> Iterator[None]:
+    """Refuse marks of gates in the block, a tail, which only some policies have in the graph."""
+    token = _refuses.set(True)
+    try:
+        yield
+    finally:
+        _refuses.reset(token)
 
 
 def turns(count: int) -> Iterator[int]:
@@ -106,6 +117,11 @@ def _reach(kind: str, name: str, timeout: float | None) -> None:
                 f"{call} was called at {user_line()} in a capture that has no gates. Capture the "
                 f"step with dg.capture or a runner, which have."
             )
+    if _refuses.get():
+        raise CaptureError(
+            f"{call} was called at {user_line()} in the tail of a prefill runner, which only some "
+            f"policies have in the graph. Move the mark to the end of the body."
+        )
     if gates is None:
         return
     if not isinstance(name, str):
