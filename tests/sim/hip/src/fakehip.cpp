@@ -595,13 +595,13 @@ HIP_EXPORT int hipStreamSynchronize(Stream* stream) {
   return fakehip_unsafe(stream);
 }
 
-#ifndef FAKEHIP_ANCIENT
 HIP_EXPORT int hipMemsetD32Async(uint32_t* to, int value, size_t count, Stream*) {
   REFUSABLE; /* streams run at once; captures of this call are not simulated */
   std::fill(to, to + count, uint32_t(value));
   return hipSuccess;
 }
 
+#ifndef FAKEHIP_ANCIENT
 static int enqueue_value(Stream* stream, int type, void* address, uint32_t value, unsigned compare) {
   auto* node = new Node;
   node->type = type;
