@@ -77,10 +77,16 @@ map_tensors = functools.partial(_map, kind=torch.Tensor)
 map_layouts = functools.partial(_map, kind=Layout)
 
 
+_NORMS = ("batch", "group", "layer")
+"""Norms whose statistics keep the dtype of the weights; fake ones have that of the input."""
+
 _UNFAITHFUL = {
     "aten::mkldnn_rnn_layer",
     "aten::_native_multi_head_attention",
     "aten::quantize_per_tensor",
+    *(f"aten::native_{norm}_norm{back}" for norm in _NORMS for back in ("", "_backward")),
+    "aten::_native_batch_norm_legit",
+    "aten::_native_batch_norm_legit_no_training",
 }
 """Operations whose fake results differ from those of the kernels."""
 

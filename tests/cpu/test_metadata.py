@@ -120,3 +120,20 @@ def test_backward_of_an_lstm_equals_eager() -> None:
     check_replays(
         step, lambda seed: [torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(seed))]
     )
+
+
+@pytest.mark.parametrize(
+    "norm", [torch.nn.LayerNorm(8), torch.nn.GroupNorm(2, 8), torch.nn.BatchNorm1d(8)], ids=repr
+)
+def test_norms_under_autocast_keep_statistics_in_the_dtype_of_their_weights(norm):
+    linear, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+
+    def step(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = norm(linear(x))
+        return y, *torch.autograd.grad(y.float().square().sum(), [linear.weight, norm.weight])
+
+    captured = dg.capture(step, x, backend="cpu")
+    x.copy_(torch.randn(4, 8))
+    for got, want in zip(captured.replay(), step(x), strict=True):
+        assert torch.equal(got, want)
