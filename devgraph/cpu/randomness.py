@@ -15,7 +15,22 @@ from devgraph.cpu.metadata import UnrecordableError
 Record = Callable[[str, Callable[[], object]], None]
 """Records a call under a name."""
 
-_claim = threading.Lock()  # held by the recording that moves torch's default generator
+_claim: dict[str, int] = {}
+"""The thread whose recording moves torch's default generator, under the key "default"."""
+
+
+def _claimed() -> bool:
+    """Claim the default generator for this thread unless another one that lives has it.
+
+    An interrupt may leave a claim behind. A thread records one step at a time, so that its own
+    claim is such a one.
+    """
+    here = threading.get_ident()
+    holder = _claim.setdefault("default", here)
+    if holder != here and all(thread.ident != holder for thread in threading.enumerate()):
+        _claim.pop("default", None)
+        holder = _claim.setdefault("default", here)
+    return holder == here
 
 
 def _address(generator: torch.Generator) -> int:
@@ -152,7 +167,7 @@ class Randomness:
         self._unknown: set[int] = set()
         """Generators that were found in use, in a state that no seed gives."""
         self._stand_ins: dict[int, _StandIn] = {}
-        self._has_claim = _claim.acquire(blocking=False)
+        self._has_claim = _claimed()
         if self._has_claim:
             default = torch.default_generator
             self._sequences[_address(default)] = Sequence(default, record)
@@ -224,4 +239,4 @@ class Randomness:
         self._sequences = {}
         if self._has_claim:
             self._has_claim = False
-            _claim.release()
+            _claim.pop("default", None)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import devgraph as dg
 from devgraph.api.errors import CaptureError
+from devgraph.cpu import randomness
 from tests.support.cpu_capture import record, same
 
 
@@ -172,3 +173,13 @@ def test_recordings_of_two_threads_leave_each_others_state_alone() -> None:
     torch.set_rng_state(before)
     assert same(first, F.dropout(torch.ones(64), 0.5))
     assert same(second, F.dropout(torch.ones(64), 0.5))
+
+
+def test_claim_of_an_interrupted_recording_is_taken_over() -> None:
+    dead = threading.Thread(target=lambda: None)
+    dead.start()
+    dead.join()
+    for holder in (threading.get_ident(), dead.ident or 0):
+        randomness._claim["default"] = holder  # as an interrupt before the release leaves it
+        _check(lambda x: (torch.manual_seed(7), torch.rand(4) + x[:4])[1:])
+        assert not randomness._claim
