@@ -164,16 +164,27 @@ class Device(abc.ABC):
 @contextlib.contextmanager
 def locked(device: Device, lock: Any) -> Iterator[None]:
     """Hold ``lock``, which a capture of another thread may hold."""
-    if not lock.acquire(timeout=device.capture_lock_timeout):
-        who = getattr(device.capture_lock.owner, "name", "")
-        raise CaptureBusyError(
-            f"thread {who!r} has been capturing on {device.device} for more than "
-            f"{device.capture_lock_timeout:g} s; only one thread captures at a time."
-        )
-    try:
+    with acquiring(lock, device.capture_lock_timeout) as acquired:
+        if not acquired:
+            who = getattr(device.capture_lock.owner, "name", "")
+            raise CaptureBusyError(
+                f"thread {who!r} has been capturing on {device.device} for more than "
+                f"{device.capture_lock_timeout:g} s; only one thread captures at a time."
+            )
         yield
+
+
+@contextlib.contextmanager
+def acquiring(lock: Any, seconds: float = 0) -> Iterator[bool]:
+    """Hold ``lock`` during the block if it is free within ``seconds``; yield whether it was."""
+    acquired: list[bool] = []
+    try:
+        # One call acquires and notes it: an interrupt may come between two calls.
+        acquired.extend(map(lock.acquire, (True,), (seconds,)))
+        yield acquired[0]
     finally:
-        lock.release()
+        if acquired == [True]:
+            lock.release()
 
 
 def require_alive(device: Device) -> None:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-from devgraph.api.device import Device, raise_if_lost, require_alive
+from devgraph.api.device import Device, acquiring, raise_if_lost, require_alive
 from devgraph.api.errors import (
     CaptureError,
     EmptyCaptureError,
@@ -592,14 +592,11 @@ class DeviceGraph(abc.ABC):
     def __del__(self) -> None:
         try:
             if self._state not in (GraphState.CLOSED, GraphState.EMPTY):
-                lock = self.pool.lock
-                if lock.acquire(blocking=False):
-                    try:
+                with acquiring(self.pool.lock) as acquired:
+                    if acquired:
                         self._clear(GraphState.CLOSED, self._free)
-                    finally:
-                        lock.release()
-                else:  # the thread that holds the lock may wait for a lock of this thread
-                    self._end_later()
+                    else:  # the thread that holds the lock may wait for a lock of this thread
+                        self._end_later()
         # In a forked child ``pool.lock`` raises; at interpreter exit modules are gone.
         except Exception:
             pass

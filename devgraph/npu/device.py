@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from devgraph.api.device import raise_if_lost
+from devgraph.api.device import acquiring, raise_if_lost
 from devgraph.api.errors import DeviceLost, ResourceError
 from devgraph.api.process import keep_forever
 from devgraph.api.torchlike.base import TorchBackend, TorchPool
@@ -191,18 +191,11 @@ class NpuDevice(TorchBackend):
         waiting = self._retired or self._memories
         if not waiting or self.capture_lock.is_held_here or self.channel.on_thread():
             return
-        lock = self.capture_lock.lock
-        if not lock.acquire(blocking=False):
-            return
-        try:
-            order = self.channel.order
-            if order.acquire(blocking=False):
-                try:
-                    self._free(may_wait=self.channel.quiet and self._gates_idle())
-                finally:
-                    order.release()
-        finally:
-            lock.release()
+        with acquiring(self.capture_lock.lock) as free:
+            if free:
+                with acquiring(self.channel.order) as free:
+                    if free:
+                        self._free(may_wait=self.channel.quiet and self._gates_idle())
 
     def _gates_idle(self) -> bool:
         """Whether no replay may wait for a gate, which another thread needs the GIL to open."""
