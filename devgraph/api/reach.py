@@ -70,9 +70,11 @@ def tree_entries(path: str, node: Any) -> Iterator[Entry]:
     keys: Iterable[Any]
     holder, keys = node, range(len(children))
     if isinstance(node, Mapping):
-        keys = [*node]
+        keys = [*node.keys()]
     elif names := fields_of(node):
-        holder, keys = getattr(node, "__dict__", node), [n for n in names if hasattr(node, n)]
+        keys = [name for name in names if hasattr(node, name)]
+        held = getattr(node, "__dict__", {})
+        holder = held if all(name in held for name in keys) else node  # slots and properties
     elif not isinstance(node, list):
         holder = None
     for key, (suffix, child) in zip(keys, children, strict=True):

@@ -69,7 +69,7 @@ def rebuilt(node: Any, children: Iterable[Any]) -> Any:
     if kind is dict:
         return dict(zip(node, children, strict=True))
     if isinstance(node, Mapping) and not _registered(kind):
-        return _rebuilt_mapping(node, dict(zip(node, children, strict=True)))
+        return _rebuilt_mapping(node, dict(zip(node.keys(), children, strict=True)))
     if isinstance(node, tuple) and not _registered(kind):
         made = tuple.__new__(kind, children)
         vars(made).update(vars(node)) if hasattr(made, "__dict__") else None

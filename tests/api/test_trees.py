@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, namedtuple
 from typing import Any
 
 import attrs
 import pytest
+import torch
 
+import devgraph as dg
 from devgraph.api.errors import InputError
 from devgraph.api.trees import children_of, leaves_of, own_copy, rebuilt, same_kind
 
@@ -21,6 +24,38 @@ class Frozen:
     b: Any
 
 
+class Batch(UserDict[str, Any]):
+    """A mapping over whose rows, and not keys, its iterator runs, as that of tensordict."""
+
+    def __iter__(self) -> Any:
+        raise TypeError("iteration over a batch without rows")
+
+    def keys(self) -> Any:
+        return self.data.keys()
+
+    def values(self) -> Any:
+        return self.data.values()
+
+    def items(self) -> Any:
+        return self.data.items()
+
+
+@dataclasses.dataclass
+class Fields:
+    """A dataclass whose fields are properties, as those of tensordict's ``tensorclass``."""
+
+    a: Any
+    b: Any
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("a", "b"):
+            return object.__getattribute__(self, "__dict__")["stored"][name]
+        return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self).setdefault("stored", {})[name] = value
+
+
 CONTAINERS: dict[str, Any] = {
     "list": [1, 2],
     "tuple": (1, 2),
@@ -29,6 +64,7 @@ CONTAINERS: dict[str, Any] = {
     "ordered": OrderedDict(a=1, b=2),
     "default": defaultdict(int, a=1, b=2),
     "user dictionary": UserDict(a=1, b=2),
+    "batch": Batch(a=1, b=2),
     "user list": UserList([1, 2]),
     "chain": ChainMap({"a": 1, "b": 2}),
     "proxy": types.MappingProxyType({"a": 1, "b": 2}),
@@ -47,6 +83,20 @@ def test_container_is_taken_apart_and_rebuilt(name: str) -> None:
     assert same_kind(node, other) and other is not node
     assert [child for _, child in children_of(other) or ()] == [3, 4]
     assert [child for _, child in children_of(node) or ()] == [1, 2]
+
+
+def test_mapping_with_an_iterator_over_rows_is_an_argument() -> None:
+    """FAULTS 46."""
+    batch = Batch(x=torch.ones(2))
+    with dg.capture(lambda batch: batch["x"] + 1, batch, backend="cpu") as captured:
+        assert captured.replay(Batch(x=torch.full((2,), 5.0))).tolist() == [6, 6]
+
+
+def test_dataclass_whose_fields_are_properties_is_an_argument() -> None:
+    """FAULTS 46."""
+    fields = Fields(torch.ones(2), torch.ones(2))
+    with dg.capture(lambda pair: pair.a + pair.b, fields, backend="cpu") as captured:
+        assert captured.replay(Fields(torch.full((2,), 5.0), torch.ones(2))).tolist() == [6, 6]
 
 
 def test_container_that_occurs_twice_is_copied_once() -> None:
