@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import random
+import signal
 import threading
 import time
 import tracemalloc
@@ -72,7 +72,9 @@ def test_two_threads_open_one_epoch_once(captured):
 
 
 def test_interrupt_while_waiting_leaves_the_capture_usable(captured):
-    timer = threading.Timer(0.05, _thread.interrupt_main)
+    # interrupt_main() would not end a wait for a lock, as Ctrl-C does.
+    interrupt = (threading.get_ident(), signal.SIGINT)
+    timer = threading.Timer(0.05, signal.pthread_kill, interrupt)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         captured.replay()
