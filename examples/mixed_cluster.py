@@ -125,17 +125,22 @@ class Node:
 
 def prefill(node: Node) -> None:
     """Run prompts, and offer each request after its first token."""
-    engine, names, requests, sent = node.engine, {}, {}, Counter[str]()
+    engine, names, requests, sent = node.engine, {}, {}, []
 
     def hand_over(request: int, name: int) -> None:
         handoff = engine.export(request, layerwise=node.layerwise)
-        sent.update(handoffs=1, bytes=handoff.nbytes)
+        sent.append(handoff)
         node.tell("decode", request=name, offer=node.transport.offer(handoff))
 
     while True:
         for message in node.messages(wait=not engine.has_work):
             if "stop" in message:
-                node.report(**sent)
+                times = [handoff.progress.ready_at for handoff in sent]
+                early = sum(at < layers[-1] for layers in times for at in layers)
+                node.report(
+                    handoffs=len(sent), bytes=sum(handoff.nbytes for handoff in sent),
+                    layers=f"{early} of {sum(map(len, times))} before the prompt's step ended",
+                )  # fmt: skip
                 return
             if "abort" in message:
                 with contextlib.suppress(dg.InputError):  # The receiver has it.
@@ -252,8 +257,9 @@ class Scheduler:
         reasons = Counter(sent["reasons"]) + Counter(decoding["reasons"])
         rows = {
             "requests": ", ".join(f"{n} {why}" for why, n in Counter(self.ended.values()).items()),
-            "handoffs": sent.get("handoffs", 0),
-            "bytes": f"{sent.get('bytes', 0):,}",
+            "handoffs": sent["handoffs"],
+            "bytes": f"{sent['bytes']:,}",
+            "layers sent": sent["layers"],
             "time to first token": f"{first[len(first) // 2]:.3f} s, at most {first[-1]:.3f} s",
             "decode steps in graphs": f"{decoding['graph_steps']} of {decoding['steps']}",
             "eager steps": ", ".join(f"{n} {why}" for why, n in reasons.items()) or "none",

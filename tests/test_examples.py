@@ -60,6 +60,9 @@ def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options:
     in_graphs, steps = re.findall(r"\d+", table["decode steps in graphs"])
     assert in_graphs == steps
     assert table["requests"] == "7 length, 1 aborted"
+    early, layers = map(int, re.findall(r"\d+", table["layers sent"]))
+    # The last of two layers is ready when the step ends.
+    assert (0 < early <= layers / 2) if options else (early == 0)
 
 
 @pytest.mark.slow

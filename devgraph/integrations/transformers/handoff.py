@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ class Progress:
         ended: reason why the tensors must not be read any more, or None.
         receiver: process that fetches the handoff, in words; empty if none does.
         ready: number of leading layers whose tensors are complete.
+        ready_at: time at which each of them was complete, on the monotonic clock in seconds.
         deadline: end of an export that nobody released, on the monotonic clock.
         handoff: the complete handoff, or None before that.
     """
@@ -63,6 +65,7 @@ class Progress:
         self.ended: str | None = None
         self.receiver = ""
         self.ready = ready
+        self.ready_at: list[float] = []
         self.changed = threading.Condition()
         self._settled: Callable[[], bool] = lambda: True
         self._callbacks: list[Callable[[], None]] = []
@@ -70,6 +73,7 @@ class Progress:
     def advance(self, ready: int) -> None:
         """Report that the tensors of the first ``ready`` layers are complete."""
         with self.changed:
+            self.ready_at += [time.monotonic()] * (ready - self.ready)
             self.ready = max(ready, self.ready)
             self.changed.notify_all()
 

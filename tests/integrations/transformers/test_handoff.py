@@ -306,7 +306,9 @@ def test_layer_is_ready_before_the_last_layer_runs() -> None:
         engine.step()
         hook.remove()
         assert ready[0] >= 1
-        assert handoff.progress.ready == 3
+        first, *_, last = handoff.progress.ready_at
+        assert first < last
+        assert len(handoff.progress.ready_at) == handoff.progress.ready == 3
 
 
 def test_layerwise_export_ends_with_a_request_that_ends_at_its_first_token() -> None:
