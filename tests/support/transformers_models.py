@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="the transformers inte
 from devgraph.integrations.transformers.names import NAMES
 
 VOCABULARY = 211
-CACHE = NAMES.cache
+CACHE = NAMES.caches[0]
 """Argument of a forward, and key of its output, that holds the cache."""
 
 # Tensors here are so small that threads cost more than they bring, most of all when tests run in

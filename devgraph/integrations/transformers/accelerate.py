@@ -312,7 +312,7 @@ class _Acceleration:
             if reason is None:
                 if NAMES.name_in(kwargs) == "cache_params":
                     return MambaCausalLMOutput(logits=logits, **{NAMES.caches[-1]: cache})
-                return CausalLMOutputWithPast(logits=logits, **{NAMES.cache: cache})
+                return CausalLMOutputWithPast(logits=logits, **{NAMES.caches[0]: cache})
             self._fall_back(reason, cache)
         # A step of another thread replaces attributes of the model.
         with model_lock:

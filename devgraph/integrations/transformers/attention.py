@@ -3,9 +3,7 @@
 Each layer has one tensor of keys ``[kv_heads, slots * max_len + 1, head_dim]`` and one of values.
 A request owns the rows of its slot. Therefore one number, ``slot * max_len + position``, addresses
 a token, and a graph reads it from a device tensor. Padded tokens write to the last row, the scratch
-row, which is never read. The head is the first dimension because attention on the CPU streams the
-contiguous rows of one request and head. The stride between rows is constant across slots, as
-kernels with device lengths require.
+row, which is never read. Attention on the CPU streams the contiguous rows of one request and head.
 
 ``decode_bounded``
     Every request has ``width`` query tokens, and row ``i`` of the batch reads slot ``i``. A mask of
@@ -65,10 +63,9 @@ class SlotAttention(Protocol):
             query: ``[tokens, heads, dim]``, requests one after another, followed by padding.
             keys: ``[slots * rows, kv_heads, dim]``, contiguous.
             values: like ``keys``.
-            out: receives ``[tokens, heads, dim]``; zero for padding.
+            out: output, ``[tokens, heads, dim]``; zero for padding.
             scale: factor of the scores.
-            spans: three numbers per request: its slot, its cached tokens, its new tokens. Slots
-                ascend. A host argument: pass it on as it was received.
+            spans: host argument, as for ``packed_exact``. Slots ascend.
         """
 
 
@@ -100,7 +97,6 @@ class CacheLayer:
     """Keys and values of one layer; ``KVCache`` writes them.
 
     Attributes:
-        shape: geometry and scoring of the layer.
         keys, values: ``[kv_heads, slots * max_len + 1, dim]``.
         keys_by_slot, values_by_slot: views ``[slots, kv_heads, max_len, dim]``.
         keys_by_row, values_by_row: views ``[slots * max_len, kv_heads, dim]``.
@@ -134,8 +130,9 @@ class KVCache(Cache):  # type: ignore[misc]
         shapes: shapes of the layers; None for layers without attention.
         slots: number of request slots.
         max_len: rows of a slot.
-        rows_first: lay memory out by rows instead of by heads, as a backend's own attention reads
-            it in blocks.
+        rows_first: lay memory out by rows instead of by heads, for a backend's own attention.
+        dtype: dtype of keys and values.
+        device: device of keys and values.
         answers: answer a model that asks for the length. The probe verified that its results do not
             depend on the answer.
     """
@@ -155,23 +152,20 @@ class KVCache(Cache):  # type: ignore[misc]
         self._answers = answers
         self.max_len = max_len
 
-        def rows(kv_heads: int, dim: int) -> Tensor:
-            count = slots * max_len + 1
-            sizes = (count, kv_heads, dim) if rows_first else (kv_heads, count, dim)
-            made = torch.zeros(sizes, dtype=dtype, device=device)
-            return made.transpose(0, 1) if rows_first else made
+        def layer(shape: LayerShape) -> CacheLayer:
+            rows, heads = slots * max_len + 1, shape.kv_heads
+            keys, values = (
+                torch.zeros(rows, heads, dim, dtype=dtype, device=device).transpose(0, 1)
+                if rows_first
+                else torch.zeros(heads, rows, dim, dtype=dtype, device=device)
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+            return CacheLayer(shape, keys, values, slots)
 
-        layers: list[CacheLayer | None] = []
         # Inference tensors could not be written outside of inference mode.
         with torch.inference_mode(False):
-            for shape in shapes:
-                if shape is None:
-                    layers.append(None)
-                    continue
-                dims = (shape.key_dim, shape.value_dim)
-                keys, values = (rows(shape.kv_heads, dim) for dim in dims)
-                layers.append(CacheLayer(shape, keys, values, slots))
-        super().__init__(layers=layers)
+            super().__init__(layers=[shape and layer(shape) for shape in shapes])
+        self._tensors = [t for one in self.layers if one for t in (one.keys, one.values)]
         self._clean = [0] * slots
         self._target: Tensor | None = None
         self._shown: int | Tensor | None = None
@@ -184,10 +178,6 @@ class KVCache(Cache):  # type: ignore[misc]
     def scratch_row(self) -> int:
         """Row that padded tokens write to."""
         return self.slots * self.max_len
-
-    def _tensors(self) -> list[Tensor]:
-        layers = (layer for layer in self.layers if layer is not None)
-        return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
     def aim(
         self, rows: Tensor | None, shown: int | Tensor | None = None, *, width: int = 0
@@ -257,9 +247,9 @@ class KVCache(Cache):  # type: ignore[misc]
         cleared rows stay clean until ``release``.
         """
         first = max(length, self._clean[slot])
-        if first < upto and self._tensors():
+        if first < upto and self._tensors:
             start = slot * self.max_len
-            torch._foreach_zero_([t[:, start + first : start + upto] for t in self._tensors()])
+            torch._foreach_zero_([t[:, start + first : start + upto] for t in self._tensors])
             self._clean[slot] = upto
 
     def release(self, slot: int) -> None:
@@ -268,12 +258,12 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` rows of ``source`` to ``target`` and release ``source``."""
-        if length and self._tensors():
-            a, b = source * self.max_len, target * self.max_len
-            tensors = self._tensors()
-            torch._foreach_copy_(
-                [t[:, b : b + length] for t in tensors], [t[:, a : a + length] for t in tensors]
+        if length and self._tensors:
+            new, old = (
+                [t[:, slot * self.max_len :][:, :length] for t in self._tensors]
+                for slot in (target, source)
             )
+            torch._foreach_copy_(new, old)
         self._clean[target] = 0
         self.release(source)
 
@@ -283,12 +273,7 @@ def decode_mask(
 ) -> Tensor:
     """Return ``[requests, 1, width, rows]``: 0 where a token may read a row, -inf elsewhere.
 
-    Args:
-        positions: position of every token, ``[requests * width]``.
-        rows: ``arange(max_len)`` on the device.
-        width: tokens of each request.
-        window: number of rows that a token attends to, including its own; None means all.
-        dtype: dtype of the mask.
+    ``positions`` are those of all tokens, and ``rows`` is ``arange(max_len)`` on the device.
     """
     at = positions.view(-1, 1, width, 1)
     hidden = rows > at
@@ -409,9 +394,8 @@ def packed_exact(
     first = 0
     for slot, cached, new in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
         own = slice(first, first + new)
-        _attend_request(
-            query[0, :, own], keys[slot], values[slot], rows, out[0, own], scoring, cached
-        )
+        request = (query[0, :, own], keys[slot], values[slot])
+        _attend_request(*request, rows, out[0, own], scoring, cached)
         first += new
 
 
@@ -441,14 +425,9 @@ def _attend_request(
         if not plain and count > 1:
             mask = decode_mask(rows[at:high], rows[low:high], count, window, query.dtype)
         # The heads of a group read the same memory, so expand does not copy.
-        result = _score(
-            grouped[:, :, begin : begin + count],
-            keys[:, None, low:high].expand(-1, group, -1, -1),
-            values[:, None, low:high].expand(-1, group, -1, -1),
-            mask,
-            scoring,
-            causal=plain and count > 1,
-        )
+        k, v = (t[:, None, low:high].expand(-1, group, -1, -1) for t in (keys, values))
+        asked = grouped[:, :, begin : begin + count]
+        result = _score(asked, k, v, mask, scoring, causal=plain and count > 1)
         target[:, :, begin : begin + count].copy_(result)
 
 
@@ -463,7 +442,7 @@ def varlen_decode(
     width: int,
     max_len: int,
 ) -> Tensor:
-    """Run ``decode_bounded`` with lengths in device tensors.
+    """Return ``[1, tokens, heads, value_dim]`` of a decode step with lengths in device tensors.
 
     Args:
         query: ``[1, heads, requests * width, head_dim]``.
@@ -475,9 +454,6 @@ def varlen_decode(
         window: number of rows that a token attends to; None means all.
         width: tokens of each request.
         max_len: rows of a slot.
-
-    Returns:
-        ``[1, requests * width, heads, value_dim]``.
     """
     starts, row_starts, lengths = spans
     causal = width > 1
@@ -529,35 +505,29 @@ def has_varlen(head_dim: int, *, dtype: torch.dtype, device: torch.device) -> bo
     The test compares it with plain attention: two requests, two key heads, four query heads, slots
     in reverse order, and NaN in the rows after each length.
     """
-    slots, max_len, kv_heads, group = 2, 64, 2, 2
+    max_len, lengths, scale = 64, (37, 5), head_dim**-0.5
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        drawn = torch.randn(shape, generator=generator, device="cpu")
+        drawn = torch.randn(*shape, head_dim, generator=generator, device="cpu")
         return drawn.to(device=device, dtype=dtype)
 
-    keys = draw(kv_heads, slots * max_len, head_dim)
-    values = draw(kv_heads, slots * max_len, head_dim)
-    lengths = (37, 5)
+    query, keys, values = draw(1, 4, 2), draw(2, 2, max_len), draw(2, 2, max_len)
     for slot, length in enumerate(reversed(lengths)):
-        keys[:, slot * max_len + length : (slot + 1) * max_len] = math.nan
-        values[:, slot * max_len + length : (slot + 1) * max_len] = math.nan
-    query = draw(1, kv_heads * group, 2, head_dim)
+        keys[:, slot, length:] = values[:, slot, length:] = math.nan
 
-    def int32(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+    def int32(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
 
-    spans, scale = (int32(0, 1, 2), int32(max_len, 0, 0), int32(*lengths)), head_dim**-0.5
+    spans = (int32(0, 1, 2), int32(max_len, 0, 0), int32(*lengths))
+    flat_keys, flat_values = keys.flatten(1, 2), values.flatten(1, 2)
     try:
-        got = varlen_decode(query, keys, values, spans, scale, None, 1, max_len)
+        got = varlen_decode(query, flat_keys, flat_values, spans, scale, None, 1, max_len)
     except (RuntimeError, NotImplementedError, TypeError):
         return False
-    by_slot = (kv_heads, slots, max_len, head_dim)
     for i, length in enumerate(lengths):
-        k = keys.view(by_slot)[:, 1 - i, :length].repeat_interleave(group, 0).float()
-        v = values.view(by_slot)[:, 1 - i, :length].repeat_interleave(group, 0).float()
-        q = query[0, :, i : i + 1].float()
-        want = torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v
+        k, v = (t[:, 1 - i, :length].repeat_interleave(2, 0).float() for t in (keys, values))
+        want = torch.softmax(query[0, :, i : i + 1].float() @ k.mT * scale, -1) @ v
         if not torch.allclose(got[0, i].float(), want[:, 0], atol=2e-2, rtol=2e-2):
             return False
     return True

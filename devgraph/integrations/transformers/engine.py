@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,6 +82,14 @@ class Completion:
     text: str
     finish_reason: FinishReason
 
+    @classmethod
+    def of(cls, request: Request) -> Completion:
+        """Return the completion of a request that has ended."""
+        text = "" if request.stream is None else request.stream.text
+        assert request.finish_reason is not None
+        ids, reason = tuple(request.generated), request.finish_reason
+        return cls(token_ids=ids, text=text, finish_reason=reason)
+
 
 @attrs.define(kw_only=True)
 class EngineStats:
@@ -123,8 +132,7 @@ class Engine:
             at least two. Their tokens arrive together, and waiting requests join after the launch.
         fuse: whether to replace operations by fewer, larger kernels (see ``fusion``). This re-lays
             weights and may change a token whose two best candidates are nearly equal.
-            ``engine.model.fusion`` reports the replacements. Models that attend by themselves are
-            not fused.
+            ``engine.model.fusion`` reports the replacements.
         layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send
             layers while later ones compute.
 
@@ -186,7 +194,6 @@ class Engine:
         """Events that ``step`` has not returned yet."""
         self.closed = False
         self._captured = False
-        self._geometry: dict[str, Any] | None = None
         self._handoffs: dict[int, Handoff] = {}
         """Handoffs of held requests, of ``_exports``, and those to copy into a slot."""
         self._exports: set[int] = set()
@@ -301,17 +308,20 @@ class Engine:
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise InputTypeError(f"sampling must be SamplingParams, got {brief(sampling)}")
-        request = Request(
-            self._next_id,
-            ids,
-            max_new_tokens=max_new_tokens,
-            eos=self._eos,
-            stop=frozenset(ids_of("stop_token_ids must be", stop_token_ids)),
-            sampler=Sampler(sampling, self.model.device) if sampling.temperature else None,
-            stream=None if self.tokenizer is None else TextStream(self.tokenizer),
-        )
+        stop = frozenset(ids_of("stop_token_ids must be", stop_token_ids))
+        ends = {"max_new_tokens": max_new_tokens, "stop": stop, "eos": self._eos}
+        request = self._made(ids, sampling, **ends)
         self._next_id += 1
         return request
+
+    def _made(self, tokens: list[int], sampling: SamplingParams, **fields: Any) -> Request:
+        return Request(
+            self._next_id,
+            tokens,
+            sampler=Sampler(sampling, self.model.device) if sampling.temperature else None,
+            stream=None if self.tokenizer is None else TextStream(self.tokenizer),
+            **fields,
+        )
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -376,18 +386,17 @@ class Engine:
         deadline = time.monotonic() + finite("timeout_s", timeout_s)
         if layerwise and not self.model.layerwise:
             raise StateError("this engine signals no layers; create it with layerwise=True")
-        if layerwise and request.generated:
-            raise StateError(
-                f"the prompt of request {request.id} has run; export it without layerwise"
-            )
-        if not layerwise and not request.generated:
-            raise StateError(
-                f"the prompt of request {request.id} has not run: {request.to_go} tokens are left; "
-                f"call step() until the request has its first token"
-            )
+        if layerwise == bool(request.generated):
+            state = "has run; export it without layerwise"
+            if not layerwise:
+                state = (
+                    f"has not run: {request.to_go} tokens are left; call step() until the request "
+                    f"has its first token"
+                )
+            raise StateError(f"the prompt of request {request.id} {state}")
         handoff = Handoff.allocated(
             self.model.device,
-            **self._own_geometry(),
+            **self._geometry,
             **_header_of(request),
             backend=self.backend.name,
             cached=request.prompt_length if layerwise else request.cached,
@@ -417,19 +426,19 @@ class Engine:
     def _streamed(self, chunks: Sequence[Chunk]) -> Iterator[None]:
         """Fill layer-wise handoffs of ``chunks`` while the block runs their step."""
         exports = [
-            (self._handoffs[chunk.request.id], self.model.slot_tensors(chunk.slot, end, {}))
+            (
+                self._handoffs[chunk.request.id],
+                self.model.slot_tensors(chunk.slot, chunk.cached + chunk.count, {}),
+            )
             for chunk in chunks
             if chunk.completes and chunk.request.id in self._exports
-            for end in [chunk.cached + chunk.count]
         ]
-        if not exports:
-            yield
-            return
-        stream = LayerStream(self.prefill.gates, exports)
+        stream = LayerStream(self.prefill.gates, exports) if exports else None
         try:
             yield
         finally:
-            stream.close()
+            if stream is not None:
+                stream.close()
 
     def admit(self, handoff: Handoff, convert: bool = False, *, wait: bool = True) -> int:
         """Continue the request of another engine, and return its id here.
@@ -452,7 +461,7 @@ class Engine:
             raise InputTypeError(f"a handoff must be a Handoff, got {brief(handoff)}")
         if handoff.progress.ended not in (None, "released"):
             raise HandoffError(f"the handoff has ended: it was {handoff.progress.ended}")
-        found = differences(handoff, self._own_geometry(), convert=convert)
+        found = differences(handoff, self._geometry, convert=convert)
         needed = handoff.prompt_length + handoff.max_new_tokens
         if needed > self.model.positions:
             found["max_len"] = (needed, self.model.positions)
@@ -481,31 +490,26 @@ class Engine:
                 f"{handoff.prompt_length} of them in the prompt; it must cache the prompt and all "
                 f"tokens but the last"
             )
-        sampler = None
-        if handoff.sampling.temperature:
-            sampler = Sampler(handoff.sampling, self.model.device)
+        request = self._made(
+            tokens,
+            handoff.sampling,
+            max_new_tokens=handoff.max_new_tokens,
+            eos=frozenset(handoff.eos_token_ids),
+            stop=frozenset(handoff.stop_token_ids),
+            cached=handoff.cached,
+            prompt_length=handoff.prompt_length,
+        )
+        if request.sampler is not None:
             try:
-                sampler.resume(*handoff.stream_for(self.backend.name))
+                request.sampler.resume(*handoff.stream_for(self.backend.name))
             except (RuntimeError, TypeError, ValueError) as error:
                 raise HandoffError(
                     f"the random state of the handoff does not fit the generator here: {error}",
                     fields=("random_state",),
                 ) from error
-        stream = None if self.tokenizer is None else TextStream(self.tokenizer)
-        request = Request(
-            self._next_id,
-            tokens,
-            max_new_tokens=handoff.max_new_tokens,
-            eos=frozenset(handoff.eos_token_ids),
-            stop=frozenset(handoff.stop_token_ids),
-            sampler=sampler,
-            stream=stream,
-            cached=handoff.cached,
-            prompt_length=handoff.prompt_length,
-        )
-        if stream is not None:
+        if request.stream is not None:
             for token in request.generated:  # The exporter has returned their text.
-                stream.push(token)
+                request.stream.push(token)
         return request
 
     def release(self, request_id: int) -> None:
@@ -530,12 +534,10 @@ class Engine:
             progress = self._handoffs[request.id].progress
             if progress.ended is None and time.monotonic() > progress.deadline:
                 progress.end("freed after its timeout")
-                receiver = progress.receiver or "no process"
                 logger.warning(
                     "request %d was exported and not released in time; its slot is free again "
                     "(%s fetched the handoff)",
-                    request.id,
-                    receiver,
+                    *(request.id, progress.receiver or "no process"),
                 )
             if progress.ended is not None:
                 self._leave(request)
@@ -566,10 +568,9 @@ class Engine:
         assert request.slot is not None
         return self.decode.export_state(request.slot) if self.model.states else {}
 
-    def _own_geometry(self) -> dict[str, Any]:
-        if self._geometry is None:
-            self._geometry = geometry_of(self.model)
-        return self._geometry
+    @functools.cached_property
+    def _geometry(self) -> dict[str, Any]:
+        return geometry_of(self.model)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -671,15 +672,11 @@ class Engine:
             except Exception as error:
                 note(error, f"in the text of request {request.id}, which is cancelled")
                 request.finish_reason, failed = FinishReason.CANCELLED, failed or error
+            reason = request.finish_reason
             self._events.append(
-                TokenEvent(
-                    request_id=request.id,
-                    token=token,
-                    text=text,
-                    finish_reason=request.finish_reason,
-                )
+                TokenEvent(request_id=request.id, token=token, text=text, finish_reason=reason)
             )
-            if request.finish_reason is not None:
+            if reason is not None:
                 self._leave(request)
         return failed
 
@@ -755,7 +752,7 @@ class Engine:
                 self._drop(request)
             self._events = []
             raise
-        return [_completion_of(request) for request in requests]
+        return list(map(Completion.of, requests))
 
     # -- graphs ----------------------------------------------------------------------------------
 
@@ -792,14 +789,10 @@ class Engine:
         for runner in reversed(self.runners):
             runner.invalidate(reason)
         self._captured = False
-        self._geometry = None
+        vars(self).pop("_geometry", None)
 
     def suspend(self, *, release: str | None = None) -> None:
-        """Run steps eagerly until ``resume``.
-
-        Args:
-            release: as for ``Runner.suspend``.
-        """
+        """Run steps eagerly until ``resume``; ``release`` is as for ``Runner.suspend``."""
         self._check_open()
         for runner in self.runners:
             runner.suspend(release=release)
@@ -889,13 +882,3 @@ def _header_of(request: Request) -> dict[str, Any]:
         "draws": 0 if sampler is None else sampler.draws,
         "random_state": "" if sampler is None else sampler.state.numpy().tobytes().hex(),
     }
-
-
-def _completion_of(request: Request) -> Completion:
-    """Return the completion of a request that has ended."""
-    assert request.finish_reason is not None
-    return Completion(
-        token_ids=tuple(request.generated),
-        text="" if request.stream is None else request.stream.text,
-        finish_reason=request.finish_reason,
-    )

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,8 +57,6 @@ from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
-logger = logging.getLogger(__name__)
-
 ROW_MULTIPLE = 64
 """Granularity of slots and of ``kv_len``; the key of an update changes once in so many steps."""
 
@@ -89,19 +87,13 @@ class CausalModel:
     the tokens of one request. Mixers keep recurrent state in the state slots of the runners (see
     ``state``). Models of both kinds must reproduce the logits of the unchanged model first.
 
+    Further arguments and errors are those of ``Engine``.
+
     Args:
-        model: as for ``Engine``.
-        max_requests: as for ``Engine``.
-        max_len: as for ``Engine``; slots have this number of rows, rounded up to a multiple of 64.
-        fuse: as for ``Engine``.
         updatable: whether graphs of the backend accept new host arguments
             (``capabilities.region_update``). If not, decode attends to whole slots.
         slot_attention: the backend's extension of that name, used if it fits the model.
         pin: function that moves host memory to where copies are asynchronous; None copies as is.
-        layerwise: as for ``Engine``.
-
-    Raises:
-        UnsupportedModelError, InputError: as for ``Engine``.
     """
 
     def __init__(
@@ -196,22 +188,27 @@ class CausalModel:
 
     def decode_inputs(self, steps: int = 1) -> list[InputSlot]:
         """Return the input slots of a decode step, or of a launch of several steps."""
-        slots = self._token_slots(steps)
+
+        def numbers(high: int, low: int = 0) -> dict[str, Any]:
+            draw = functools.partial(torch.randint, low, high)
+            return {"pad": Pad.zero(), "sample": lambda shape, rng: draw(shape, generator=rng)}
+
+        highest = max(1, min(ROW_MULTIPLE, self.positions) - steps + 1)
+        scratch = Pad.fill(self.cache.scratch_row)
+        slots = [
+            InputSlot("input_ids", ("tokens",), torch.int64, **numbers(self.shape.vocabulary)),
+            InputSlot("position_ids", ("tokens",), torch.int64, **numbers(highest)),
+            # Without a sample, a proof writes to the scratch row and not to live requests.
+            InputSlot("slot_mapping", ("tokens",), torch.int64, pad=scratch),
+        ]
         if steps > 1:
-            slots.append(
-                InputSlot(
-                    "left",
-                    ("requests",),
-                    torch.int64,
-                    pad=Pad.zero(),
-                    sample=lambda shape, _: torch.full(shape, steps),
-                )
-            )
+            left = numbers(steps + 1, steps)
+            slots.append(InputSlot("left", ("requests",), torch.int64, **left))
         return slots
 
     def packed_inputs(self) -> list[InputSlot]:
         """Return the input slots of a packed step."""
-        slots = self._token_slots()
+        slots = self.decode_inputs()
         if self.varlen:
             slots += [
                 InputSlot("query_starts", ("requests+1",), torch.int32, pad=Pad.last()),
@@ -219,20 +216,6 @@ class CausalModel:
                 InputSlot("lengths", ("requests",), torch.int32, pad=Pad.zero()),
             ]
         return [*slots, InputSlot("last_tokens", ("requests",), torch.int64, pad=Pad.zero())]
-
-    def _token_slots(self, steps: int = 1) -> list[InputSlot]:
-        def drawn(high: int) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
-            return lambda shape, generator: torch.randint(0, high, shape, generator=generator)
-
-        highest = max(1, min(ROW_MULTIPLE, self.positions) - steps + 1)
-        ids, positions = drawn(self.shape.vocabulary), drawn(highest)
-        scratch = Pad.fill(self.cache.scratch_row)
-        return [
-            InputSlot("input_ids", ("tokens",), torch.int64, pad=Pad.zero(), sample=ids),
-            InputSlot("position_ids", ("tokens",), torch.int64, pad=Pad.zero(), sample=positions),
-            # Without a sample, a proof writes to the scratch row and not to live requests.
-            InputSlot("slot_mapping", ("tokens",), torch.int64, pad=scratch),
-        ]
 
     @property
     def decode_host_args(self) -> dict[str, Any]:
@@ -254,12 +237,8 @@ class CausalModel:
     ) -> dict[str, Any]:
         """Return the host arguments of a decode step, and clear the rows that become readable.
 
-        The values are rounded so that they repeat.
-
-        Args:
-            positions: position of the first new token of each request.
-            width: new tokens of each request.
-            longest: length of the longest sequence after a launch of several steps.
+        The values are rounded so that they repeat. ``positions`` are those of the first new token
+        of each request. A launch of several steps gives its longest sequence in ``longest``.
         """
         if self.varlen:
             return {}
@@ -278,20 +257,17 @@ class CausalModel:
     def decode_data(
         self, pieces: Sequence[Piece], left: Sequence[int] | None = None, *, steps: int = 1
     ) -> dict[str, Any]:
-        """Return the arguments of ``Runner.run`` for a decode step.
+        """Return the arguments of ``Runner.run`` for a decode step; piece ``i`` has slot ``i``.
 
-        Args:
-            pieces: one token for each request; piece ``i`` has slot ``i``.
-            left: number of tokens that each request may still generate, for a launch of ``steps``.
-            steps: steps of the launch.
+        For a launch of ``steps``, ``left`` is the number of tokens that each request may still
+        generate.
         """
         inputs = self._tokens(pieces)
         positions = [piece.cached for piece in pieces]
-        longest = max(positions) + 1
+        counts = [min(steps, count) for count in left or [1] * len(pieces)]
         if left is not None:
             inputs["left"] = self.tensor(list(left))
-            ends = zip(positions, left, strict=True)
-            longest = max(position + min(steps, count) for position, count in ends)
+        longest = max(map(operator.add, positions, counts))
         host_args = self.decode_host_values(positions, longest=longest)
         return self._data(pieces, inputs, host_args, longest)
 
@@ -301,7 +277,6 @@ class CausalModel:
         ends = list(itertools.accumulate(piece.count for piece in pieces))
         lengths = [piece.cached + piece.count for piece in pieces]
         inputs["last_tokens"] = self.tensor([end - 1 for end in ends])
-        host_args: dict[str, Any] = {}
         if self.varlen:
             rows = [piece.slot * self.max_len for piece in pieces]
             inputs["query_starts"] = self.tensor([0, *ends], torch.int32)
@@ -310,9 +285,8 @@ class CausalModel:
         elif self.own is not None:
             for piece, length in zip(pieces, lengths, strict=True):
                 self.cache.prepare(piece.slot, length, self.max_len)
-        if self.packed_host_args:
-            spans = ((p.slot, p.cached, p.count) for p in pieces)
-            host_args["spans"] = tuple(itertools.chain.from_iterable(spans))
+        spans = itertools.chain.from_iterable((p.slot, p.cached, p.count) for p in pieces)
+        host_args = dict.fromkeys(self.packed_host_args, tuple(spans))
         return self._data(pieces, inputs, host_args, max(lengths))
 
     def _data(
@@ -339,10 +313,7 @@ class CausalModel:
     ) -> dict[str, Tensor]:
         """Return the tensors of a request, as ``Handoff`` names them.
 
-        Args:
-            slot: slot of the request.
-            length: number of its tokens whose keys and values are returned, as views.
-            state: its state by state slot.
+        Keys and values of ``length`` tokens are views. ``state`` has the state by state slot.
         """
         tensors = {
             f"{index}.{name}": rows[slot, :, :length].transpose(0, 1)
@@ -434,13 +405,13 @@ class CausalModel:
     @contextlib.contextmanager
     def _running(self, step: _Step) -> Iterator[None]:
         rows = step.batch.slot_mapping
-        mix = functools.partial(self._mix, step)
+        mixes = functools.partial(functools.partial, self._mix, step)
         fused = contextlib.nullcontext() if self.fusion is None else self.fusion.active()
         with (
             model_lock,
             replaced(self._overriding),
             replaced([(m, "forward", _at_positions(m, step)) for m in self._embeddings]),
-            replaced([(m.module, "forward", functools.partial(mix, m)) for m in self.shape.mixers]),
+            replaced([(m.module, "forward", mixes(m)) for m in self.shape.mixers]),
             fused,
         ):
             if self._step is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -135,6 +136,10 @@ class _Refused(Exception):
     """A property that keeps a model from running here."""
 
 
+class _Failed(_Refused):
+    """A first forward that raised an error."""
+
+
 def refusal(model: PreTrainedModel, reason: object) -> UnsupportedModelError:
     """Return the error that refuses ``model`` for ``reason``."""
     return UnsupportedModelError(
@@ -201,10 +206,8 @@ def _positions(
             windows.add(_window_of(function))
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     for layer, shape in zip(cache_layers, shapes, strict=False):
-        window = getattr(layer, "sliding_window", None)
-        if shape is None or window is None or not layer.is_sliding or window in windows:
-            continue
-        if shape.window is None or shape.window > window:
+        window = layer.sliding_window if getattr(layer, "is_sliding", False) else None
+        if shape and window not in windows and (shape.window or math.inf) > (window or math.inf):
             limits.append(window)
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -251,10 +254,29 @@ def body_inputs(
 ) -> dict[str, Any]:
     """Return the arguments of the body's forward for tokens ``[batch, width]``."""
     parameters = parameters_of(body)
-    inputs = {"input_ids": ids, NAMES.name_in(parameters) or NAMES.cache: cache, "use_cache": True}
+    inputs = {
+        "input_ids": ids,
+        NAMES.name_in(parameters) or NAMES.caches[0]: cache,
+        "use_cache": True,
+    }
     if "position_ids" in parameters:
         inputs["position_ids"] = positions
     return inputs
+
+
+def _first_run(
+    model: PreTrainedModel, body: torch.nn.Module, cache: Any, changes: list[tuple[Any, str, Any]]
+) -> Any:
+    """Run the body on a few tokens with changed attributes; return its output."""
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
+    positions = torch.arange(_TOKENS, device=model.device)[None]
+    try:
+        with torch.no_grad(), replaced(changes):
+            return body(**body_inputs(body, ids, positions, cache))
+    except _Refused:
+        raise
+    except Exception as error:
+        raise _Failed(f"a first forward failed with {type(error).__name__}: {error}") from error
 
 
 class _StateProbe(DynamicCache):  # type: ignore[misc]
@@ -268,21 +290,12 @@ class _StateProbe(DynamicCache):  # type: ignore[misc]
 
     def run(self, model: PreTrainedModel, body: torch.nn.Module) -> tuple[Mixer, ...]:
         """Run the body on a few tokens and return its mixers."""
-        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
-        positions = torch.arange(_TOKENS, device=model.device)[None]
         hooks = []
         for module in body.modules():
             hooks.append(module.register_forward_pre_hook(self._enter))
             hooks.append(module.register_forward_hook(self._leave))
         try:
-            with torch.no_grad(), replaced(overriding(model, pad_token_id=None)):
-                body(**body_inputs(body, ids, positions, self))
-        except _Refused:
-            raise
-        except Exception as error:
-            raise _Refused(
-                f"a first forward failed with {type(error).__name__}: {error}"
-            ) from error
+            _first_run(model, body, self, overriding(model, pad_token_id=None))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -308,27 +321,21 @@ class _StateProbe(DynamicCache):  # type: ignore[misc]
         if self._writers.setdefault(module, index) != index:
             raise _Refused(f"{type(module).__name__} writes the state of several layers")
 
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
         self._write(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().update_conv_state(conv_states, layer_idx, *args, **kw)
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Tensor:
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kw: Any
+    ) -> Any:
         self._write(layer_idx)
-        return super().update_recurrent_state(  # type: ignore[no-any-return]
-            recurrent_states, layer_idx, *args, **kwargs
-        )
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kw)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, *args: Any, **kwargs: Any) -> Any:
         for module in self._running:
             if module in self._writers:
                 raise _Refused(f"{type(module).__name__} mixes attention and recurrent state")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().update(*args, **kwargs)
 
 
 def _probe_states(
@@ -380,8 +387,6 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         """Run the body on a few tokens and return this probe."""
         model, own = self.model, self.own is not None
         self.length = length
-        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
-        inputs = body_inputs(body, ids, torch.arange(_TOKENS, device=model.device)[None], self)
         name = f"devgraph_probe_{id(self)}"
         register(name, attends_itself(model) if own else self.attention, self.mask)
         changes = overriding(model, _attn_implementation=name, **overrides)
@@ -390,33 +395,22 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
             for mixer in self.mixers
         ]
         try:
-            with (
-                replaced(changes),
-                torch.no_grad(),
-                _NoLists(),
-                _NoHostReads(),  # type: ignore[no-untyped-call]
-            ):
-                self.output = body(**inputs)
-        except _Refused:
-            raise
-        except Exception as error:
+            with _NoLists(), _NoHostReads():  # type: ignore[no-untyped-call]
+                self.output = _first_run(model, body, self, changes)
+        except _Failed as error:
             # An error between a write and its attention call comes from an attention of its own,
             # which received the mask of the probe.
-            alone = self.written is not None and not own
-            failed = f"a first forward failed with {type(error).__name__}: {error}"
-            raise _Refused(_OWN_ATTENTION if alone else failed) from error
+            if self.written is None or own:
+                raise
+            raise _Refused(_OWN_ATTENTION) from error
         finally:
             unregister(name)
         return self
 
     def equals(self, other: _AttentionProbe) -> bool:
         """Whether another run had equal results."""
-        pairs = zip(
-            [*self.attended, self.output.last_hidden_state],
-            [*other.attended, other.output.last_hidden_state],
-            strict=True,
-        )
-        return self.windows == other.windows and all(torch.equal(a, b) for a, b in pairs)
+        ours, theirs = ([*run.attended, run.output.last_hidden_state] for run in (self, other))
+        return self.windows == other.windows and all(map(torch.equal, ours, theirs))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -441,13 +435,8 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         return self.length
 
     def _add(self, index: int, heads: int, key: Tensor, value: Tensor, **scoring: Any) -> None:
-        self.shapes[index] = LayerShape(
-            heads=heads,
-            kv_heads=key.shape[1],
-            key_dim=key.shape[3],
-            value_dim=value.shape[3],
-            **scoring,
-        )
+        sizes = {"kv_heads": key.shape[1], "key_dim": key.shape[3], "value_dim": value.shape[3]}
+        self.shapes[index] = LayerShape(heads=heads, **sizes, **scoring)
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
         """Record the window of a mask and return a placeholder that ``attention`` recognises."""
@@ -601,12 +590,9 @@ def _probe_attention(
     own: str | None = None,
 ) -> ModelShape:
     overrides = _overrides(model)
-    # Names of layers of keys and values; a cache may have more layers than the model writes.
-    keyed = [
-        index
-        for index, layer in enumerate(cache_layers)
-        if type(layer).__name__ in _KEY_LAYERS | _MIXED_LAYERS
-    ]
+    # A cache may have more layers than the model writes.
+    kinds = [type(layer).__name__ for layer in cache_layers]
+    keyed = [index for index, kind in enumerate(kinds) if kind in _KEY_LAYERS | _MIXED_LAYERS]
     if own is None and keyed and "position_ids" not in parameters_of(body):
         raise _Refused("its base model takes no position_ids")
     with contextlib.nullcontext() if states else trace.recording():
@@ -616,8 +602,7 @@ def _probe_attention(
         raise _Refused(_OWN_ATTENTION if own is None else "it keeps no keys and values")
     attending = sorted(shapes)
     # Logits of a model with recurrent state are verified, and its cache may have unused layers.
-    cached = set(attending) <= set(keyed) if states else attending == list(range(len(shapes)))
-    if not cached:
+    if not (set(attending) <= set(keyed) if states else attending == list(range(len(shapes)))):
         raise _Refused(f"only layers {attending} attend")
     if own is None and probe.written is not None:
         raise _Refused(f"only layers {attending} attend through the registry")
@@ -648,13 +633,7 @@ def _probe_attention(
 def register(
     name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None = None
 ) -> None:
-    """Register an attention implementation with transformers.
-
-    Args:
-        name: name of the implementation.
-        attention: the attention function.
-        mask: the mask function; None makes no masks.
-    """
+    """Register an attention function with transformers, and the function that makes its masks."""
     AttentionInterface.register(name, attention)
     if mask is not None:
         AttentionMaskInterface.register(name, mask)
@@ -680,7 +659,7 @@ def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 class _NoLists(TorchFunctionMode):
-    """Refuses reads of CPU tensors that bypass the dispatcher."""
+    """Refuses reads that bypass the dispatcher."""
 
     is_devgraph_mode = True
 

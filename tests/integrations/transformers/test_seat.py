@@ -67,7 +67,7 @@ def seated(engine: Engine, ids: Any) -> tuple[Seat, DynamicCache]:
 def alone(engine: Engine, ids: Any, cache: Any = None) -> tuple[Any, Any]:
     """Return the last logits of the model without an engine, and its cache."""
     cache = empty(engine) if cache is None else cache
-    out = engine.model.model(input_ids=ids, use_cache=True, **{NAMES.cache: cache})
+    out = engine.model.model(input_ids=ids, use_cache=True, **{NAMES.caches[0]: cache})
     return out.logits[:, -1], cache
 
 
