@@ -100,7 +100,8 @@ class Options:
     """Host arguments and their values at capture (or ``HostSlot``s)."""
     facts: EngineFacts | None = None
     """Facts about the engine. A compatibility rule changes a default that does not work with them
-    and refuses an explicit choice that does not. The rules do not cover encoders."""
+    and refuses an explicit choice that does not. The widths of variants count as speculative
+    tokens. The rules do not cover encoders."""
     backend: Backend
     """A backend or its name, ``"auto"`` by default."""
     pool: Pool | None = None
@@ -218,7 +219,7 @@ class Options:
         settled = {"config": config, "variants": variants, "backend": backend}
         options = cls(**{"name": phase, **given, **settled})
         if options.facts is not None:
-            config = _compatible(config, phase, options.facts, backend)
+            config = _compatible(options, phase)
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
         if switched_on(EMULATE_VARIABLE):
@@ -229,17 +230,26 @@ class Options:
         return attrs.evolve(options, config=config, debug=debug)
 
 
-def _compatible(
-    config: PhaseConfig, phase: Phase, facts: EngineFacts, backend: Backend
-) -> PhaseConfig:
-    """Return ``config`` as the compatibility rules change it; raises as ``resolve``."""
+def _compatible(options: Options, phase: Phase) -> PhaseConfig:
+    """Return the configuration as the compatibility rules change it; raises as ``resolve``.
+
+    A recommendation of the backend chooses the mode of a deployment, so it is not applied here:
+    facts may only weaken the policy of a runner.
+    """
+    facts = options.facts
     if not isinstance(facts, EngineFacts):
         raise ConfigTypeError(f"facts must be dg.EngineFacts(...), got {brief(facts)}")
     if phase not in PHASES:
-        return config
-    others: dict[str, Any] = dict.fromkeys(PHASES, "disabled")
-    here = facts.on_backend(backend)
-    return resolve(DeviceGraphConfig(**{**others, phase: config}), here).effective.phase(phase)
+        return options.config
+    widths = [variant.get("width", 1) for variant in options.variants.values()]
+    here = attrs.evolve(
+        facts.on_backend(options.backend),
+        recommended=facts.recommended,
+        speculative_tokens=max(facts.speculative_tokens, *(width - 1 for width in widths)),
+    )
+    mine: dict[str, Any] = {phase: options.config}
+    resolution = resolve(DeviceGraphConfig(**mine), here, phases=(phase,))
+    return resolution.effective.phase(phase)
 
 
 def check_functions(step: object, tail: object = None) -> None:

@@ -120,6 +120,23 @@ def test_facts_of_the_backend_are_those_of_the_runner() -> None:
         double_runner(config={"policy": "piecewise", "compiler": "inductor"}, facts=facts)
 
 
+def test_facts_only_weaken_a_policy_and_a_recommendation_does_not_count() -> None:
+    backend = type(dg.get_backend("cpu"))()
+    backend.recommended_mode = {"prefill": "full"}  # type: ignore[misc]
+    for facts in (None, dg.EngineFacts()):
+        runner = dg.PrefillRunner(
+            double, [X], facts=facts, backend=backend, max_tokens=8, max_requests=2
+        )
+        assert runner.stats().requested == "breakable"
+
+
+def test_widths_of_variants_are_speculative_tokens() -> None:
+    facts = dg.EngineFacts(attention="single_token_decode")
+    double_runner(config={"policy": "full"}, facts=facts)
+    with pytest.raises(dg.ConfigError, match="attention-width"):
+        double_runner(config={"policy": "full"}, facts=facts, variants=[{}, {"width": 3}])
+
+
 def test_an_encoder_takes_facts_but_no_rule_covers_it() -> None:
     encoder = encoder_of(facts=_UNSAFE, config="breakable")
     assert encoder.effective_policy == "breakable"

@@ -38,10 +38,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
 from devgraph.api.backend import Backend
+from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.engine.installation import Changes
-from devgraph.integrations.transformers.engine import Engine, config_of
+from devgraph.integrations.transformers.engine import Engine, config_of, has_hooks
 from devgraph.integrations.transformers.fusion import model_lock
 from devgraph.integrations.transformers.names import NAMES
 from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of
@@ -267,8 +268,10 @@ class _Acceleration:
 
     def _usable(self) -> bool:
         """Whether graphs can run the model; rebuild the engine if the model was changed."""
-        if _has_side_effects(self.model) or torch.is_autocast_enabled(
-            self.engine.model.device.type
+        if (
+            any(module.training for module in self.model.modules())
+            or has_hooks(self.model)
+            or torch.is_autocast_enabled(self.engine.model.device.type)
         ):
             return False
         if _fingerprint(self.model) != self._fingerprint or self.engine.closed:
@@ -453,24 +456,8 @@ def _asks_more(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-_COLLECTING = "transformers.utils.output_capturing"
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _SIMPLE = (bool, int, float, str, type(None))
-
-
-def _has_side_effects(model: PreTrainedModel) -> bool:
-    """Whether forwards of ``model`` drop out at random or call hooks.
-
-    The hooks by which transformers collects requested outputs are ignored.
-    """
-    for module in model.modules():
-        if module.training:
-            return True
-        if module._forward_hooks or module._forward_pre_hooks:
-            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-            if any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks):
-                return True
-    return False
 
 
 def _fingerprint(model: PreTrainedModel) -> list[Any]:
@@ -583,6 +570,7 @@ def accelerate(
         max_step_tokens=max_step_tokens,
         eos_token_ids=(),
         fuse=fuse,
+        facts=EngineFacts(),  # each request looks for hooks
     )
     _Acceleration(model, make)
     return model

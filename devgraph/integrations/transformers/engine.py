@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from devgraph.api.backend import Backend, own_pool
+from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import (
@@ -135,10 +136,13 @@ class Engine:
             ``engine.model.fusion`` reports the replacements.
         layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send
             layers while later ones compute.
+        facts: facts for the compatibility rules. None states whether hooks run inside the model.
+            ``traceable`` is always false, because steps replace attributes of the model.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
-        InputError, ConfigError: an argument is invalid, or the model is on another device.
+        InputError, ConfigError: an argument is invalid, the model is on another device, or a rule
+            forbids a policy that was chosen.
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class Engine:
         steps_per_launch: int = 1,
         fuse: bool = True,
         layerwise: bool = False,
+        facts: EngineFacts | None = None,
     ) -> None:
         self.backend = backend if isinstance(backend, Backend) else get_backend(backend)
         self.config = config_of(config).for_backend(self.backend.name)
@@ -198,6 +203,8 @@ class Engine:
         """Handoffs of held requests, of ``_exports``, and those to copy into a slot."""
         self._exports: set[int] = set()
         """Requests that a layer-wise handoff exports when their prompt has run."""
+        facts = EngineFacts(debug_hooks=has_hooks(model)) if facts is None else facts
+        self._facts = attrs.evolve(facts, traceable=False)
         self._named = model if switched_on(DEBUG_VARIABLE) else False
         asked = self.config.prefill.releasable or self.config.decode.releasable
         self.pool = own_pool(self.backend, None, releasable=asked)
@@ -216,6 +223,7 @@ class Engine:
             backend=self.backend,
             pool=self.pool,
             name_nodes=self._named,
+            facts=self._facts,
             state=model.states.slots,
             max_tokens=max_step_tokens,
             max_requests=max_requests,
@@ -252,6 +260,7 @@ class Engine:
             backend=self.backend,
             pool=self.pool,
             name_nodes=self._named,
+            facts=self._facts,
             state=model.states.slots,
             **options,
         )
@@ -849,6 +858,16 @@ def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> Devi
     if isinstance(given, str):
         return DeviceGraphConfig.from_json(given)
     return DeviceGraphConfig.from_dict(given)
+
+
+def has_hooks(model: PreTrainedModel) -> bool:
+    """Whether forwards of ``model`` call hooks that transformers and torch did not register."""
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith(("transformers.", "torch."))
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    )
 
 
 def _with_defaults(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:

@@ -15,8 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
+from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.errors import DeviceGraphError, StateError
+from devgraph.api.errors import ConfigError, DeviceGraphError, StateError
 from devgraph.integrations.transformers import (
     Engine,
     EngineStats,
@@ -103,13 +104,35 @@ def test_no_prompt_waits_for_a_graph_unless_somebody_chose_graphs() -> None:
         assert engine.decode.stats().captures == len(engine.decode.graphs)
 
 
+def test_a_hook_stops_graphs_that_would_skip_it() -> None:
+    model = make_model("llama")
+    text = prompts(1)[0]
+    want, seen = reference(model, text, 4), []
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(ConfigError, match=r'decode.policy="full".*debug-hooks'):
+        make_engine(model, GRAPHS)
+    with Engine(model, backend="cpu", max_requests=1, max_len=64) as engine:
+        seen.clear()
+        [done] = engine.generate([text], max_new_tokens=4)
+        assert list(done.token_ids) == want
+        assert len(seen) == 4, "each step ran the hook"
+        for runner in (engine.prefill, engine.decode):
+            assert runner.stats().requested == "disabled"
+
+
+def test_piecewise_is_refused_because_steps_replace_attributes_of_the_model() -> None:
+    with pytest.raises(ConfigError, match="prefill.policy.*piecewise-traceable"):
+        make_engine(make_model("llama"), '{"prefill": "piecewise"}', facts=EngineFacts())
+
+
 def test_only_a_model_with_code_of_others_runs_before_each_capture() -> None:
     class Foreign(torch.nn.Linear):
         """A layer that may keep what it made in its first run of a size."""
 
     def steps(**decode: int) -> int:
         mode = {"decode": {"policy": "full", "buckets": [1, 2], **decode}, "prefill": "disabled"}
-        with Engine(model, config=mode, backend="cpu", max_requests=2, max_len=64) as engine:
+        options = {"max_requests": 2, "max_len": 64, "facts": EngineFacts()}
+        with Engine(model, config=mode, backend="cpu", **options) as engine:
             ran.clear()
             engine.capture()
             return len(ran)
