@@ -62,6 +62,8 @@ def test_random_runners_equal_their_steps() -> None:
 
 
 def test_random_calls_of_graphed_modules_equal_eager(devgraph_backend: Any) -> None:
+    if devgraph_backend.name == "npu":
+        pytest.skip("the simulated driver has no batch norm in training, which loses the device")
     cases = (graphed_case(seed, devgraph_backend.device) for seed in range(8))
     counts = sum(cases, Counter[str]())
     assert counts["replays"] > 40, counts

@@ -248,7 +248,10 @@ def test_threads_with_graphs_of_their_own_share_the_update_queue(
 
     def work(seed: int) -> None:
         try:
-            with torch.npu.stream(torch.npu.Stream()):
+            # torch hands out its streams in turn, and the capture stream is one of them.
+            streams = [torch.npu.Stream() for _ in range(2)]
+            stream = next(stream for stream in streams if stream != backend.capture_stream)
+            with torch.npu.stream(stream):
                 x = torch.arange(8.0).to("npu") + seed
                 with capture(backend, x) as captured:
                     factors = [(7 * i + seed) % 13 / 4 for i in range(40)]
