@@ -175,7 +175,7 @@ class Owned:
         for item in copies.values():
             change = change or change_in(item, self._note_state)
         if change is not None:
-            raise CaptureError(_rebinding(*change))
+            raise CaptureError(rebinding(*change))
 
     @contextlib.contextmanager
     def eager_body(self) -> Iterator[None]:
@@ -186,7 +186,7 @@ class Owned:
         """
         if self._watch is not None:
             for verb, path, _ in self._watch.changes():
-                raise CaptureError(_rebinding(verb, path))
+                raise CaptureError(rebinding(verb, path))
         yield
         if self._watch is not None:
             self._watch.settle()
@@ -229,7 +229,7 @@ class Owned:
             return saved
 
         self._keeper = keeper
-        numbers = _host_random()
+        numbers = host_random()
         try:
             yield snapshot.require_places
             self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
@@ -249,7 +249,7 @@ class Owned:
                     leaf.grad.fill_(-0.0)
         snapshot.require_unwritten()
         watch.changes(self._note_state)
-        for name, state in _host_random().items():
+        for name, state in host_random().items():
             if numbers.get(name, state) != state:
                 self._note_state(name, numbers[name][-1], state[-1])
         if self._state:
@@ -480,7 +480,7 @@ def _report_assignments() -> None:
     register_module_module_registration_hook(count)
 
 
-def _host_random() -> dict[str, tuple[Any, ...]]:
+def host_random() -> dict[str, tuple[Any, ...]]:
     """Return the states of the generators of Python and NumPy, which end with a position."""
     _, numbers, _ = random.getstate()
     states: dict[str, tuple[Any, ...]] = {"the position of Python's random": numbers}
@@ -524,7 +524,8 @@ def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
     return [("self" if isinstance(fn, torch.nn.Module) else "the step", fn)]
 
 
-def _rebinding(verb: str, path: str) -> str:
+def rebinding(verb: str, path: str) -> str:
+    """Return the error text for a place that a step made hold other tensors."""
     if verb == "replaces":
         return (
             f"the step replaces {path}: write into it with copy_(). A replay repeats the work of "

@@ -14,8 +14,19 @@ from devgraph.cli.tables import CommandError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-KINDS = ("host_sync", "host_value", "data_dependent_shape", "rng", "escaping_allocation", "refused")
-"""Kinds of findings of ``check``."""
+KINDS = {
+    "host_sync": "troubleshooting.md#hostreaderror",
+    "host_value": "captures.md#arguments-and-containers",
+    "data_dependent_shape": "troubleshooting.md#hostreaderror",
+    "rng": "captures.md#random-numbers",
+    "seeding": "captures.md#random-numbers",
+    "escaping_allocation": "captures.md#state-in-reach",
+    "rebinding": "captures.md#state-in-reach",
+    "python_state": "captures.md#state-in-reach",
+    "thread": "captures.md#threads",
+    "refused": "troubleshooting.md#captureerror",
+}
+"""Kinds of findings of ``check``, and the section of the documents that explains each."""
 
 SIZES = {
     "layers": (8, "decoder layers"),

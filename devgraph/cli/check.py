@@ -13,8 +13,7 @@ import attrs
 import torch
 
 from devgraph import __version__
-from devgraph.api.errors import CaptureError, did_you_mean
-from devgraph.api.marks.source import raising_line, user_line
+from devgraph.api.errors import did_you_mean
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import KINDS
 from devgraph.cli.tables import CommandError, print_json, print_lines, say
@@ -61,15 +60,12 @@ def check_target(target: Target) -> list[dict[str, Any]]:
     No device work runs. The run continues with an assumed value after each read of a device value.
     """
     reference: Any = get_backend("cpu")  # only the reference lists findings
-    try:
-        violations = reference.check(
+    findings = [
+        {**attrs.asdict(violation), "see": f"docs/{KINDS[violation.kind]}"}
+        for violation in reference.check(
             target.fn, target.args, kwargs=target.kwargs, host_args=target.host_args
         )
-        findings = [attrs.asdict(violation) for violation in violations]
-    except CaptureError as error:  # no value can be assumed here
-        where = raising_line(error) or user_line()
-        finding = {"kind": "refused", "op": type(error).__name__, "text": str(error)}
-        findings = [{**finding, "file": where.file, "line": where.line}]
+    ]
     findings.sort(key=lambda finding: (finding["file"], finding["line"]))
     return [
         {**finding, "source": getline(finding["file"], finding["line"]).strip()}
@@ -92,11 +88,10 @@ def _print(name: str, findings: Sequence[Mapping[str, Any]]) -> None:
     if not findings:
         say(f"{name}: a device capture would refuse or freeze nothing")
         return
-    advice: dict[str, str] = {}
+    advice: dict[str, None] = {}
     for finding in findings:
-        problem, dot, rest = finding["text"].partition(". ")
-        if dot:
-            advice.setdefault(f"{finding['kind']}: {rest}", problem)
+        problem, _, rest = finding["text"].partition(". ")
+        advice[f"{finding['kind']}: {rest} See {finding['see']}.".replace("  ", " ")] = None
         place = f"{_path(finding)}:{finding['line']}: {finding['kind']}"
         say(f"{place}: {problem.rstrip('.')}", style="place")
         print_lines(f"    {finding['source']}")
@@ -109,7 +104,7 @@ def _print(name: str, findings: Sequence[Mapping[str, Any]]) -> None:
 def _github(finding: Mapping[str, Any]) -> str:
     """Return a finding as an annotation of GitHub Actions."""
     file = str(_path(finding)).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
-    text = " ".join(finding["text"].replace("%", "%25").split())
+    text = " ".join(f"{finding['text']} See {finding['see']}.".replace("%", "%25").split())
     return f"::error file={file},line={finding['line']},title=devgraph {finding['kind']}::{text}"
 
 
@@ -124,7 +119,8 @@ def _sarif(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         for finding in findings
     ]
-    driver = {"name": "devgraph", "version": __version__, "rules": [{"id": kind} for kind in KINDS]}
+    rules = [{"id": kind, "help": {"text": f"docs/{page}"}} for kind, page in KINDS.items()]
+    driver = {"name": "devgraph", "version": __version__, "rules": rules}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",

@@ -16,18 +16,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.backend import Backend, own_pool
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.errors import CaptureError, FrozenValueError, ResourceError
+from devgraph.api.errors import (
+    CaptureError,
+    FrozenValueError,
+    HostReadError,
+    InputError,
+    ResourceError,
+    brief,
+)
 from devgraph.api.executable import Call, EvictableExecutable, Executable, Recording
 from devgraph.api.gates import GateChannel, Gates, HostGates
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
-from devgraph.api.marks.host_values import HostSpec
+from devgraph.api.marks.host_values import HostSpec, exact_types_refused
 from devgraph.api.marks.marks import Absorbed, Mark, Scope, entered
-from devgraph.api.marks.scopes import captured_call
-from devgraph.api.marks.source import raising_line, user_line
+from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward
+from devgraph.api.marks.source import line_of, raising_line, user_line
+from devgraph.api.owned import Owned, host_random, rebinding, without_history
 from devgraph.api.pool import Pool
 from devgraph.api.process import collector
-from devgraph.api.tensors import tensors_in
+from devgraph.api.reach import Change, Watch
+from devgraph.api.results import refuse_host_values
+from devgraph.api.tensors import has_place, memory_of, tensors_in
+from devgraph.api.trees import Copied, own_copy
 from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.modes import Dispatching, Functions
@@ -210,20 +221,41 @@ class CpuGraph(DeviceGraph):
 class _Checking(Scope):
     """The scope of a check: regions belong to the step, ``no_graph`` functions are not reported."""
 
-    def __init__(self, spec: HostSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: HostSpec, recorder: Recorder, watch: Watch) -> None:
+        self._spec, self._recorder, self._watch = spec, recorder, watch
         self._host: dict[Mark, dict[str, Any]] = {}
         self.muted = False
+        self.changes: list[Change] = []
+        """The places that hold other tensors than before the step."""
+        self.state: dict[str, str] = {}
+        """Changes of plain values, by path."""
+
+    def note_changes(self) -> None:
+        """Note the changes that the step made since the last eager body."""
+        self.changes += self._watch.changes(self.note_state)
+
+    def note_state(self, path: str, old: Any, new: Any) -> None:
+        """Note a changed value."""
+        self.state[path] = f"from {brief(old)} to {brief(new)}"
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host: dict[str, Any] = {}
         if mark.dynamic:
             args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
-        outer, self.muted = self.muted, self.muted or mark.kind == "no_graph"
-        try:
+        if mark.kind != "no_graph":
             return mark.fn(*args, **kwargs, **host)
+        refuse_break_in_backward(mark.name)
+        self.note_changes()
+        self.muted = True
+        try:
+            with self._recorder.apart(), entered(None):
+                return mark.fn(*args, **kwargs, **host)
         finally:
-            self.muted = outer
+            self.muted = False
+            self._watch.settle()
+
+    def graph_break(self) -> None:
+        refuse_break_in_backward("dg.graph_break()")
 
 
 class CpuBackend(Backend):
@@ -316,8 +348,9 @@ class CpuBackend(Backend):
 
         They are in order of execution, one for each line and kind. No operation is executed. The
         check continues after a violation with an assumed value: a host read gives 1, and every
-        element of a mask counts. If no value can be assumed, the check ends there. Functions marked
-        ``no_graph`` are never captured, so they are not reported.
+        element of a mask counts. If no value can be assumed, the check ends there. The step runs
+        twice, because it may set itself up in its first run. Functions marked ``no_graph`` are
+        never captured, so they are not reported.
 
         Args:
             fn: the step.
@@ -328,25 +361,88 @@ class CpuBackend(Backend):
         violations: dict[tuple[object, ...], Violation] = {}
 
         def note(violation: Violation) -> None:
-            if not scope.muted:
-                place = (violation.kind, violation.op, violation.file, violation.line)
-                violations.setdefault(place, violation)
+            place = (violation.kind, violation.op, violation.file, violation.line)
+            violations.setdefault(place, violation)
 
         spec = HostSpec(host_args, fn)
-        scope = _Checking(spec)
-        recorder = Recorder(BlockPool(), knowledge=self.knowledge, on_violation=note)
         try:
-            with collector.paused(), recorder, entered(scope):
-                outputs = fn(*args, **(kwargs or {}), **spec.tracked())
+            owned = Owned(fn, tuple(args), kwargs or {})
+        except InputError as error:
+            note(Violation.at(line_of(fn), kind="refused", op="argument", text=str(error)))
+            return [*violations.values()]
+        original = Watch([*owned.roots, *owned.arguments.items()], gradients=True)
+        try:
+            for _ in range(2):
+                violations.clear()
+                self._check_run(fn, owned, spec, note)
         except FrozenValueError as error:
             line = raising_line(error) or user_line()
             note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
-        except Exception:
+        except Exception as error:
+            known = isinstance(error, CaptureError | ResourceError) or _TOO_LARGE.search(str(error))
             # A reported violation or its assumed value may have caused the error.
-            if not violations:
+            if not violations and not known:
                 raise
             logger.info("the check ended early", exc_info=True)
-        else:
-            for violation in recorder.escaping(tensors_in(outputs)):
-                note(violation)
+            explained = isinstance(error, HostReadError) or any(
+                violation.kind in ("refused", "thread") for violation in violations.values()
+            )
+            if known and not explained:
+                line, name = raising_line(error) or line_of(fn), type(error).__name__
+                note(Violation.at(line, kind="refused", op=name, text=str(error)))
+        finally:
+            original.put_back()
         return list(violations.values())
+
+    def _check_run(
+        self,
+        fn: Callable[..., Any],
+        owned: Owned,
+        spec: HostSpec,
+        note: Callable[[Violation], None],
+    ) -> None:
+        """Run the step once, and note its violations."""
+        recorder = Recorder(
+            BlockPool(),
+            knowledge=self.knowledge,
+            arguments=[tensor for _, tensor in owned.tensors],
+            reached=[tensor for _, tensor in owned.reached()],
+            generators=owned.generators(),
+            on_violation=lambda violation: None if scope.muted else note(violation),
+        )
+        copies: dict[int, Copied] = {}
+        arguments = {n: own_copy(n, value, copies) for n, value in owned.arguments.items()}
+        args = [arguments.pop(name) for name in [*arguments][: owned.count]]
+        watch = Watch([*owned.roots, *((item.path, item.copy) for item in copies.values())])
+        scope, numbers = _Checking(spec, recorder, watch), host_random()
+        exact = exact_types_refused() if spec.declared else contextlib.nullcontext()
+        with collector.paused(), recorder, entered(scope), exact:
+            outputs = fn(*args, **arguments, **spec.tracked())
+            refuse_host_values(outputs)
+            recorder.note_outputs(tensors_in(outputs))
+        outputs = without_history(outputs)  # which would keep other results alive
+        scope.note_changes()
+        for name, state in host_random().items():
+            if numbers.get(name, state) != state:
+                scope.note_state(name, numbers[name][-1], state[-1])
+        leaves = [tensor.grad for _, tensor in owned.everything() if tensor.is_leaf]
+        escaping = recorder.escaping(tensors_in((outputs, leaves)))
+        where = line_of(fn)
+        for verb, path, tensors in scope.changes:
+            memories = [memory_of(tensor) for _, tensor in tensors if has_place(tensor)]
+            allocated = [escaping[memory] for memory in memories if memory in escaping]
+            if verb == "adds" and allocated:
+                continue
+            for memory in memories:
+                escaping.pop(memory, None)
+            text, kind = rebinding(verb, path), "rebinding"
+            for source in allocated or [Violation.at(where, kind=kind, op=path, text=text)]:
+                note(attrs.evolve(source, kind=kind, op=path, text=text))
+        for violation in escaping.values():
+            note(violation)
+        for path, change in scope.state.items():
+            text = (
+                f"the step changes {path} {change}. A replay does not change it, and uses the "
+                f"value of capture. Keep such state in tensors, or change it outside of the step."
+            )
+            note(Violation.at(where, kind="python_state", op=path, text=text))

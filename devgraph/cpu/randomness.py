@@ -15,6 +15,9 @@ from devgraph.cpu.metadata import UnrecordableError
 Record = Callable[[str, Callable[[], object]], None]
 """Records a call under a name."""
 
+SAVED = "a saved random state"
+"""Name of the calls that change no generator."""
+
 _claim: dict[str, int] = {}
 """The thread whose recording moves torch's default generator, under the key "default"."""
 
@@ -130,7 +133,7 @@ class Sequence:
 
     def _leave(self) -> None:
         """Record that the position may be needed later: no draw follows that would save it."""
-        self._record("a saved random state", self._now.save)
+        self._record(SAVED, self._now.save)
 
     def _advance(self) -> None:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():

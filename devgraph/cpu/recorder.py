@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from devgraph.cpu.metadata import (
 )
 from devgraph.cpu.modes import Dispatching, Functions, adapt_torch, restore_torch
 from devgraph.cpu.ops import Binder, Kind, OpPlan, plan_of
-from devgraph.cpu.randomness import Randomness
+from devgraph.cpu.randomness import SAVED, Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
@@ -251,11 +252,11 @@ class Recorder:
         self.append(functools.partial(run, self._hold(made), self._hold(tuple(args))), op)
         return made
 
-    def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> list[Violation]:
-        """Return a violation for each tensor that outlives the recording and is not an output."""
-        known = {tensor.untyped_storage().data_ptr() for tensor in outputs}
-        return [
-            Violation.at(
+    def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> dict[int, Violation]:
+        """Return a violation for each memory that outlives the recording and is not an output's."""
+        known = set(map(memory_of, outputs))
+        return {
+            block.address: Violation.at(
                 block.origin.op.line,
                 kind="escaping_allocation",
                 op=block.origin.op.name,
@@ -268,7 +269,16 @@ class Recorder:
             if isinstance(block.origin, _Origin)
             and block.origin.mark is self._mark
             and block.address not in known
-        ]
+        }
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave tensors that the block allocates out of ``escaping``."""
+        mark, self._mark = self._mark, object()
+        try:
+            yield
+        finally:
+            self._mark = mark
 
     # Callbacks of the modes.
 
@@ -409,7 +419,7 @@ class Recorder:
         op = self._op(plan.name)
         out = self._make(plan, Layout.of(data), op)
         self.append(functools.partial(torch.Tensor.copy_, self._hold(out), data), op)
-        if self._function != "__setitem__":
+        if self._function != "__setitem__" and not _is_of_torch():
             self._refusal.note(
                 "host_value",
                 plan.name,
@@ -559,6 +569,14 @@ class Recorder:
 
     def _record(self, name: str, run: Callable[[], object]) -> None:
         self.append(run, self._op(name))
+        if name != SAVED:
+            self._refusal.note(
+                "seeding",
+                name,
+                "the step seeds a random generator or sets its state before this line. The CPU "
+                "reference repeats that in each replay, and devices refuse it. Seed before the "
+                "replay, and give checkpoint() preserve_rng_state=False.",
+            )
 
     def _read(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -580,6 +598,14 @@ def _is_over(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
     except (NotImplementedError, RuntimeError):
         return False
+
+
+def _is_of_torch() -> bool:
+    """Whether code of torch called the function that is being recorded."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not Functions.__torch_function__.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_back is not None and is_machinery(frame.f_back)
 
 
 _TAKE_APART = torch.Tensor._reduce_ex_internal.__code__

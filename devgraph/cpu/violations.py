@@ -21,10 +21,7 @@ class Violation:
     """A line of code that a device capture refuses, or whose effect it freezes."""
 
     kind: str
-    """One of host_sync, host_value, data_dependent_shape, rng, escaping_allocation and refused.
-
-    The last one is for all other reasons, such as sparse tensors, other devices and resizing.
-    """
+    """A key of ``KINDS`` in ``devgraph.cli.arguments``, such as host_sync."""
     op: str
     file: str
     line: int
@@ -75,7 +72,7 @@ class Refusal:
         if self._on_violation is None:
             raise CaptureError(f"{text} (used by {op}).")
         if not self._has_assumed:
-            self._on_violation(Violation.at(op.line, kind="refused", op=op.name, text=f"{text}."))
+            self._on_violation(Violation.at(op.line, kind="thread", op=op.name, text=f"{text}."))
 
     def other(self, name: str, text: str, cause: BaseException | None = None) -> NoReturn:
         """Refuse anything else with CaptureError."""

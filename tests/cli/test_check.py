@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import colorsys
+import contextlib
 import json
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import devgraph as dg
+from devgraph.cli.arguments import KINDS
+from devgraph.runners import capturing
 from tests.support.cli_programs import STEPS, run_cli, run_json, write_steps
 
 
@@ -37,6 +44,57 @@ def test_finding_names_kind_and_line(
     assert first.startswith(f"{path}:{_line(source)}: {kind}: ")
     assert line.strip() == source
     assert last.endswith("1 place that a device capture would refuse or freeze")
+
+
+PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_program_has_the_findings_that_its_comments_name(
+    program: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Each of ``PROGRAMS`` is one kind of mistake, or is right."""
+    expected = {
+        (number, kind)
+        for number, line in enumerate(program.read_text().splitlines(), 1)
+        for kind in line.partition("# finds: ")[2].split(", ")
+        if kind
+    }
+    code = 1 if expected else 0
+    argv = (f"{program}:step", "--inputs", "inputs")
+    for _ in range(2):  # the first check leaves the state of the step as it was
+        findings = run_json(capsys, "check", *argv, code=code)["findings"]
+        assert {(finding["line"], finding["kind"]) for finding in findings} == expected
+    assert all(finding["file"] == str(program) for finding in findings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_names_a_section_of_the_documents_and_is_in_a_program(kind: str):
+    page, _, anchor = KINDS[kind].partition("#")
+    headings = (Path(__file__).parents[2] / "docs" / page).read_text().split("\n## ")[1:]
+    anchors = [h.partition("\n")[0].strip().lower().replace(" ", "-") for h in headings]
+    assert anchor in anchors
+    assert any(kind in line for p in PROGRAMS for line in p.read_text().split("# finds: ")[1:])
+
+
+@pytest.mark.parametrize("example", ["quickstart", "lora", "speculative", "custom_engine"])
+def test_steps_of_examples_have_no_findings(example: str, monkeypatch: pytest.MonkeyPatch):
+    reference: Any = dg.get_backend("cpu")
+    capture, findings, steps = dg.capture, [], []
+
+    def checked(fn: Any, *args: Any, **options: Any) -> Any:
+        named = {name: options.get(name) for name in ("kwargs", "host_args")}
+        findings.extend(reference.check(fn, args, **named))
+        steps.append(fn)
+        return capture(fn, *args, **options)
+
+    for module in (dg, capturing):
+        monkeypatch.setattr(module, "capture", checked)
+    monkeypatch.setattr(sys, "argv", [example])
+    path = Path(__file__).parents[2] / "examples" / f"{example}.py"
+    with torch.random.fork_rng(), torch.no_grad(), contextlib.suppress(SystemExit):
+        runpy.run_path(str(path), run_name="__main__")
+    assert steps and findings == []
 
 
 def test_everything_is_found_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -155,7 +213,7 @@ def test_file_has_its_neighbours_and_leaves_modules_of_its_name_alone(
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "beside_colorsys.py").write_text("def inputs():\n    return (colours(),)\n")
     (tmp_path / "colorsys.py").write_text(
-        "from beside_colorsys import inputs\nimport beside_colorsys\nKEPT = []\n"
+        "from beside_colorsys import inputs\nimport beside_colorsys\nKEPT = object()\n"
         "def colours():\n    return KEPT\ndef step(kept):\n    assert kept is KEPT\n"
         "beside_colorsys.colours = colours\n"
     )

@@ -348,7 +348,7 @@ def test_escaping_allocations_are_named() -> None:
     earlier = record(lambda: x + 1, pool=pool)
     with Recorder(pool, knowledge=KNOWLEDGE) as recorder:
         out = step(x)
-    (found,) = recorder.escaping(tensors(out))
+    (found,) = recorder.escaping(tensors(out)).values()
     assert found.kind == "escaping_allocation" and found.file == __file__
     assert found.line == step.__code__.co_firstlineno + 1
     assert earlier and kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import re
 import sys
@@ -87,6 +88,19 @@ def raising_line(error: BaseException) -> SourceLine | None:
 @functools.lru_cache(maxsize=4096)
 def _text(file: str, number: int) -> str:
     return linecache.getline(file, number).strip()
+
+
+def line_of(fn: Any) -> SourceLine:
+    """Return the first line of a function, or of the ``forward`` of a module."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = inspect.unwrap(getattr(fn, "forward", fn))
+    fn = getattr(fn, "__func__", fn if hasattr(fn, "__code__") else type(fn).__call__)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return SourceLine("<unknown>", 0, repr(fn), "")
+    line = code.co_firstlineno
+    return SourceLine(code.co_filename, line, code.co_name, _text(code.co_filename, line))
 
 
 def line_in(frame: FrameType, number: int) -> SourceLine:
