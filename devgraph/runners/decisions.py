@@ -47,8 +47,6 @@ class Reason(str, enum.Enum):
     """The batch has more rows than the largest bucket."""
     OVER_MAX_REQUESTS = "over_max_requests"
     """The batch has more requests than the graphs have request slots."""
-    OVER_MAX_SEQ_LEN = "over_max_seq_len"
-    """A sequence is longer than the configured limit for graphs."""
     PADDING = "padding"
     """The smallest bucket that holds the batch exceeds the padding factor."""
     UNKNOWN_WIDTH = "unknown_width"
@@ -134,7 +132,6 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.DISABLED: (ConfigError, "choose the policy 'full' or 'breakable' for this phase"),
     Reason.OVER_LARGEST_BUCKET: (InputError, "add a bucket of that size or split the batch"),
     Reason.OVER_MAX_REQUESTS: (InputError, "raise max_requests or split the batch"),
-    Reason.OVER_MAX_SEQ_LEN: (InputError, "raise max_seq_len in the configuration"),
     Reason.PADDING: (InputError, "add a bucket near this size or raise max_padding"),
     Reason.UNKNOWN_WIDTH: (InputError, "declare a variant of that width"),
     Reason.UNKNOWN_VARIANT: (InputError, "declare it in variants"),

@@ -211,14 +211,8 @@ class EncoderRunner(Runner):
         variant = canonical_variant(options)
         lost = {g.key.bucket for g in self.graphs if g.dropped and g.key.variant == variant}
         kept = [size for size in self.buckets if size not in lost] or self.buckets
-        return packed(
-            mine,
-            lengths,
-            kept,
-            self.graphs.counting.requests,
-            max_padding=self._config.max_padding,
-            longest=self._config.max_seq_len,
-        )
+        most = self.graphs.counting.requests
+        return packed(mine, lengths, kept, most, max_padding=self._config.max_padding)
 
     def _run_pack(
         self,
@@ -228,9 +222,9 @@ class EncoderRunner(Runner):
         options: Mapping[str, Any],
     ) -> Any:
         lengths = [data[item][0] for item in pack]
-        longest, decision = max(lengths, default=0), None
+        decision = None
         if self._ranks.size > 1:  # before anything that can fail on this rank alone
-            decision = self.agree(self.can_run(len(pack), sum(lengths), options, longest=longest))
+            decision = self.agree(self.can_run(len(pack), sum(lengths), options))
         inputs: Mapping[str, torch.Tensor] = self._step.inputs.views(Size(0, 0))
         if pack:
             rows = {n: self._joined([data[i][1][n] for i in pack]) for n in self._item_slots}
@@ -240,7 +234,6 @@ class EncoderRunner(Runner):
             host_args=host_args,
             variant=options,
             decision=decision,
-            longest=longest,
             clone=True,
         )
 
@@ -292,17 +285,15 @@ def packed(
     max_items: int,
     *,
     max_padding: float,
-    longest: int | None = None,
 ) -> list[list[int]]:
     """Return ``items`` in packs that each fit into a budget.
 
     First fit, longest first, is tried for each of the largest budgets. The best packing has the
     fewest packs with more padding than ``max_padding``, then the fewest rows. If first fit leaves a
     pack with more padding, packings of the same number of even packs are tried too. An item over
-    the largest budget, or longer than ``longest``, is alone. The packs, and the items of each, are
-    in the order of the items.
+    the largest budget is alone. The packs, and the items of each, are in the order of the items.
     """
-    most = budgets[-1] if longest is None else min(budgets[-1], longest)
+    most = budgets[-1]
     order = sorted(items, key=lambda item: -lengths[item])
     alone = list(itertools.takewhile(lambda item: lengths[item] > most, order))
     rest = order[len(alone) :]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from devgraph.api.capture import Captured
-from devgraph.api.errors import InputError, StateError, brief, did_you_mean, whole
+from devgraph.api.errors import InputError, StateError, brief, did_you_mean
 from devgraph.api.gates import Gates
 from devgraph.api.graph import GraphInfo, summed
 from devgraph.api.pool import Pool
@@ -207,26 +207,17 @@ class Graphs:
         """
         return options if options or () in self.variants else next(iter(self.variants.values()))
 
-    def decide(self, size: Size, options: Mapping[str, Any], longest: int | None) -> Decision:
+    def decide(self, size: Size, options: Mapping[str, Any]) -> Decision:
         """Return how a batch would run now. Changes nothing.
 
         This is the only rule of eligibility.
         """
-        config = self._config
         if not size.requests or not size.tokens:
             return Decision.eager(Reason.EMPTY_BATCH)
-        if config.policy == "disabled":
+        if self._config.policy == "disabled":
             return Decision.eager(Reason.DISABLED)
         if self.suspended:
             return Decision.eager(Reason.SUSPENDED)
-        if config.max_seq_len is not None:
-            if longest is None:
-                raise InputError(
-                    f"max_seq_len={config.max_seq_len} is configured; pass longest=, the number of "
-                    f"tokens in the longest sequence of the batch"
-                )
-            if whole("longest", longest) > config.max_seq_len:
-                return Decision.eager(Reason.OVER_MAX_SEQ_LEN)
         variant = self.counting.variant(size, options, self.variants)
         if isinstance(variant, Reason):
             return Decision.eager(variant)

@@ -179,7 +179,7 @@ class Runner:
         """Whether the warning about a run before ``capture`` is out or does not apply."""
         # Otherwise a size that once ran in a graph needs no further decision, because the table of
         # bound steps is cleared whenever a decision could change.
-        self._decide_always = bool(options.weights_epoch or config.max_seq_len is not None)
+        self._decide_always = options.weights_epoch is not None
         # These two come last: a runner that is refused must not change a pool that others use.
         if config.executable_budget is not None:
             pool.limit(config.executable_budget)
@@ -195,8 +195,6 @@ class Runner:
         requests: int,
         tokens: int | None = None,
         variant: Mapping[str, Any] | None = None,
-        *,
-        longest: int | None = None,
     ) -> Decision:
         """Return how a batch would run now. Changes nothing and counts nothing.
 
@@ -207,7 +205,6 @@ class Runner:
             tokens: number of tokens of the batch.
             variant: the variant as declared; without ``width``, decode takes tokens per request.
                 A combination of values that was not declared is a reason to run eagerly.
-            longest: tokens of the longest sequence, needed if ``max_seq_len`` is configured.
 
         Raises:
             InputError: a number is negative, the numbers contradict each other, or no declared
@@ -218,7 +215,7 @@ class Runner:
         options = self.graphs.asked(variant)
         count = None if tokens is None else whole("tokens", tokens)
         size = self.graphs.counting.size(whole("requests", requests), count, options)
-        return self.graphs.decide(size, options, longest)
+        return self.graphs.decide(size, options)
 
     def agree(self, decision: Decision | None) -> Decision:
         """Return the decision that all ranks take for this step; every rank must call it.
@@ -264,7 +261,6 @@ class Runner:
         host_args: Mapping[str, Any] | None = None,
         variant: Mapping[str, Any] | None = None,
         decision: Decision | None = None,
-        longest: int | None = None,
         clone: bool = False,
         state_slots: Sequence[int] | torch.Tensor | None = None,
         accepted: Sequence[int | None] | None = None,
@@ -284,7 +280,6 @@ class Runner:
             host_args: a value for every declared host argument.
             variant: as for ``can_run``; a decision that names a graph brings its own variant.
             decision: a decision of ``agree`` or ``can_run``; without it the runner decides itself.
-            longest: as for ``can_run``.
             clone: return copies, which later runs do not overwrite.
             state_slots: with ``state``, the request slot of each request.
             accepted: with steps of several tokens, the number of tokens of its last step that each
@@ -319,7 +314,7 @@ class Runner:
                 if decision is None and not self._decide_always and inputs is not None:
                     step = self._steps.find(inputs, variant)
                 if step is None or inputs is None:
-                    out = self._decide(inputs, host_args, variant, decision, longest, clone)
+                    out = self._decide(inputs, host_args, variant, decision, clone)
                 else:
                     if self._options.bound:
                         self.buffers.check()
@@ -358,7 +353,6 @@ class Runner:
         host_args: Mapping[str, Any] | None,
         variant: Mapping[str, Any] | None,
         decision: Decision | None,
-        longest: int | None,
         clone: bool,
     ) -> Any:
         """Check the batch, decide and run it."""
@@ -374,7 +368,7 @@ class Runner:
         size = self.graphs.counting.size(*shown, options)
         agreed = None if decision is None else decision.bucket
         if decision is None:
-            decision = self.graphs.decide(size, options, longest)
+            decision = self.graphs.decide(size, options)
         elif decision.ok:
             self.graphs.require_fit(decision, size, options)
         if decision.reason is Reason.EMPTY_BATCH:

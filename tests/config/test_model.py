@@ -117,7 +117,6 @@ def phase_configs() -> st.SearchStrategy[PhaseConfig]:
         "max_bs": st.none() | MAXIMA,
         "align": st.integers(1, 16),
         "max_requests": st.none() | st.integers(1, 512),
-        "max_seq_len": st.none() | st.integers(1, 1 << 20),
         "max_padding": st.floats(1.0, 100.0),
         "compiler": st.sampled_from(["eager", "inductor"]),
         "capture": st.sampled_from(["eager", "lazy", "background"]),

@@ -27,8 +27,7 @@ OLDER_CASES: list[tuple[list[str], dict[str, object]]] = [
         [
             "--cuda-graph-config",
             '{"decode": {"backend": "full", "max_bs": 256, "bs": [1, 256]}, "prefill": '
-            '{"backend": "tc_piecewise", "tc_compiler": "inductor", "full_prefill_max_req": 16, '
-            '"max_context_size": 4096, "max_seq_len": 2048}}',
+            '{"backend": "tc_piecewise", "tc_compiler": "inductor", "full_prefill_max_req": 16}}',
         ],
         {
             "decode": {"policy": "full", "max_bs": 256, "buckets": [1, 256]},
@@ -36,7 +35,6 @@ OLDER_CASES: list[tuple[list[str], dict[str, object]]] = [
                 "policy": "piecewise",
                 "compiler": "inductor",
                 "max_requests": 16,
-                "max_seq_len": 2048,
             },
         },
     ),
@@ -68,13 +66,15 @@ def test_older_cases_cover_the_whole_table() -> None:
     assert len(OLDER_FLAGS) == 15
 
 
-def test_key_that_shapes_a_variant_is_left_to_the_engine() -> None:
-    text = '{"prefill": {"full_prefill_prefix_chunk_tokens": 8}}'
-    config, messages = from_argv("--cuda-graph-config", text)
+@pytest.mark.parametrize(
+    "key", ["full_prefill_prefix_chunk_tokens", "max_seq_len", "max_context_size"]
+)
+def test_key_of_a_variant_or_of_a_length_is_left_to_the_engine(key: str) -> None:
+    config, messages = from_argv("--cuda-graph-config", f'{{"prefill": {{"{key}": 8}}}}')
     assert config == DeviceGraphConfig()
     assert messages == [
         "--cuda-graph-config chooses no graph mode or size. Not for devgraph and left to the "
-        "engine: prefill.full_prefill_prefix_chunk_tokens."
+        f"engine: prefill.{key}."
     ]
 
 

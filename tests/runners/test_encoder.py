@@ -104,13 +104,6 @@ def test_an_item_over_the_largest_budget_runs_eagerly_counted_or_raises():
         check(encoder_of(strict=True), (40,))
 
 
-def test_items_longer_than_the_limit_run_alone_and_eagerly():
-    runner = encoder_of(config={"max_seq_len": 12})
-    check(runner, (20, 12, 4))
-    assert runner.stats().eager == {"over_max_seq_len": 1}
-    assert runner.stats().graph_steps == 1
-
-
 def test_no_items_are_an_empty_batch():
     runner = encoder_of()
     assert runner.run([]) == []

@@ -138,16 +138,6 @@ def test_mostly_padding_runs_eagerly():
     assert double_runner(config={"buckets": [1, 8], "max_padding": 3}).can_run(3).ok
 
 
-def test_sequences_over_the_configured_length_run_eagerly():
-    runner = double_runner(config={"max_seq_len": 100})
-    with pytest.raises(dg.InputError, match="pass longest="):
-        runner.run({"x": rows_of_x(1)})
-    runner.run({"x": rows_of_x(1)}, longest=100)
-    runner.run({"x": rows_of_x(1)}, longest=101)
-    assert runner.stats().eager == {"over_max_seq_len": 1}
-    assert runner.can_run(1, longest=101).reason is Reason.OVER_MAX_SEQ_LEN
-
-
 def test_a_decision_may_be_handed_over():
     runner = double_runner()
     larger = runner.can_run(8)

@@ -71,6 +71,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
         ("memory_budget_bytes", "use graph_budget_bytes"),
         ("min_speedup", r"use dg.graphed\(step, min_speedup=...\)"),
         ("learned", "leave it out"),
+        ("max_seq_len", "leave it out"),
     ],
 )
 def test_a_removed_key_is_refused_with_its_replacement(key: str, replacement: str) -> None:

@@ -89,10 +89,9 @@ _JSON_KEYS: Mapping[str, str] = {
     "max_bs": "max_bs",
     "tc_compiler": "compiler",
     "full_prefill_max_req": "max_requests",
-    "max_seq_len": "max_seq_len",
-    "max_context_size": "max_seq_len",
 }
-_JSON_IGNORED = ("full_prefill_prefix_chunk_tokens",)  # shapes a variant, and engines name those
+# Shapes of variants, which engines name, and limits of lengths.
+_JSON_IGNORED = ("full_prefill_prefix_chunk_tokens", "max_seq_len", "max_context_size")
 
 
 def _phases_json(value: Any, flag: str) -> Source:
@@ -109,9 +108,7 @@ def _phases_json(value: Any, flag: str) -> Source:
                 ignored.append(f"{phase}.{key}")
             elif item is not None:  # null is an engine's own "not chosen"
                 name = _JSON_KEYS[key]
-                checked = KEYS[name].read(item, f"{flag}: {phase}.{key}")
-                earlier = values.get((phase, name))
-                values[phase, name] = checked if earlier is None else min(earlier, checked)
+                values[phase, name] = KEYS[name].read(item, f"{flag}: {phase}.{key}")
     return _source(values, flag, *ignored)
 
 
@@ -147,6 +144,8 @@ def _in_mode(key: str) -> str:
     return f"use the key {key} of {MODE}"
 
 
+_ANY_LENGTH = "graphs serve sequences of any length; limit it in the engine"
+
 REMOVED_FLAGS: Mapping[str, str] = {
     "--enforce-eager": f"use {' '.join(DISABLE.values())}",
     "--enable-piecewise-cuda-graph": "use --prefill-device-graph-mode piecewise",
@@ -161,11 +160,11 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "--cudagraph-mode": f"use {MODE}",
     "--compilation-config": f"use {MODE}",
     "--optimization-level": f"use {MODE}",
-    "--max-seq-len-to-capture": _in_mode("max_seq_len"),
-    "--max-context-len-to-capture": _in_mode("max_seq_len"),
-    "--cuda-graph-max-seq-len-prefill": _in_mode("max_seq_len"),
-    "--cuda-graph-prefill-max-context": _in_mode("max_seq_len"),
-    "--context-bucket": _in_mode("max_seq_len"),
+    "--max-seq-len-to-capture": _ANY_LENGTH,
+    "--max-context-len-to-capture": _ANY_LENGTH,
+    "--cuda-graph-max-seq-len-prefill": _ANY_LENGTH,
+    "--cuda-graph-prefill-max-context": _ANY_LENGTH,
+    "--context-bucket": _ANY_LENGTH,
     "--disable-cuda-graph-padding": _in_mode("max_padding"),
     "--debug-cuda-graph": _in_mode("emulate"),
     "--disable-draft-cuda-graph": "a draft model has a runner and a mode of its own",

@@ -66,6 +66,7 @@ REMOVED_KEYS: Mapping[str, str] = {
     "memory_budget_bytes": "use graph_budget_bytes",
     "min_speedup": "use dg.graphed(step, min_speedup=...), which compares a graph with eager",
     "learned": "leave it out; background captures go from the largest bucket to the smallest",
+    "max_seq_len": "leave it out; graphs serve sequences of any length that the engine admits",
 }
 """Keys of earlier versions, each with its replacement."""
 
@@ -321,12 +322,6 @@ class PhaseConfig:
         optional(_COUNT),
         "Request slots of a full prefill graph. Batches with more requests run eagerly. None: the "
         "capacity of the runner.",
-        default=None,
-    )
-    max_seq_len: int | None = _key(
-        optional(_COUNT),
-        "Maximum sequence length in graphs. Batches with a longer sequence run eagerly. None: no "
-        "limit.",
         default=None,
     )
     max_padding: float = _key(

@@ -47,7 +47,6 @@ _KEYS = {
     "buckets": "bs",
     "max_bs": "max_bs",
     "max_requests": "full_prefill_max_req",
-    "max_seq_len": "max_seq_len",
 }
 """Keys of a phase that SGLang can express, with SGLang's names."""
 

@@ -132,7 +132,7 @@ class OperationTrace:
                 if type(child) is nn.Linear:
                     hooks.append(child.register_forward_pre_hook(record))
         try:
-            with model_lock, replaced(_rotary_changes(rotations)):
+            with replaced(_rotary_changes(rotations)):
                 yield
         finally:
             for hook in hooks:
@@ -205,13 +205,16 @@ class _Projections:
         self._pieces: Sequence[Tensor] = ()
         self.join()
 
-    @property
-    def joined(self) -> bool:
-        """Whether the layers' weights still are views of the joined matrix."""
+    def refresh(self) -> None:
+        """Join the weights again if some are not views of the joined matrix any more."""
         # Every eager step checks every layer, so read the parameter dictionary directly.
-        return all(
-            parameters["weight"].data_ptr() == address for parameters, address in self._addresses
-        )
+        if any(own["weight"].data_ptr() != address for own, address in self._addresses):
+            if is_capturing():
+                raise CaptureError(
+                    "weights of the model were replaced; run one step eagerly before a capture (the"
+                    " warm-up of a capture is such a step), and invalidate older graphs"
+                )
+            self.join()
 
     @torch.inference_mode(False)  # Inference tensors could not be written outside of that mode.
     @torch.no_grad()
@@ -234,8 +237,7 @@ class _Projections:
             joined = F.linear(given, self.weight, self.bias)
             self._pieces = torch.split_with_sizes(joined, self.sizes, -1)
         if self._given is not given:
-            layer = self.layers[index]
-            return F.linear(given, layer.weight, layer.bias)
+            return F.linear(given, self.layers[index].weight, self.layers[index].bias)
         piece = self._pieces[index]
         if index == len(self.layers) - 1:
             self.forget()
@@ -246,14 +248,11 @@ class _Projections:
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    first, at = parts[0], parts[0].data_ptr()
-    adjacent = True
-    for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        adjacent &= same and part.data_ptr() == at
-        at += part.nbytes
-    sizes = [part.shape[0] for part in parts]
-    if adjacent:
+    first, sizes = parts[0], [part.shape[0] for part in parts]
+    ends = itertools.accumulate((part.nbytes for part in parts), initial=first.data_ptr())
+    if len({part.untyped_storage().data_ptr() for part in parts}) == 1 and all(
+        part.data_ptr() == end for part, end in zip(parts, ends, strict=False)
+    ):
         return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
     whole = torch.cat([part.detach() for part in parts])
     for part, view in zip(parts, torch.split_with_sizes(whole, sizes), strict=True):
@@ -344,7 +343,8 @@ class Fusion:
     def active(self) -> Iterator[None]:
         """Apply the replacements inside the block."""
         with model_lock:
-            self._refresh()
+            for group in self._projections:
+                group.refresh()
             rotations = {
                 home: functools.partial(self._rotate_or, forms)
                 for home, forms in self._rotary.items()
@@ -356,16 +356,6 @@ class Fusion:
                 for group in self._projections:
                     group.forget()
                 self._tables.clear()
-
-    def _refresh(self) -> None:
-        for group in self._projections:
-            if not group.joined:
-                if is_capturing():
-                    raise CaptureError(
-                        "weights of the model were replaced; run one step eagerly before a capture"
-                        " (the warm-up of a capture is such a step), and invalidate older graphs"
-                    )
-                group.join()
 
     def _rotate(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -413,21 +403,23 @@ def _rms_norm(parameters: dict[str, Any], eps: float, given: Tensor) -> Tensor:
 def _rotate_together(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_dim: int
 ) -> tuple[Tensor, Tensor]:
-    both = _joined_heads(q, k, heads_dim)
-    rotating, rest = both, None
-    if cos.shape[-1] < both.shape[-1]:
-        rotating, rest = both[..., : cos.shape[-1]], both[..., cos.shape[-1] :]
+    both, width = _joined_heads(q, k, heads_dim), cos.shape[-1]
+    is_whole = width >= both.shape[-1]
+    rotating = both if is_whole else both[..., :width]
     low, high = rotating.chunk(2, -1)
     rotated = torch.addcmul(rotating * cos, torch.cat((high, low), -1), sin)
-    if rest is not None:
-        rotated = torch.cat((rotated, rest), -1)
+    if not is_whole:
+        rotated = torch.cat((rotated, both[..., width:]), -1)
     sizes = (q.shape[heads_dim], k.shape[heads_dim])
     rotated_q, rotated_k = torch.split_with_sizes(rotated, sizes, heads_dim)
     return rotated_q, rotated_k
 
 
 def _joined_heads(q: Tensor, k: Tensor, dim: int) -> Tensor:
-    """Concatenate ``q`` and ``k`` along ``dim``, as a view if they are adjacent in memory."""
+    """Concatenate ``q`` and ``k`` along ``dim``, as a view if they are adjacent in memory.
+
+    Heads of one joined projection are adjacent.
+    """
     step = (q if q.shape[dim] > 1 else k).stride(dim)
     if (
         # The stride of a dimension of size one carries no information.
@@ -436,7 +428,6 @@ def _joined_heads(q: Tensor, k: Tensor, dim: int) -> Tensor:
         and k.storage_offset() == q.storage_offset() + q.shape[dim] * step
         and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
     ):
-        # Heads of one joined projection are adjacent, so a view suffices.
         shape, strides = list(q.shape), list(q.stride())
         shape[dim] += k.shape[dim]
         strides[dim] = step
@@ -454,11 +445,9 @@ def _close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False
     # Allow a few roundings of the dtype, and at least those of float32.
-    unit = max(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps)
-    limit = 8 * unit
-    return bool(torch.allclose(a.float(), b.float(), atol=limit, rtol=limit)) and math.isfinite(
-        float(a.float().sum())
-    )
+    limit = 8 * max(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps)
+    is_near = torch.allclose(a.float(), b.float(), atol=limit, rtol=limit)
+    return is_near and math.isfinite(float(a.float().sum()))
 
 
 def _near(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
@@ -37,8 +37,6 @@ _SAMPLES = 16
 
 _VOLATILE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache"})
 """Keys of a model's configuration that do not describe its computation."""
-
-T = TypeVar("T")
 
 Numbers = tuple[int | None, ...]
 """One number for each layer; None for a layer without attention."""
@@ -133,8 +131,8 @@ def _states(value: Any) -> States:
     )
 
 
-def _exactly(kind: type[T]) -> Callable[[Any], T]:
-    def read(value: Any) -> T:
+def _exactly(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
         if type(value) is not kind:
             raise TypeError(f"expected {kind.__name__}")
         return value
@@ -208,9 +206,7 @@ class Handoff:
         """Return the number of leading bytes of ``data`` that hold the first ``layers`` layers."""
         return self._layout()[1][layers]
 
-    def _layout(
-        self,
-    ) -> tuple[dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]], list[int]]:
+    def _layout(self) -> tuple[dict[str, tuple[int, int, torch.dtype, Any]], list[int]]:
         """Return start, size, dtype and shape of each tensor, and the end of each layer."""
         places, ends, at = {}, [0], 0
         for layer in range(self.layers):
@@ -248,10 +244,10 @@ class Handoff:
         """
         try:
             given = json.loads(text)
-            if not isinstance(given, dict):
-                raise TypeError(f"expected an object, got {brief(given)}")
-        except (ValueError, RecursionError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             raise HandoffError(f"the header of a handoff is not readable: {error}") from error
+        if not isinstance(given, dict):
+            raise HandoffError(f"the header of a handoff is not an object: {brief(given)}")
         if given.get("version") != VERSION:
             raise HandoffError(
                 f"version differs: {brief(given.get('version'))} in the handoff, {VERSION} here; "
@@ -334,75 +330,66 @@ def _name_of(dtype: torch.dtype) -> str:
 def _digest(model: PreTrainedModel) -> str:
     """Return the digests of the architecture and of a sample of the weights."""
     architecture, weights = hashlib.sha256(), hashlib.sha256()
-    config = {
-        key: value
-        for key, value in model.config.to_dict().items()
-        if value and key not in _VOLATILE and key[0] != "_"
-    }
+    items = model.config.to_dict().items()
+    config = {k: v for k, v in items if v and k not in _VOLATILE and k[0] != "_"}
     architecture.update(json.dumps([type(model).__name__, config], sort_keys=True).encode())
     for name, weight in sorted(model.state_dict().items()):
         architecture.update(f"{name} {tuple(weight.shape)}".encode())
-        if not weight.numel():
-            continue
-        count = min(_SAMPLES, weight.numel())
-        at = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64).long()
-        places = torch.unravel_index(at.to(weight.device), weight.shape or (1,))
-        sample = weight.detach().view(weight.shape or (1,))[places].cpu().contiguous()
-        weights.update(sample.view(torch.uint8).numpy().tobytes())
+        count, shape = min(_SAMPLES, weight.numel()), weight.shape or (1,)
+        if count:
+            at = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64).long()
+            places = torch.unravel_index(at.to(weight.device), shape)
+            sample = weight.detach().view(shape)[places].cpu().contiguous()
+            weights.update(sample.view(torch.uint8).numpy().tobytes())
     return f"{architecture.hexdigest()[:16]}-{weights.hexdigest()[:16]}"
 
 
 def differences(
     handoff: Handoff, geometry: Mapping[str, Any], *, convert: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the header's fields that differ from ``geometry``: (in the handoff, here).
+    """Return the header's fields that differ from those of the receiver: (in the handoff, here).
 
-    Args:
-        handoff: the handoff to compare.
-        geometry: the fields of the receiver, from ``geometry_of``.
-        convert: whether dtypes, and with them the bits of weights and states, may differ.
+    With ``convert``, dtypes may differ, and with them the bits of weights and states.
     """
-    found = {}
     converts = convert and handoff.dtype != geometry["dtype"]
 
     def comparable(name: str, value: Any) -> Any:
+        if converts and name == "dtype":
+            return None
         if converts and name == "model":
             return value.split("-")[0]
         if converts and name == "states":
             return [{state: shape for state, (_, shape) in layer.items()} for layer in value]
         return value
 
-    for name, here in geometry.items():
-        value = getattr(handoff, name)
-        same = comparable(name, value) == comparable(name, here)
-        if not same and not (converts and name == "dtype"):
-            found[name] = (value, here)
-    return found
+    pairs = {name: (getattr(handoff, name), here) for name, here in geometry.items()}
+    return {
+        name: pair
+        for name, pair in pairs.items()
+        if comparable(name, pair[0]) != comparable(name, pair[1])
+    }
 
 
-def refuse(found: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise HandoffError if ``found`` has differences, with a line for each."""
-    if not found:
-        return
-    lines = [
-        f"\n  {name}: {brief(there)} in the handoff, {brief(here)} here"
-        for name, (there, here) in found.items()
-    ]
-    advice = "; pass convert=True to convert the dtype" if set(found) == {"dtype"} else ""
-    raise HandoffError(
-        f"the handoff does not fit this engine{advice}:{''.join(lines)}", fields=tuple(found)
-    )
+def refuse(differing: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise HandoffError if fields differ, with a line for each."""
+    if differing:
+        lines = [
+            f"\n  {name}: {brief(there)} in the handoff, {brief(here)} here"
+            for name, (there, here) in differing.items()
+        ]
+        advice = "; pass convert=True to convert the dtype" if set(differing) == {"dtype"} else ""
+        raise HandoffError(
+            f"the handoff does not fit this engine{advice}:{''.join(lines)}",
+            fields=tuple(differing),
+        )
 
 
 class LayerStream:
     """A thread that fills handoffs layer by layer while a step computes.
 
-    It waits for the signal of each layer, and stops at the first layer with a recurrent state. The
-    last layer is left to the end of the step, which has the first token.
-
-    Args:
-        gates: gates of the runner; the next step signals ``kv.LAYER``.
-        exports: each handoff, and the tensors of its slot.
+    It waits for the signal ``kv.LAYER`` of each layer, and stops at the first layer with a
+    recurrent state. The last layer is left to the end of the step, which has the first token.
+    ``exports`` has each handoff and the tensors of its slot.
     """
 
     def __init__(

@@ -269,7 +269,7 @@ class CausalModel:
             inputs["left"] = self.tensor(list(left))
         longest = max(map(operator.add, positions, counts))
         host_args = self.decode_host_values(positions, longest=longest)
-        return self._data(pieces, inputs, host_args, longest)
+        return self._data(pieces, inputs, host_args)
 
     def packed_data(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the arguments of ``Runner.run`` for a packed step."""
@@ -287,12 +287,12 @@ class CausalModel:
                 self.cache.prepare(piece.slot, length, self.max_len)
         spans = itertools.chain.from_iterable((p.slot, p.cached, p.count) for p in pieces)
         host_args = dict.fromkeys(self.packed_host_args, tuple(spans))
-        return self._data(pieces, inputs, host_args, max(lengths))
+        return self._data(pieces, inputs, host_args)
 
     def _data(
-        self, pieces: Sequence[Piece], inputs: dict[str, Tensor], host_args: Any, longest: int
+        self, pieces: Sequence[Piece], inputs: dict[str, Tensor], host_args: Any
     ) -> dict[str, Any]:
-        data = {"inputs": inputs, "host_args": host_args, "longest": longest}
+        data = {"inputs": inputs, "host_args": host_args}
         return data | ({"state_slots": [piece.slot for piece in pieces]} if self.states else {})
 
     def _tokens(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:

@@ -264,7 +264,6 @@ class Seat:
             {"input_ids": ids.reshape(-1).long(), "position_ids": at[0], "slot_mapping": at[1]},
             host_args=model.decode_host_values(starts, width),
             variant={"width": width} if width > 1 else None,
-            longest=max(starts) + width,
             **self._state_options(runner),
         )
         self.length += count

@@ -245,9 +245,13 @@ def test_mode_that_sglang_cannot_do_is_refused(text: str, message: str) -> None:
         engine_mode(text, "cpu")
 
 
-def test_key_that_this_sglang_lacks_is_refused(engine: Any) -> None:
-    mode = engine_mode('{"prefill": {"max_seq_len": 64}}', "cpu")
-    with pytest.raises(dg.ConfigError, match="no max_seq_len for prefill"):
+def test_key_that_this_sglang_lacks_is_refused(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"decode": {"backend"}, "prefill": {"backend"}}
+    monkeypatch.setattr(module("cuda_graph_config"), "ALLOWED_KEYS_PER_PHASE", keys)
+    mode = engine_mode('{"prefill": {"max_bs": 64}}', "cpu")
+    with pytest.raises(dg.ConfigError, match="no max_bs for prefill"):
         mode.put_into(types.SimpleNamespace(cuda_graph_config=None))
 
 
