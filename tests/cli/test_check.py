@@ -84,8 +84,9 @@ def test_steps_of_examples_have_no_findings(example: str, monkeypatch: pytest.Mo
 
     def checked(fn: Any, *args: Any, **options: Any) -> Any:
         named = {name: options.get(name) for name in ("kwargs", "host_args")}
-        findings.extend(reference.check(fn, args, **named))
-        steps.append(fn)
+        if options["policy"] == "full":  # regions of the others read the batch outside of graphs
+            findings.extend(reference.check(fn, args, **named))
+            steps.append(fn)
         return capture(fn, *args, **options)
 
     for module in (dg, capturing):
