@@ -11,31 +11,16 @@ from tests.support import language
 ROOT = Path(__file__).parents[1]
 CODE = language.files_of([ROOT / "devgraph"])
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-PENDING = (
-    "devgraph/api/capture.py",
-    "devgraph/api/inputs.py",
-)
-"""Patterns of files whose prose has not been rewritten yet."""
 
 
-def _is_pending(path: Path) -> bool:
-    name = path.relative_to(ROOT)
-    return any(
-        name.match(pattern) and len(name.parts) == pattern.count("/") + 1 for pattern in PENDING
-    )
-
-
-FINISHED = [path for path in [*CODE, *DOCUMENTS] if not _is_pending(path)]
-
-
-@pytest.mark.parametrize("path", FINISHED, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*CODE, *DOCUMENTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose_has_none_of_the_forbidden_forms(path: Path):
     assert language.faults(path) == []
 
 
 @pytest.mark.parametrize(("paths", "most"), [(CODE, 1.0), (DOCUMENTS, 2.0)], ids=["code", "docs"])
 def test_vague_words_are_rare_in_all_files_together(paths: list[Path], most: float):
-    texts = [text for path in paths if not _is_pending(path) for text in language.texts_of(path)]
+    texts = [text for path in paths for text in language.texts_of(path)]
     vague, words = language.count(texts, {"docstring", "attribute", "comment", "document"})
     assert vague * 1000 <= most * words
 

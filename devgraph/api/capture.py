@@ -1,4 +1,4 @@
-"""``capture``: a callable, captured under a policy, with one meaning of replay for all of them."""
+"""``capture`` and ``Captured``: a step as device graphs, with one replay for all policies."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from devgraph.api.snapshots import DEFAULT_LIMIT
 
 
 class Captured:
-    """A captured callable; made by ``capture``.
+    """A captured callable, returned by ``capture``.
 
-    ``replay(**host_args)`` does what ``fn(*args, **host_args)`` does, with the data that the
-    bound tensors hold now. ``replay(*inputs, **host_args)``, or a call of the capture, copies new
-    inputs into the bound tensors first. ``outputs`` are the same tensors every time: the next
-    replay of this capture overwrites them, and no other capture of the pool does. Only what torch's
-    pytrees find counts as output: an object of an unregistered class is returned as it is, and the
-    tensors in it are overwritten by replays of other captures as well.
+    ``replay(**host_args)`` equals ``fn(*args, **host_args)`` on the current data of the bound
+    tensors. ``replay(*inputs, **host_args)``, or a call of the capture, first copies new inputs
+    into the bound tensors. ``outputs`` are the same tensors in every replay. The next replay of
+    this capture overwrites them, and no other capture of the pool does. Outputs are the tensors in
+    torch's pytrees. An object of an unregistered class is returned as it is, and replays of other
+    captures overwrite the tensors in it as well.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float, gates: Gates) -> None:
@@ -63,17 +63,18 @@ class Captured:
         self.pool = job.pool
         self.capture_seconds = seconds
         self.phases: dict[str, float] = job.phases
-        """Seconds that each phase of the capture took: warm-up, capture, and under ``piecewise``
-        activate and compile before them."""
+        """Seconds of each phase of the capture: activate and compile (under ``piecewise``), warm-up
+        and capture.
+        """
         self._job: Job | None = job
         self.exact = not compiles(policy) or job.compiler in (None, "eager")
-        """Whether replays run the kernels of eager, and so equal it bit for bit."""
+        """Whether replays run the kernels of eager, so that results are equal bit for bit."""
         self._plan = plan
         self._spec = job.spec
         self.settings = Settings.current()
-        """The settings of torch at the capture."""
+        """Settings of torch at the capture."""
         self.places: Mapping[str, int] = addresses(job.owned.everything())
-        """Addresses at capture of the tensors that the step reaches, by name."""
+        """Addresses at capture of the tensors in reach of the step, by name."""
         self._process = identity.token
         self._lock = job.pool.lock
         self._waits = job.check
@@ -84,7 +85,7 @@ class Captured:
 
     @property
     def outputs(self) -> Any:
-        """What ``fn`` returned, at fixed addresses."""
+        """The results of ``fn``, at fixed addresses."""
         return self._plan.outputs
 
     @property
@@ -96,24 +97,24 @@ class Captured:
         """Run the captured work on the current stream and return ``outputs``.
 
         Args:
-            *inputs: new data for the first of the bound arguments, copied into them: what stays
-                out keeps the data that it has. Shapes, dtypes, devices and everything that is no
-                tensor must be those of capture.
-            **named: a value for every declared host argument without a default in ``fn``'s
-                signature; nothing is remembered from earlier calls. And new data for bound
-                arguments by their names.
+            *inputs: new data for the first bound arguments, which is copied into them. The other
+                arguments keep their data. Shapes, dtypes, devices and plain values must equal those
+                of capture.
+            **named: a value for each declared host argument without a default in the signature of
+                ``fn``, and new data for bound arguments by name. No value is remembered from
+                earlier calls.
 
         Raises:
-            HostArgumentError: host arguments are missing, unknown or ill-typed (a TypeError).
-            InputError: new data does not fit what is bound; nothing was changed.
-            StateError: closed, in a forked process, or a bound tensor has moved, was replaced or
-                has another layout.
-            NestedCaptureError: inside a capture.
+            HostArgumentError: host arguments are missing, unknown or of a wrong type (a TypeError).
+            InputError: new data does not match the bound arguments. No tensor was changed.
+            StateError: the capture is closed or belongs to another process, or a bound tensor has
+                moved, was replaced or has another layout.
+            NestedCaptureError: the call is inside a capture.
         """
         self._check()
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
-            assert self._inputs is not None  # only close takes it
+            assert self._inputs is not None  # until close()
             pairs, named = self._inputs.taken(inputs, named)
         values = self._spec.fill(named)
         with self._lock:
@@ -135,11 +136,11 @@ class Captured:
     __call__ = replay
 
     def run(self, host: Mapping[str, Any]) -> None:
-        """Do what ``replay`` does for a caller that has checked already what it would check.
+        """Replay without the checks of ``replay``, which the caller has made.
 
-        The caller is in the process of the capture and outside of captures, has not closed it,
-        holds the pool's lock, has called ``pool.order()``, gives a value of the declared type for
-        every host argument, and asks ``raise_if_lost`` about errors.
+        The capture must be open, and belong to this process. The caller is outside of captures,
+        holds the pool's lock, has called ``pool.order()``, passes a value of the declared type for
+        every host argument, and passes errors to ``raise_if_lost``.
         """
         if self._marks:
             with self.gates.launch(self._marks):
@@ -153,10 +154,7 @@ class Captured:
         plan = self._plan
         try:
             if plan.marks:
-                values = {}
-                for mark in plan.marks:  # a comprehension is one call more in each replay
-                    values[mark] = mark.host_kwargs(host)
-                plan.bind(values)
+                plan.bind({mark: mark.host_kwargs(host) for mark in plan.marks})
             if self._broken and not self.settings.hold():
                 with self.settings.restored():
                     plan.run()
@@ -170,7 +168,7 @@ class Captured:
 
     @property
     def launch(self) -> Callable[[], None] | None:
-        """``run`` without host arguments, if it is nothing but one launch."""
+        """``run`` without host arguments if it consists of one launch, else None."""
         return None if self._plan.marks or self._broken or self._waits else self._plan.run
 
     def _check(self) -> None:
@@ -205,7 +203,7 @@ class Captured:
         atol: float | None = None,
         snapshot_limit: int = DEFAULT_LIMIT,
     ) -> Report:
-        """Replay against eager runs of ``fn`` on fresh inputs.
+        """Compare replays with eager runs of ``fn`` on fresh inputs.
 
         Each case runs eagerly and as a graph from the same state: arguments, ``bound`` tensors,
         parameters and buffers, and random generators. Outputs and state are compared. Afterwards
@@ -213,21 +211,22 @@ class Captured:
 
         Args:
             cases: number of cases per set of host arguments.
-            host_args: the sets to try. By default those of capture, and the smallest and largest
-                values that ``sample`` draws.
-            sample: functions of a shape and a ``torch.Generator`` on the host that return legal
-                data, by names of parameters or host arguments. Without one, floating-point data is
-                random, and integers keep their values.
-            state: compare state as well as outputs.
-            rtol, atol: tolerances where a compiler chose other kernels than eager; those of torch
-                for the dtype by default. Everything else must be equal bit for bit.
-            snapshot_limit: bytes of copies of the state. Larger tensors are hashed.
+            host_args: sets of host arguments. By default the set of the capture, and the smallest
+                and the largest values that ``sample`` draws.
+            sample: functions that return legal data, by names of parameters or host arguments. Each
+                takes a shape and a ``torch.Generator`` on the host. Without a function,
+                floating-point data is random, and integers keep their values.
+            state: whether state is compared as well.
+            rtol: relative tolerance for results of a compiler with other kernels than eager; by
+                default that of torch for the dtype. Other results must be equal bit for bit.
+            atol: absolute tolerance for the same results.
+            snapshot_limit: maximum bytes of copies of the state. Larger tensors are hashed.
 
         Returns:
-            a report with ``ok``, ``failures``, ``causes`` and ``not_varied``.
+            A report with ``ok``, ``failures``, ``causes`` and ``not_varied``.
 
         Raises:
-            CaptureError: a case wrote a tensor above ``snapshot_limit``, or replaced a tensor.
+            CaptureError: a case replaced a tensor, or wrote one above ``snapshot_limit``.
         """
         self._check()
         assert self._job is not None
@@ -250,7 +249,7 @@ class Captured:
         return summed(self.segments, state=state, capture_seconds=self.capture_seconds)
 
     def pin(self, pinned: bool = True) -> None:
-        """Keep the executables of all segments, whatever the budget of the pool is, or no more."""
+        """Exempt the executables of all segments from the budget of the pool, or end that."""
         for segment in self.segments:
             if isinstance(segment, DeviceGraph):
                 segment.pinned = pinned
@@ -294,7 +293,7 @@ class Captured:
         ) + html.table("time and counters", ("", ""), [*spent, *self.stats().items()])
 
     def stats(self) -> dict[str, Any]:
-        """Return what the policy counted, by name; see the policies for the names."""
+        """Return the counters of the policy, which documents their names."""
         in_breaks = self._marks.in_breaks
         return {**self._plan.notes, **({"gates_in_breaks": in_breaks} if in_breaks else {})}
 
@@ -315,8 +314,8 @@ class Captured:
         self.close()
 
     def __repr__(self) -> str:
-        what = "closed" if self._job is None else _counted(len(self.segments), "segment")
-        return f"<Captured {self.policy} on {self.backend.name}: {what}>"
+        state = "closed" if self._job is None else _counted(len(self.segments), "segment")
+        return f"<Captured {self.policy} on {self.backend.name}: {state}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a capture owns device resources and cannot be pickled or copied")
@@ -343,63 +342,68 @@ def capture(
     gate_timeout: float | None = None,
     gates: Gates | None = None,
 ) -> Captured:
-    """Capture ``fn(*args, **kwargs, **host_args)`` and return what replays it.
+    """Capture ``fn(*args, **kwargs, **host_args)``.
 
     The tensors in the arguments are bound: their addresses are in the graph, and new data is
-    written into them. After the call, they, the buffers of modules that the step reaches, and the
-    random generators that it reaches have their old values. Parameters keep what the step wrote.
-    Python state that the step changed is named in a ``DeviceGraphWarning``.
+    written into them. After the call, these tensors, and the buffers and random generators in reach
+    of the step, have their old values. Parameters keep the values that the step wrote. A
+    ``DeviceGraphWarning`` names Python state that the step changed.
 
     Args:
         fn: the step. It receives host arguments as keywords; see ``region`` for their rules.
-        args, kwargs: its bound arguments: tensors, plain values, and trees of lists, tuples,
-            mappings, dataclasses, attrs classes, namespaces and registered pytrees. The step gets
-            containers of its own. Of modules and other objects the tensors are bound.
+        *args: the bound arguments of the step: tensors, plain values, and trees of lists, tuples,
+            mappings, dataclasses, attrs classes, namespaces and registered pytrees. The step
+            receives copies of the containers. The tensors in modules and other objects are bound.
+        kwargs: further bound arguments by name.
         policy: "full", "breakable" or "piecewise".
-        backend: a name or a backend.
+        backend: a backend or its name.
         host_args: names and capture values of the host arguments.
-        warmup: runs of the step before the capture, on the capture stream (2 as torch recommends
-            for libraries that set themselves up lazily). "piecewise" runs the compiled step, and
-            once at least after it compiled. The last gives the outputs their memory where other
-            captures share the pool: with 0 runs a replay of an earlier capture overwrites them.
-        pool: graph memory to share with other captures; a new one if None.
-        compiler: what compiles the pieces of "piecewise"; the other policies have none.
+        warmup: number of runs of the step before the capture, on the capture stream. Two, as torch
+            recommends, suffice for libraries with a lazy set-up. "piecewise" runs the compiled
+            step, at least once. The last run allocates the outputs if other captures share the
+            pool. With 0 runs, a replay of an earlier capture overwrites them.
+        pool: graph memory to share with other captures; None makes a new pool.
+        compiler: compiler of the pieces of "piecewise". Other policies take none.
         capture_error_mode: see ``Backend.capture_context``.
-        before_break: called before the eager body of each break during a breakable capture, for
-            example a barrier between ranks.
-        after_warmup: called after each warm-up run, for example to put back what the step wrote.
-        check: wait for the device after every segment of a replay, so that an error of the device
-            is raised by the segment that made it; the notes of an error name it.
-        name_nodes: note which nodes each marked function launches, and with a module which nodes
-            its submodules do, for ``explain`` and for ``ranges`` of the graphs among ``segments``.
-            Submodules are hooked for the time of the capture; pieces of "piecewise" call none.
-        budget: what policy "full" may spend in a replay on host arguments that are new.
-        bound: what else the graph uses, by name: trees of tensors, modules, and functions that
-            return such trees (``lambda: model.cache``). Every replay compares them, in about
-            0.1 us a tensor, and refuses to run with a tensor that was replaced.
-        snapshot_limit: bytes of copies that the capture may take of tensors in arguments and in
-            ``bound`` and of buffers of modules, to give them their values back. Larger tensors in
-            arguments and in ``bound`` are hashed, and must not be written.
-        gate_timeout: seconds after which a replay counts as invalid if one of its gates is closed;
-            by default those of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
-        gates: gates to share with other captures of the pool; ``gate_timeout`` is theirs.
+        before_break: called before the eager body of each break of a breakable capture, such as a
+            barrier of ranks.
+        after_warmup: called after each warm-up run, for example to restore state.
+        check: whether replays wait for the device after each segment. A device error is then raised
+            by its segment, and the notes of the error name that segment.
+        name_nodes: whether to note the nodes of each marked function, for ``explain`` and for
+            ``ranges`` of the graphs in ``segments``. With a module, the nodes of its submodules are
+            noted too; they are hooked during the capture. Pieces of "piecewise" call no submodules.
+        budget: budget of policy "full" for new host arguments in replays.
+        bound: further state of the graph by name: trees of tensors, modules, and functions that
+            return such trees (``lambda: model.cache``). Every replay compares the tensors, in about
+            0.1 us each, and refuses to run if one was replaced.
+        snapshot_limit: maximum bytes of copies of tensors in arguments and in ``bound``, and of
+            buffers of modules. The copies restore their values. Larger tensors in arguments and in
+            ``bound`` are hashed, and must not be written.
+        gate_timeout: seconds after which a closed gate makes a replay invalid. By default the value
+            of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
+        gates: gates to share with other captures of the pool. They have their own timeout.
+
+    Returns:
+        The captured step.
 
     Raises:
-        CaptureError: the step cannot be captured; nothing is left behind.
-        InputError: an argument of this function is out of range; InputTypeError: of another kind.
-        HostArgumentError: ``host_args`` does not fit ``fn`` (a TypeError).
+        CaptureError: the step cannot be captured. All effects are undone.
+        InputError: an argument of this function is out of range.
+        InputTypeError: an argument of this function has a wrong type.
+        HostArgumentError: ``host_args`` does not match ``fn`` (a TypeError).
     """
     _require("fn", fn, callable(fn), "a callable")
-    for what, given in (("kwargs", kwargs), ("bound", bound)):
-        is_mapping = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
-        _require(what, given, given is None or is_mapping, "a mapping with strings as keys")
-    for what, called in (("before_break", before_break), ("after_warmup", after_warmup)):
-        _require(what, called, called is None or callable(called), "a function")
+    for name, given in (("kwargs", kwargs), ("bound", bound)):
+        is_mapping = isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
+        _require(name, given, given is None or is_mapping, "a mapping with strings as keys")
+    for name, hook in (("before_break", before_break), ("after_warmup", after_warmup)):
+        _require(name, hook, hook is None or callable(hook), "a function")
     _require("budget", budget, isinstance(budget, UpdateBudget | None), "an UpdateBudget")
     spec = HostSpec(host_args, fn)
-    twice = sorted(set(kwargs or ()) & set(spec.declared))
-    if twice:
-        raise InputError(f"{', '.join(twice)}: given both in kwargs and in host_args")
+    duplicates = sorted(set(kwargs or ()) & set(spec.declared))
+    if duplicates:
+        raise InputError(f"{', '.join(duplicates)}: given both in kwargs and in host_args")
     whole("warmup", warmup)
     whole("snapshot_limit", snapshot_limit)
     refuse_fakes("capture")
@@ -430,18 +434,18 @@ def capture(
     started = time.perf_counter()
     with (
         entered_gates(gates),
-        session(memory, mode=job.capture_error_mode) as held,
-        owned.kept(device, snapshot_limit) as same,
+        session(memory, mode=job.capture_error_mode) as recording,
+        owned.kept(device, snapshot_limit) as require_places,
     ):
         with job.phase("warm-up"):
             ready = chosen.warm_up(job, warmup)
             device.synchronize()
-            same()
+            require_places()
         hooked = names.hooked() if names and not compiles(policy) else contextlib.nullcontext()
         with job.phase("capture"), hooked:
-            plan = chosen.capture(ready, held)
+            plan = chosen.capture(ready, recording)
             try:
-                same()
+                require_places()
             except CaptureError:
                 plan.close()
                 raise
@@ -454,14 +458,13 @@ def _name(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
-def _require(what: str, value: object, fits: bool, wanted: str) -> None:
+def _require(name: str, value: object, fits: bool, wanted: str) -> None:
     if not fits:
-        raise InputTypeError(f"{what} must be {wanted}, got {brief(value)}")
+        raise InputTypeError(f"{name} must be {wanted}, got {brief(value)}")
 
 
 def _about(graph: DeviceGraph) -> list[str]:
-    """Return one line about the graph, one about each of its regions, and one about each call
-    whose nodes have a name."""
+    """Return a line for the graph, and one for each region and each named range of nodes."""
     info = graph.info()
     line = f"graph, {_counted(info.nodes, 'node')}, {info.bytes} bytes"
     if graph.hits:
@@ -473,5 +476,5 @@ def _about(graph: DeviceGraph) -> list[str]:
     return [*lines, *(f"    {'  ' * one.depth}{one}" for one in graph.ranges)]
 
 
-def _counted(number: int | None, what: str) -> str:
-    return f"{'?' if number is None else number} {what}{'' if number == 1 else 's'}"
+def _counted(number: int | None, noun: str) -> str:
+    return f"{'?' if number is None else number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""New inputs of a replay: checked against the bound arguments, and copied into their tensors."""
+"""New inputs of a replay: the check against the bound arguments, and the copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Inputs:
-    """The arguments that a capture bound, for replays that are given new ones."""
+    """The bound arguments of a capture, which take the new inputs of replays."""
 
     def __init__(self, owned: Owned, host: Collection[str]) -> None:
         self._host = host
@@ -38,11 +38,11 @@ class Inputs:
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[list[Pair], dict[str, Any]]:
-        """Return the pairs to copy for a replay with these arguments, and its host arguments."""
+        """Return the pairs to copy for a replay with these inputs, and its host arguments."""
         if len(given) > self._count:
             raise InputError(
-                f"{len(given)} inputs were given and {self._count} arguments are bound; a replay "
-                f"takes new data for these, in their order, and host arguments by name"
+                f"{len(given)} inputs were given, and {self._count} arguments are bound. A replay "
+                f"takes new data for bound arguments in their order, and host arguments by name."
             )
         pairs: list[Pair] = []
         for name, value in zip(self._names, given, strict=False):
@@ -57,8 +57,8 @@ class Inputs:
         for target, source in pairs:
             if new.setdefault(id(target), source) is not source:
                 raise InputError(
-                    f"one bound tensor ({brief(target)}) is several arguments of the step and was "
-                    f"given different data; capture with a tensor for each"
+                    f"one bound tensor ({brief(target)}) is several arguments of the step, and "
+                    f"different data was given for them. Capture with a tensor for each."
                 )
         if len(new) > 1:
             self._require_agreement([target for target, _ in pairs], new)
@@ -67,9 +67,9 @@ class Inputs:
     def _require_agreement(
         self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]
     ) -> None:
-        """Raise InputError if targets share memory and their new data does not, in the same way.
+        """Raise InputError if targets share memory and their new data does not share it alike.
 
-        The last copy would be in all of them. ``new`` holds the data by the identity of the target.
+        The last copy would overwrite the others. ``new`` maps the identity of a target to its data.
         """
         ordered = sorted(targets, key=torch.Tensor.data_ptr)
         for index, one in enumerate(ordered):
@@ -77,13 +77,13 @@ class Inputs:
             for other in ordered[index + 1 :]:
                 if other.data_ptr() >= end:
                     break
-                if _agree(one, new[id(one)], other, new[id(other)]):
+                if _agree((one, new[id(one)]), (other, new[id(other)])):
                     continue
                 if self._share_memory(one, other):
                     raise InputError(
-                        f"bound tensors that share memory ({brief(one)} and {brief(other)}) were "
-                        f"given data that does not share it in the same way; capture with memory "
-                        f"for each"
+                        f"the bound tensors {brief(one)} and {brief(other)} share memory, and "
+                        f"their new data does not share it in the same way. Capture with memory "
+                        f"for each."
                     )
 
     def _named(self, name: str, given: int) -> Any:
@@ -94,37 +94,34 @@ class Inputs:
                 f"{did_you_mean(name, known)}"
             )
         if name in self._names[:given]:
-            raise InputError(f"input {name!r} was given twice: in its place and by name")
+            raise InputError(f"input {name!r} was given twice: by position and by name")
         return self._arguments[name]
 
 
-def _agree(
-    target: torch.Tensor, source: torch.Tensor, other: torch.Tensor, its: torch.Tensor
-) -> bool:
-    """Whether new data lies to other new data as the bound tensors lie to each other."""
-    way = target.data_ptr() - source.data_ptr()
-    return way == other.data_ptr() - its.data_ptr() and all(
-        effective_strides(bound) == effective_strides(new)
-        and (bound.is_conj(), bound.is_neg()) == (new.is_conj(), new.is_neg())
-        for bound, new in ((target, source), (other, its))
+def _agree(*pairs: Pair) -> bool:
+    """Whether new data shares memory in the same way as the bound tensors."""
+    return len({target.data_ptr() - source.data_ptr() for target, source in pairs}) == 1 and all(
+        effective_strides(target) == effective_strides(source)
+        and (target.is_conj(), target.is_neg()) == (source.is_conj(), source.is_neg())
+        for target, source in pairs
     )
 
 
 def write(pairs: Sequence[Pair]) -> None:
-    """Copy new data into bound tensors, all of it as it was before the first copy."""
+    """Copy new data into bound tensors; all data is that of before the first copy."""
     ranges = [byte_range(target) for target, _ in pairs]
-    held = []
+    sources = []
     for target, source in pairs:
         first, last = byte_range(source)
         overlaps = any(first < stop and last > start for start, stop in ranges)
-        held.append(source.clone() if overlaps and source is not target else source)
-    for (target, _), source in zip(pairs, held, strict=True):
+        sources.append(source.clone() if overlaps and source is not target else source)
+    for (target, _), source in zip(pairs, sources, strict=True):
         if source is not target:
             _copy(target, source)
 
 
 def write_back(pairs: Sequence[Pair], written: Collection[int]) -> None:
-    """Copy bound tensors that the step wrote, by their ids, into the tensors that were given."""
+    """Copy bound tensors that the step wrote (``written`` has their ids) into the given ones."""
     for target, source in pairs:
         if source is not target and id(target) in written:
             _copy(source, target)
@@ -137,13 +134,13 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _windowed(windows: torch.Tensor) -> torch.Tensor:
-    """Return the memory below windows that overlap, each element once."""
+    """Return the memory of overlapping windows as a flat tensor."""
     first, last = byte_range(windows)
     return windows.as_strided(((last - first) // windows.itemsize,), (1,))
 
 
 def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
-    """Return the pairs of a bound tree and the new one, whose structures must agree."""
+    """Return the pairs of a bound tree and a new tree, whose structures must be equal."""
     if isinstance(bound, torch.Tensor):
         if isinstance(value, torch.Tensor):
             require_place(f"input {name!r}", value)
@@ -154,8 +151,8 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
         if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
             raise InputError(
                 f"input {name!r} has strides {value.stride()}, and windows that overlap are bound, "
-                f"with strides {bound.stride()}: one place in memory would get several values. "
-                f"Give windows over memory in the same way, such as unfold() returns."
+                f"with strides {bound.stride()}. One place in memory would receive several values. "
+                f"Pass windows with the bound strides, such as those of unfold()."
             )
         return [(bound, value)]
     children = children_of(bound)
@@ -176,8 +173,7 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
 
 def _other_structure(where: str, bound: Any, value: Any) -> InputError:
     return InputTypeError(
-        f"input {where!r} is {brief(value)}, and {brief(bound)} is bound; it must have the same "
-        f"structure"
+        f"input {where!r} is {brief(value)}, and {brief(bound)} is bound. Pass the same structure."
     )
 
 
@@ -185,14 +181,14 @@ def _other_value(where: str, bound: Any, value: Any) -> InputError:
     if hasattr(bound, "__dict__") and not callable(bound) and type(bound) is type(value):
         return InputError(
             f"input {where!r} is another {type(bound).__name__} than at capture, and a replay "
-            f"cannot copy what is in it: register it with torch.utils._pytree."
+            f"cannot copy its contents: register it with torch.utils._pytree."
             f"register_pytree_node, or hand its tensors over."
         )
     if children_of(value) is not None:
         return _other_structure(where, bound, value)
     return InputError(
-        f"input {where!r} is {brief(value)} and was {brief(bound)} at capture, which is in the "
-        f"graph; capture again, or make it a host argument of a marked function"
+        f"input {where!r} is {brief(value)} and was {brief(bound)} at capture. The graph keeps "
+        f"that value. Capture again, or make it a host argument of a marked function."
     )
 
 
