@@ -41,8 +41,9 @@ from devgraph.api.tensors import has_place, memory_of, tensors_in
 from devgraph.api.trees import Copied, own_copy
 from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.metadata import Metadata
 from devgraph.cpu.modes import Dispatching, Functions
-from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
@@ -105,7 +106,7 @@ class CpuGraph(DeviceGraph):
 
     def __init__(self, backend: CpuBackend, pool: CpuPool) -> None:
         super().__init__(backend, pool)
-        self._knowledge = backend.knowledge
+        self._metadata = backend.metadata
         self._recorder: Recorder | None = None
         self._tape: Tape | None = None
         self._touched: Mapping[int, torch.UntypedStorage] = {}
@@ -114,7 +115,7 @@ class CpuGraph(DeviceGraph):
         recorder = Recorder(
             self.pool.blocks,
             others=(self.pool.regions,),
-            knowledge=self._knowledge,
+            metadata=self._metadata,
             arguments=self.arguments,
             reached=self.reached,
             generators=self.generators,
@@ -190,7 +191,7 @@ class CpuGraph(DeviceGraph):
         recorder = Recorder(
             self.pool.regions,
             others=(self.pool.blocks,),
-            knowledge=self._knowledge,
+            metadata=self._metadata,
             bound=self._bound_addresses(host),
         )
         changes: dict[Span, tuple[Entry, ...]] = {}
@@ -284,7 +285,7 @@ class CpuBackend(Backend):
 
     def after_fork(self) -> None:
         super().after_fork()
-        self.knowledge = Knowledge()
+        self.metadata = Metadata()
 
     @property
     def device(self) -> torch.device:
@@ -404,7 +405,7 @@ class CpuBackend(Backend):
         """Run the step once, and note its violations."""
         recorder = Recorder(
             BlockPool(),
-            knowledge=self.knowledge,
+            metadata=self.metadata,
             arguments=[tensor for _, tensor in owned.tensors],
             reached=[tensor for _, tensor in owned.reached()],
             generators=owned.generators(),
