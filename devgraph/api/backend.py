@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -48,34 +47,17 @@ class Backend(Device):
     def make_graph(self, pool: Pool | None = None) -> DeviceGraph:
         """Return an empty graph in ``pool``, or in a pool of its own if that is None."""
 
-    def fence(self) -> Callable[[], bool]:
+    def fence(self, stream: Any = None) -> Callable[[], bool]:
         """Return a callable that reports, without blocking, whether the work so far has finished.
 
-        It covers the current stream. The base class has no streams: its work finishes in the call.
+        It covers ``stream``; None is the current stream. The base class has no streams: its work
+        finishes in the call.
         """
         return lambda: True
 
-    def stopwatch(self) -> Callable[[], Callable[[], float | None]]:
-        """Start timing the current stream and return a callable that stops it.
-
-        That callable returns another, which reports the seconds without blocking, or None until
-        the device has finished. The base class has no streams and measures host time.
-        """
-        begin = time.perf_counter()
-
-        def stop() -> Callable[[], float | None]:
-            seconds = time.perf_counter() - begin
-            return lambda: seconds
-
-        return stop
-
-    def fence_of(self, stream: Any) -> Callable[[], bool]:
-        """Return ``fence`` for the work on ``stream``; None is the current stream."""
-        return self.fence()
-
     def make_gate_channel(self, gates: Gates) -> GateChannel:
         """Return the device's side of ``gates``; here the host waits, between segments."""
-        return HostGates(gates, self.fence, self.fence_of)
+        return HostGates(gates, self.fence)
 
     @property
     def version(self) -> str:

@@ -640,8 +640,7 @@ class HostGates:
 
     Args:
         gates: the gates.
-        fence: ``Backend.fence``, which follows the current stream.
-        after: returns a fence behind a stream.
+        fence: ``Backend.fence``.
         record: records a callable in the capture of this thread.
     """
 
@@ -650,11 +649,10 @@ class HostGates:
     def __init__(
         self,
         gates: Gates,
-        fence: Callable[[], Fence],
-        after: Callable[[Any], Fence],
+        fence: Callable[[Any], Fence],
         record: Callable[[str, Callable[[], object]], None] | None = None,
     ) -> None:
-        self._gates, self._fence, self.after, self._record = gates, fence, after, record
+        self._gates, self.after, self._record = gates, fence, record
         self._ended = 0
         self._signals: dict[int, tuple[int, Fence]] = {}
 
@@ -672,7 +670,7 @@ class HostGates:
 
     def signal(self, place: int, recording: bool) -> None:
         def note() -> None:
-            self._signals[place] = self._gates.running, self._fence()
+            self._signals[place] = self._gates.running, self.after(None)
 
         self._run(f"dg.signal({self._gates.name_of(place)!r})", note, recording)
 

@@ -321,7 +321,7 @@ class CpuBackend(Backend):
             assert self.recorder is not None
             self.recorder.append(step, Op(name=name, line=user_line()))
 
-        return HostGates(gates, self.fence, self.fence_of, record)
+        return HostGates(gates, self.fence, record)
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
         return CompiledPiece(run, source)

@@ -46,7 +46,7 @@ class NpuPool(TorchPool):
         """Return a callable that reports, without blocking, whether all replays have ended."""
         if self._last_stream is None:
             return lambda: True
-        return self.backend.fence_of(self._last_stream)
+        return self.backend.fence(self._last_stream)
 
     def __del__(self) -> None:
         take = self.__dict__.pop

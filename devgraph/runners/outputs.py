@@ -11,7 +11,6 @@ until the next run. Afterwards every operation on it, or on a view of it, raises
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,8 +25,6 @@ from devgraph.api.results import ResultCheck
 from devgraph.api.tensors import has_place
 from devgraph.runners.decisions import Variant
 from devgraph.runners.slots import OutputSlot, Size
-
-logger = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -319,33 +316,11 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
 class LeaseClock:
     """Counts the runs of one runner."""
 
-    __slots__ = ("_callers", "caller", "name", "now")
+    __slots__ = ("name", "now")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.now = 0
-        self.caller: int | None = None
-        self._callers: set[int] | None = set()
-
-    def called_by(self, thread: int) -> None:
-        """Record that another thread runs steps, and warn once if threads alternate.
-
-        A runner may move from one thread to another. But threads that alternate overwrite each
-        other's outputs, which cannot be seen in the numbers.
-        """
-        self.caller = thread
-        if self._callers is None:
-            return
-        if thread in self._callers:
-            self._callers = None
-            logger.warning(
-                "threads alternate in running %s without clone=True: each run overwrites the "
-                "outputs that another thread may still read. Pass clone=True, or debug=True to the "
-                "runner to find late reads",
-                self.name,
-            )
-        else:
-            self._callers.add(thread)
 
     def joined(self, name: str) -> LeaseClock:
         """Return this clock, for a second runner that writes the same outputs."""

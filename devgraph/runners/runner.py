@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from threading import get_ident
 from typing import Any
 
 import attrs
@@ -58,7 +57,6 @@ from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size
 from devgraph.runners.state import StateStore
 from devgraph.runners.step import BoundSteps, GraphStep, Step
-from devgraph.runners.timing import ReplayTimer
 
 logger = logging.getLogger(__name__)
 
@@ -305,8 +303,6 @@ class Runner:
             self._require_outside("run")
             try:
                 self._busy.append(self)
-                if not clone and self._step.clock.caller != get_ident():
-                    self._step.clock.called_by(get_ident())
                 slots = None
                 if self.state is not None or state_slots is not None or accepted is not None:
                     inputs, slots = self._with_state(inputs, state_slots, accepted)
@@ -604,7 +600,7 @@ class Runner:
 
     # Capture.
 
-    def capture(self, *, everything: bool = False, profile: str | None = None) -> None:
+    def capture(self, *, everything: bool = False) -> None:
         """Capture the buckets that are not captured yet, largest first; retry failed ones.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration, this only learns the
@@ -619,12 +615,8 @@ class Runner:
 
         Args:
             everything: capture all buckets now, for every ``capture`` setting.
-            profile: folder for a Chrome trace of each capture, warm-up included.
 
         Raises:
-            InputTypeError: ``profile`` is not a path.
-            OSError: the folder cannot be created.
-            StateError: a profile of torch is running already.
             ResourceError: memory or another resource ran out and the runner is strict, or another
                 runner released the memory of the pool.
             AgreementError: ranks differ, or one failed, is late or gone.
@@ -633,12 +625,12 @@ class Runner:
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return
-            self._scheduler.require(profile)
+            self._scheduler.require_memory()
             if not self.graphs.captured:
                 self._step.autocast = None  # Take the settings of the caller.
             self._warned = True
             if everything or self.captures_first:
-                self._capture(self._scheduler.pending, profile)
+                self._capture(self._scheduler.pending)
             else:
                 self._scheduler.learn_together()
 
@@ -668,11 +660,11 @@ class Runner:
             self._capture([graph])
             return True
 
-    def _capture(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
+    def _capture(self, graphs: Sequence[BucketGraph]) -> None:
         self._steps.clear()
         self._step.clock.tick()
         try:
-            self._scheduler.round(graphs, profile)
+            self._scheduler.round(graphs)
             verify = self._config.verify
             if verify is not None and verify.start and not self._config.emulate:
                 captured = [graph for graph in graphs if graph.captured is not None]
@@ -872,20 +864,8 @@ class Runner:
             return "disabled"
         return "emulated" if self._config.emulate else self._config.policy
 
-    def stats(self, *, timing: bool = False) -> RunnerStats:
-        """Return a snapshot of the counters.
-
-        Args:
-            timing: include the device time of replays. The first such call starts the timers, which
-                cost every later step some microseconds.
-        """
-        if timing:
-            with self._between_steps("time"):
-                for graph in self.graphs:
-                    if graph.timing is None:
-                        graph.timing = ReplayTimer(self.backend)
-                        self._steps.clear()  # Bound steps have no timer.
-                    graph.timing.read()
+    def stats(self) -> RunnerStats:
+        """Return a snapshot of the counters."""
         return self._stats(())
 
     def plan(self, *, sample: bool = False) -> RunnerStats:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from typing import Any
 
 import pytest
@@ -59,28 +57,6 @@ def test_proof_of_a_runner_without_graphs_says_that_nothing_was_compared():
     report = runner.prove()
     assert not report.ok
     assert "nothing was compared" in str(report)
-    runner.close()
-
-
-def _alternate(runner: dg.DecodeRunner, **options: Any) -> None:
-    batch = {"x": torch.ones(1, WIDTH), "scale": torch.ones(1)}
-    runner.run(batch, **options)
-    thread = threading.Thread(target=runner.run, args=(batch,), kwargs=options)
-    thread.start()
-    thread.join()
-    runner.run(batch, **options)
-    runner.run(batch, **options)
-
-
-@pytest.mark.parametrize(("options", "times"), [({}, 1), ({"clone": True}, 0)])
-def test_threads_that_take_turns_are_told_once_unless_they_copy(
-    options: dict[str, bool], times: int, caplog: pytest.LogCaptureFixture
-):
-    runner = _decode(_scaled)
-    runner.capture()
-    with caplog.at_level(logging.WARNING, logger="devgraph"):
-        _alternate(runner, **options)
-    assert sum("clone=True" in record.getMessage() for record in caplog.records) == times
     runner.close()
 
 

@@ -530,26 +530,11 @@ class TorchBackend(Backend):
         elif self.capture_lock.owner is not None:
             self.capture_lock.buried.append(objects)
 
-    def fence(self) -> Callable[[], bool]:
-        return self.fence_of(self.namespace.current_stream(self._device))
-
-    def fence_of(self, stream: Any) -> Callable[[], bool]:
-        """Return a callable that reports, without blocking, whether ``stream`` is done so far."""
+    def fence(self, stream: Any = None) -> Callable[[], bool]:
         event = self.namespace.Event()
         event.record(self.namespace.current_stream(self._device) if stream is None else stream)
         done: Callable[[], bool] = event.query
         return done
-
-    def stopwatch(self) -> Callable[[], Callable[[], float | None]]:
-        stream = self.namespace.current_stream(self._device)
-        begin, end = (self.namespace.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
-
-        def stop() -> Callable[[], float | None]:
-            end.record(stream)
-            return lambda: begin.elapsed_time(end) / 1e3 if end.query() else None
-
-        return stop
 
     def elsewhere(self) -> bool:
         namespace: Any = self.namespace
