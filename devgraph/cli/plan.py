@@ -369,7 +369,7 @@ def estimate(
     if WHOLE in registration(config.policy).promises:
         segments = 1
     graphs = None if segments is None else segments * len(buckets) * variants
-    # A default list covers the steps that pay off; only a chosen one deserves the message.
+    # Default buckets leave out small sizes on purpose, so only chosen buckets are reported.
     chosen = config.explicit & {"buckets", "max_bs"}
     missing = buckets.uncovered(capacity, config.max_padding) if chosen else ()
     counted = "requests" if phase == "decode" else "tokens"

@@ -161,7 +161,7 @@ def _is_composite(func: OpOverload) -> bool:
 _COPIES = {"aten::clone", "aten::_to_copy"}
 
 
-def computing(
+def make_call(
     plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
 ) -> Callable[[], object]:
     """Return a call that runs an operation and copies its results into ``outputs``."""

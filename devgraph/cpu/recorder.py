@@ -31,7 +31,7 @@ from devgraph.cpu.metadata import (
     map_tensors,
 )
 from devgraph.cpu.modes import Dispatching, Functions, adapt_torch, restore_torch
-from devgraph.cpu.ops import Kind, OpPlan, computing, plan_of
+from devgraph.cpu.ops import Kind, OpPlan, make_call, plan_of
 from devgraph.cpu.randomness import SAVED, Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
@@ -468,7 +468,7 @@ class Recorder:
         outs = None
         if plan.returns and not (plan.writes and None not in plan.returns):
             outs = self._make(plan, layouts, op)
-            run = computing(plan, held_args, held_kwargs, self._hold(outs))
+            run = make_call(plan, held_args, held_kwargs, self._hold(outs))
         else:
             run = functools.partial(plan.func._op, *held_args, **held_kwargs)
         if plan.depends_on_grad and torch.is_grad_enabled():

@@ -131,7 +131,7 @@ class Runtime(NodeRuntime):
     prefix = "hip"
     suffixes: ClassVar[Mapping[str, str]] = {
         "StreamGetCaptureInfo": "_v2",
-        # Of a captured copy, HIP reliably reports only the addresses.
+        # The addresses of a captured copy are all that HIP reports reliably.
         "GraphMemcpyNodeSetParams": "1D",
         "GraphExecMemcpyNodeSetParams": "1D",
     }

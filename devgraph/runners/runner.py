@@ -542,10 +542,7 @@ class Runner:
             StateError: the runner declares no state, or is closed.
             InputError: there is no such request slot. InputTypeError: it is not an integer.
         """
-        with self._between_steps("assign"):
-            state = self._require_state("assign")
-            number = state.check(slot)
-            self.pool.order()
+        with self._state_row("assign", slot) as (state, number):
             state.clear(number)
 
     def export_state(self, slot: int, *, accepted: int | None = None) -> dict[str, torch.Tensor]:
@@ -558,10 +555,7 @@ class Runner:
         Raises:
             StateError, InputError, InputTypeError: as ``assign``, or as ``run`` for ``accepted``.
         """
-        with self._between_steps("export_state"):
-            state = self._require_state("export_state")
-            number = state.check(slot)
-            self.pool.order()
+        with self._state_row("export_state", slot) as (state, number):
             return state.export(number, accepted)
 
     def import_state(self, slot: int, rows: Mapping[str, torch.Tensor]) -> None:
@@ -575,11 +569,17 @@ class Runner:
             StateError, InputError, InputTypeError: as ``assign``, or a tensor is missing, unknown
                 or does not fit; nothing was changed.
         """
-        with self._between_steps("import_state"):
-            state = self._require_state("import_state")
+        with self._state_row("import_state", slot) as (state, number):
+            state.load(number, rows)
+
+    @contextlib.contextmanager
+    def _state_row(self, call: str, slot: int) -> Iterator[tuple[StateStore, int]]:
+        """Yield the store of the state and a checked request slot, after the pool's other work."""
+        with self._between_steps(call):
+            state = self._require_state(call)
             number = state.check(slot)
             self.pool.order()
-            state.load(number, rows)
+            yield state, number
 
     def _require_state(self, call: str) -> StateStore:
         if self.state is None:

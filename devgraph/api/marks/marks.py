@@ -219,7 +219,7 @@ class Mark:
             for name, rule in self.reduce.items():
                 out[name] = rule(out[name])
         except Exception as error:
-            note(error, f"in what the mark of {self.name} derives, reads or reduces")
+            note(error, f"in a derive=, context= or reduce= function of the mark of {self.name}")
             raise
         return out
 

@@ -92,7 +92,8 @@ class Round:
                     if not self._skipped:
                         raise
                     logger.info(
-                        "a step needs a run before its capture; the round is repeated (%s)", error
+                        "captures are repeated, because a step failed without a warm-up: %s",
+                        error,
                     )
                     self._all, self._skipped = True, False
 
