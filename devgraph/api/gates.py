@@ -177,17 +177,13 @@ class Gate:
         """
         return self._gates.open(self, epoch, None)
 
-    def open_after(self, stream: Any = None, *, epoch: int | None = None) -> int:
+    def open_after(self, stream: Any = None) -> int:
         """Open the gate when the work now queued on ``stream`` has finished; return the epoch.
 
         Args:
             stream: a stream of the device; None is the current stream.
-            epoch: as for ``open``.
-
-        Raises:
-            GateError: that replay is over.
         """
-        return self._gates.open(self, epoch, self._gates.channel.after(stream))
+        return self._gates.open(self, None, self._gates.channel.after(stream))
 
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
         """Wait until the step has signalled, and return the epoch.

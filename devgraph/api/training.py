@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from devgraph.api.registry import get_backend
 from devgraph.api.session import session
 from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.api.tensors import overwrite
-from devgraph.api.trees import children_of, leaves_of, rebuilt
+from devgraph.api.trees import leaves_of, mapped
 
 _GROUPED = frozenset(
     {
@@ -44,8 +44,8 @@ class StaticInputs:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._by_id: dict[int, torch.Tensor] = {}
-        self.args = tuple([self._own(argument) for argument in args])
-        self.kwargs = {name: self._own(argument) for name, argument in kwargs.items()}
+        self.args = tuple([mapped(self._own, argument) for argument in args])
+        self.kwargs = {name: mapped(self._own, argument) for name, argument in kwargs.items()}
         self._copied = [
             (index, tensor)
             for index, tensor in enumerate(self.tensors)
@@ -57,32 +57,21 @@ class StaticInputs:
         else:
             self._copy = self._copy_each
 
-    def _own(self, node: Any) -> Any:
-        if isinstance(node, torch.nn.Parameter):
-            self.tensors.append(node)
-            return node
-        if isinstance(node, torch.Tensor):
-            require_place("a tensor of the call", node)
-            if id(node) not in self._by_id:
-                static = node.detach().clone().requires_grad_(node.requires_grad)
-                self._by_id[id(node)] = static
-            self.tensors.append(self._by_id[id(node)])
-            return self.tensors[-1]
-        children = children_of(node)
-        if children is None:
-            return node
-        return rebuilt(node, [self._own(child) for _, child in children])
+    def _own(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        static: torch.Tensor = leaf
+        if not isinstance(leaf, torch.nn.Parameter):
+            require_place("a tensor of the call", leaf)
+            if id(leaf) not in self._by_id:
+                self._by_id[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            static = self._by_id[id(leaf)]
+        self.tensors.append(static)
+        return static
 
     def arguments_with(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with other tensors, in order."""
-        left = iter(tensors)
-
-        def replaced(node: Any) -> Any:
-            if isinstance(node, torch.Tensor):
-                return next(left)
-            children = children_of(node)
-            return node if children is None else rebuilt(node, [replaced(c) for _, c in children])
-
+        replaced = functools.partial(mapped, _in_order(tensors))
         args = [replaced(argument) for argument in self.args]
         return args, {name: replaced(argument) for name, argument in self.kwargs.items()}
 
@@ -142,16 +131,14 @@ class Results:
         is_other = isinstance(node, torch.Tensor) and not isinstance(node, torch.nn.Parameter)
         return is_other and id(node) not in self._positions
 
-    def _given(self, node: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        if isinstance(node, torch.Tensor):
-            position = self._positions.get(id(node))
+    def _given(self, outputs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        def given(leaf: Any) -> Any:
+            position = self._positions.get(id(leaf))
             if position is not None:
                 return tensors[position]  # the step returns its argument
-            return node.clone() if self._clone and self._is_copied(node) else node
-        children = children_of(node)
-        if children is None:
-            return node
-        return rebuilt(node, [self._given(child, tensors) for _, child in children])
+            return leaf.clone() if self._clone and self._is_copied(leaf) else leaf
+
+        return mapped(given, outputs)
 
 
 class TrainingGraphs:
@@ -269,17 +256,7 @@ class TrainingGraphs:
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
         """Replay the forward graph; its outputs are connected to the backward graph."""
         apply: Any = _Function.apply
-        outputs = iter(apply(self, *tensors, *self._parameters))
-
-        def connected(node: Any) -> Any:
-            if isinstance(node, torch.Tensor):
-                return next(outputs)
-            children = children_of(node)
-            if children is None:
-                return node
-            return rebuilt(node, [connected(child) for _, child in children])
-
-        return connected(self._outputs)
+        return mapped(_in_order(apply(self, *tensors, *self._parameters)), self._outputs)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, tuple[torch.Tensor, ...]]:
         """Replay the forward graph; return the epoch and its outputs in order."""
@@ -414,6 +391,12 @@ def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:
     leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
     vars(leaf).update(vars(parameter))
     return leaf
+
+
+def _in_order(tensors: Iterable[torch.Tensor]) -> Callable[[Any], Any]:
+    """Return a function of leaves that takes the next of ``tensors`` for each tensor."""
+    left = iter(tensors)
+    return lambda leaf: next(left) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

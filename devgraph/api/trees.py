@@ -87,6 +87,14 @@ def rebuilt(node: Any, children: Iterable[Any]) -> Any:
     return made
 
 
+def mapped(change: Callable[[Any], Any], node: Any) -> Any:
+    """Return a tree like ``node`` with ``change(leaf)`` in the place of each leaf."""
+    children = children_of(node)
+    if children is None:
+        return change(node)
+    return rebuilt(node, [mapped(change, child) for _, child in children])
+
+
 def _rebuilt_mapping(node: Any, items: dict[Any, Any]) -> Any:
     if isinstance(node, types.MappingProxyType):
         return types.MappingProxyType(items)
