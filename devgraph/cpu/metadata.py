@@ -261,11 +261,16 @@ def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
     """Return a tensor like ``tensor``, full of ``fill`` or of zeros, which are legal indices."""
     scratch = _new(Layout.of(tensor))
+    # Elements of expanded tensors share memory, which only a flat view may write.
+    count = scratch.untyped_storage().nbytes() // scratch.itemsize
+    flat = scratch.as_strided((count,), (1,))
     if scratch.dtype is torch.bool:
-        return scratch.fill_(fill > 0)
-    if scratch.dtype.is_floating_point or scratch.dtype.is_complex:
-        return scratch.copy_(torch.full((), fill, dtype=torch.float32))
-    return scratch.zero_()
+        flat.fill_(fill > 0)
+    elif scratch.dtype.is_floating_point or scratch.dtype.is_complex:
+        flat.copy_(torch.full((), fill, dtype=torch.float32))
+    else:
+        flat.zero_()
+    return scratch
 
 
 @contextlib.contextmanager

@@ -138,3 +138,16 @@ def test_norms_under_autocast_keep_statistics_in_the_dtype_of_their_weights(norm
     x.copy_(torch.randn(4, 8))
     for got, want in zip(captured.replay(), step(x), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(4), torch.nn.BatchNorm1d(4)])
+def test_gradient_that_is_expanded_is_no_hindrance(norm: torch.nn.Module) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(norm(x).sum(), x)
+        return grad
+
+    x = torch.randn(3, 4)
+    captured = dg.capture(step, x, backend="cpu")
+    x.copy_(torch.randn(3, 4))
+    assert torch.equal(captured.replay(), step(x))
