@@ -195,7 +195,7 @@ class BlockPool:
             if length == 0:
                 return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
             extent += (length - 1) * step
-        nbytes = -(-extent * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        nbytes = extent * dtype.itemsize
         with self._lock:
             storage, is_unread = self._change(functools.partial(self._allocate, nbytes, origin))
         if not is_unread:
@@ -208,9 +208,10 @@ class BlockPool:
 
     def _allocate(self, nbytes: int, origin: Any) -> tuple[torch.UntypedStorage, bool]:
         """Return a block, and whether recorded operations still read its old contents."""
+        window, nbytes = nbytes, -(-nbytes // ALIGNMENT) * ALIGNMENT
         slab, address = self._take(nbytes)
         start = address - slab.base
-        owner, other = slab.window[start : start + nbytes], slab.window[start : start + nbytes]
+        owner, other = slab.window[start : start + window], slab.window[start : start + window]
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
         shared = torch.frombuffer(other, dtype=torch.uint8).untyped_storage()
         # When the storage dies, so does the window, and the block is queued. That may happen at

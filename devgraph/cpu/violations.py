@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import CaptureError
 from devgraph.api.marks.host_reads import host_read_cure, host_read_error
+from devgraph.api.marks.marks import refused
 from devgraph.api.marks.source import SourceLine, user_line
 from devgraph.cpu.metadata import Layout
 from devgraph.cpu.tape import Op
@@ -70,14 +71,14 @@ class Refusal:
             "step, or in a function marked @dg.no_graph under policy='breakable'"
         )
         if self._on_violation is None:
-            raise CaptureError(f"{text} (used by {op}).")
+            raise refused(CaptureError(f"{text} (used by {op})."))
         if not self._has_assumed:
             self._on_violation(Violation.at(op.line, kind="thread", op=op.name, text=f"{text}."))
 
     def other(self, name: str, text: str, cause: BaseException | None = None) -> NoReturn:
         """Refuse anything else with CaptureError."""
         self.note("refused", name, f"{text}.")
-        raise CaptureError(f"{text} (at {user_line()}).") from cause
+        raise refused(CaptureError(f"{text} (at {user_line()}).")) from cause
 
     def note(self, kind: str, op: str, text: str) -> None:
         """Report a violation, if violations are collected."""

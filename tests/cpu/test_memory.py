@@ -53,7 +53,8 @@ def test_strided_and_empty_sizes_get_what_they_need() -> None:
     assert column.stride() == (1, 3)
     assert pool.empty((0, 4), (4, 1), torch.float32).shape == (0, 4)
     assert pool.empty((), (), torch.float64).isnan()
-    assert pool.empty((3, 4), (0, 1), torch.float32).untyped_storage().nbytes() == ALIGNMENT
+    # As in eager execution, although the block has whole lines.
+    assert pool.empty((3, 4), (0, 1), torch.float32).untyped_storage().nbytes() == 16
 
 
 def test_block_is_free_when_its_last_tensor_dies_and_not_before() -> None:

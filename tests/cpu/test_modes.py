@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.func import linearize
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -245,3 +247,35 @@ def test_mode_that_an_interrupt_left_on_the_stack_is_taken_off() -> None:
     with pytest.raises(KeyboardInterrupt):
         record(step, X)
     assert type(X + 1) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_export_in_a_step_is_no_device_work_and_its_result_is_recorded() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.export.export(torch.nn.ReLU(), (x,)).module()(x) * 2
+
+    x = torch.randn(3)
+    captured = dg.capture(step, x, backend="cpu")
+    x.copy_(-x)
+    assert torch.equal(captured.replay(), torch.relu(x) * 2)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize(
+    "trace", [lambda x: make_fx(torch.sin)(x)(x), lambda x: linearize(torch.sin, x)[1](x)]
+)
+def test_tracer_of_real_tensors_in_a_step_is_refused_with_the_line(trace: Any) -> None:
+    with pytest.raises(dg.CaptureError, match=r"traces a function, at .*test_modes\.py"):
+        dg.capture(lambda x: trace(x), torch.ones(3), backend="cpu")
+
+
+def test_storage_of_a_result_has_the_size_of_eager() -> None:
+    state = torch.zeros(3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state.untyped_storage().copy_((x * 2).untyped_storage())
+        return state + (x + 1).untyped_storage().nbytes()
+
+    x = torch.randn(3)
+    captured = dg.capture(step, x, backend="cpu")
+    x.add_(1)
+    assert torch.equal(captured.replay(), x * 2 + 12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from devgraph.api.errors import HostReadError
-from devgraph.api.marks.marks import Absorbed, current_scope
+from devgraph.api.marks.marks import Absorbed, current_scope, refused
 from devgraph.api.marks.source import SourceLine, user_line
 
 
@@ -11,7 +11,7 @@ def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -
     """Return the error for a host read."""
     line = at or user_line()
     text = f"{what}, at {line}. A replay would not do it again. {host_read_cure()} {vendor}"
-    return HostReadError(text.rstrip())
+    return refused(HostReadError(text.rstrip()))
 
 
 def host_read_cure() -> str:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_you_mean
+from devgraph.api.marks.marks import refused
 from devgraph.api.marks.source import SourceLine, is_machinery, line_in, user_line
 
 # These attributes give plain values, which a replay would not read again.
@@ -97,7 +98,7 @@ def frozen(name: str, at: object, how: str = "") -> FrozenValueError:
 
 
 def _refuse(name: str, how: str) -> NoReturn:
-    raise frozen(name, user_line(), f" by {how}")
+    raise refused(frozen(name, user_line(), f" by {how}"))
 
 
 def _tracked_in(values: Iterable[object]) -> Iterator[str]:
@@ -176,7 +177,7 @@ def _refuse_exact_types(frame: FrameType, event: str, argument: object) -> None:
         if is_tracked(value):
             sys.setprofile(None)
             how = f" by type({name}); use isinstance(), or decide by type before the step,"
-            raise frozen(value._devgraph_name, line_in(frame, number), how)
+            raise refused(frozen(value._devgraph_name, line_in(frame, number), how))
 
 
 @functools.lru_cache(maxsize=4096)

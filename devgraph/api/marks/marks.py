@@ -29,6 +29,7 @@ from devgraph.api.marks.source import user_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
+E = TypeVar("E", bound=CaptureError)
 
 
 class Scope:
@@ -54,14 +55,14 @@ class Scope:
 
     def refuse_elsewhere(self, name: str) -> NoReturn:
         """Refuse a mark of another thread, which runs in a copy of the capturing context."""
-        self.refusal = CaptureError(
+        self.refusal = refusal = CaptureError(
             f"{name} was called in thread {threading.current_thread().name!r}, at {user_line()}, "
             f"for a step that another thread captures. A capture records the thread that runs the "
             f"step, so a replay would leave this call out. Call {name} in the step's own thread, "
             f"or mark the function that starts the thread @dg.no_graph and capture with "
             f"policy='breakable'."
         )
-        raise self.refusal
+        raise refusal
 
 
 _scope: ContextVar[Scope | None] = ContextVar("devgraph_scope", default=None)
@@ -80,7 +81,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
         if scope is not None and scope.refusal is not None:
             raise scope.refusal
     except Exception as error:
-        # A thread keeps the refusal of its mark for itself, and the step fails afterwards.
+        # A thread keeps the refusal of its mark for itself, or the step catches it.
         if scope is not None and scope.refusal not in (None, error):
             raise scope.refusal from error
         raise
@@ -92,6 +93,14 @@ def entered(scope: Scope | None) -> Iterator[None]:
         _scope.set(outer)
         if scope is not None:
             scope.thread = None
+
+
+def refused(error: E) -> E:
+    """Return ``error``, which the capture of this thread ends with even if the step catches it."""
+    scope = _scope.get()
+    if scope is not None and scope.thread == threading.get_ident():
+        scope.refusal = scope.refusal or error
+    return error
 
 
 def is_capturing() -> bool:
@@ -300,10 +309,13 @@ class Absorbed(Scope):
 def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> None:
     """Raise the error of a ``no_graph`` function under a policy that cannot break."""
     where = f" inside region {inside.name}" if inside else ""
-    raise NotCapturableError(
-        f"{mark.name} is marked @dg.no_graph and was called{where} under policy {policy!r}, which "
-        f"captures everything in one graph (at {user_line()}). Capture with policy='breakable' or "
-        f"'piecewise', which run it eagerly between segments, or move the call out of the step."
+    raise refused(
+        NotCapturableError(
+            f"{mark.name} is marked @dg.no_graph and was called{where} under policy {policy!r}, "
+            f"which captures everything in one graph (at {user_line()}). Capture with "
+            f"policy='breakable' or 'piecewise', which run it eagerly between segments, or move "
+            f"the call out of the step."
+        )
     )
 
 

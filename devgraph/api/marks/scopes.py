@@ -11,7 +11,15 @@ import torch
 
 from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked, taken_from
-from devgraph.api.marks.marks import Absorbed, Mark, Scope, current_scope, entered, refuse_no_graph
+from devgraph.api.marks.marks import (
+    Absorbed,
+    Mark,
+    Scope,
+    current_scope,
+    entered,
+    refuse_no_graph,
+    refused,
+)
 from devgraph.api.marks.source import user_line
 from devgraph.api.tensors import tensors_in
 
@@ -40,18 +48,22 @@ def captured_call(
         tracked = is_tracked(value)
         plain[name] = value._devgraph_value if tracked else value
         if tracked and (own := value._devgraph_name) != name:
-            raise FrozenValueError(
-                f"{mark.name} takes host argument {name!r} and was given the tracked value of "
-                f"{own!r}, at {user_line()}. {taken_from(own, name)}"
+            raise refused(
+                FrozenValueError(
+                    f"{mark.name} takes host argument {name!r} and was given the tracked value of "
+                    f"{own!r}, at {user_line()}. {taken_from(own, name)}"
+                )
             )
         declared = name in spec.declared
         if not (tracked or (declared and accept_equal and value == spec.declared[name])):
             cure = "" if declared else f"declare it (host_args={{{name!r}: {brief(value)}}}) and "
-            raise FrozenValueError(
-                f"region {mark.name} was given a plain {type(value).__name__} ({brief(value)}) for "
-                f"host argument {name!r}, at {user_line()}; it would freeze in the graph. To "
-                f"follow replays, {cure}pass the tracked host argument on unchanged, or compute "
-                f"from it with derive={{...}} on the mark."
+            raise refused(
+                FrozenValueError(
+                    f"region {mark.name} was given a plain {type(value).__name__} "
+                    f"({brief(value)}) for host argument {name!r}, at {user_line()}; it would "
+                    f"freeze in the graph. To follow replays, {cure}pass the tracked host argument "
+                    f"on unchanged, or compute from it with derive={{...}} on the mark."
+                )
             )
     if mark not in known:
         known[mark] = mark.host_kwargs(plain)
