@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -54,6 +55,20 @@ class Backend(Device):
         finishes in the call.
         """
         return lambda: True
+
+    def stopwatch(self) -> Callable[[], Callable[[], float | None]]:
+        """Start timing the current stream and return a callable that stops it.
+
+        That callable returns another, which reports the seconds without blocking, or None until
+        the device has finished. The base class has no streams and measures host time.
+        """
+        begin = time.perf_counter()
+
+        def stop() -> Callable[[], float | None]:
+            seconds = time.perf_counter() - begin
+            return lambda: seconds
+
+        return stop
 
     def make_gate_channel(self, gates: Gates) -> GateChannel:
         """Return the device's side of ``gates``; here the host waits, between segments."""

@@ -8,10 +8,12 @@ import functools
 import gc
 import json
 import logging
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -23,7 +25,10 @@ from devgraph.api.errors import (
     AgreementError,
     CaptureError,
     DeviceGraphError,
+    InputTypeError,
     ResourceError,
+    StateError,
+    brief,
 )
 from devgraph.api.executable import EXHAUSTED
 from devgraph.api.policy import compiles
@@ -162,7 +167,7 @@ class CaptureScheduler:
         config = self._config
         return config.capture == "lazy" and graph.wants >= config.lazy_hits
 
-    def round(self, graphs: Sequence[BucketGraph]) -> None:
+    def round(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
         """Capture ``graphs``, which are ordered largest first."""
         self._begin(graphs)
         if graphs and not self.pending:  # ``max_graphs`` is reached: evict the oldest graph.
@@ -180,7 +185,8 @@ class CaptureScheduler:
         ):
             for index, graph in enumerate(graphs):
                 advance(str(graph.key))
-                reason, detail = self._take_turn(graph, self._config.warmup)
+                with _traced(profile, f"{self._name} {graph.key}"):
+                    reason, detail = self._take_turn(graph, self._config.warmup)
                 if reason is not None:
                     self._drop(graphs[index:], reason, detail)
                     break
@@ -224,9 +230,14 @@ class CaptureScheduler:
                     graph.forget(Reason.RANKS_DROPPED, other.text)
                 raise AgreementError(f"the captures of rank {rank} are invalid: it {other.text}")
 
-    def require_memory(self) -> None:
-        """Raise as ``Runner.capture`` if the pool has no memory, and report it to all ranks."""
+    def require(self, profile: str | None) -> None:
+        """Raise the error that keeps this rank from a round, and report it to the other ranks.
+
+        Nothing is captured before. Raises as ``Runner.capture``.
+        """
         try:
+            if profile is not None:
+                _require_folder(profile)
             self._pool.recordings.require_memory()
         except Exception as error:
             self._ranks.refuse(f"{self._name}/{self.rounds}", error)
@@ -502,6 +513,30 @@ def _beyond(wanted: Sequence[int], existing: Sequence[int]) -> int:
         else:
             missing += size
     return missing
+
+
+def _require_folder(profile: object) -> None:
+    """Create the folder for traces; raises as ``Runner.capture``."""
+    if not isinstance(profile, str | os.PathLike):
+        raise InputTypeError(f"profile must be the path of a folder, got {brief(profile)}")
+    if torch._C._autograd._profiler_enabled():
+        raise StateError(
+            "capture(profile=...) cannot run inside a profile of torch, because it would end that "
+            "profile. Leave profile= out; the running profile shows the captures"
+        )
+    Path(profile).mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _traced(folder: str | None, title: str) -> Iterator[None]:
+    """Write a Chrome trace of the block into ``folder``, in a file named after ``title``."""
+    if folder is None:
+        yield
+        return
+    name = "".join(char if char.isalnum() else "-" for char in title)
+    with torch.profiler.profile() as trace:
+        yield
+    trace.export_chrome_trace(str(Path(folder) / f"{name.strip('-')}.json"))
 
 
 PROGRESS_SECONDS = 3.0

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+import torch.distributed as dist
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from devgraph.api.config.phase import count
 from devgraph.api.errors import (
+    AgreementError,
     ConfigError,
+    ConfigTypeError,
     InputError,
     InputTypeError,
     brief,
@@ -23,10 +28,13 @@ from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets, ByTokens
 from devgraph.runners.decisions import canonical_variant
 from devgraph.runners.options import Options, RunnerOptions
+from devgraph.runners.outputs import OutputStore
+from devgraph.runners.ranks import RankGroup, store_of
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_TOKEN, InputSlot, OutputSlot, Pad, Size, check_slots
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
 _TRIED = 4  # number of budgets, from the largest, for which packing is tried
@@ -65,6 +73,10 @@ class EncoderRunner(Runner):
         max_items: Maximum number of items of a pack. ``max_requests`` of the configuration limits
             it.
         outputs: An ``OutputSlot`` for all returned tensors, or a tree of slots like the result.
+        data_parallel: A ``torch.distributed`` group whose ranks divide the items by tokens, each
+            with all weights. Every rank calls ``run`` with the same items and gets every output, or
+            an error that names the rank that failed. The group must move tensors of the runner's
+            device, and its ranks must create their encoders in the same order.
         **options: See ``Options``. The ranks of ``group`` run every pack together.
 
     Raises:
@@ -91,6 +103,7 @@ class EncoderRunner(Runner):
         budgets: Sequence[int],
         max_items: int,
         outputs: Any = ROW_PER_TOKEN,
+        data_parallel: ProcessGroup | None = None,
         **options: Unpack[RunnerOptions],
     ) -> None:
         sizes = Buckets.of(budgets, phase="encoder", maximum=2**63)
@@ -110,6 +123,7 @@ class EncoderRunner(Runner):
         slots = check_slots(inputs, own)
         self._item_slots = [n for n, s in slots.items() if s.real is None and s not in own]
         _check_by_item([slots[name] for name in self._item_slots], outputs)
+        self._shares = None if data_parallel is None else _Shares(data_parallel)
         super().__init__(
             slots=slots,
             function=forward,
@@ -144,18 +158,23 @@ class EncoderRunner(Runner):
 
         Raises:
             InputError, InputTypeError, HostArgumentError: Bad data; a note names the item.
+            AgreementError: Another rank of ``data_parallel`` failed, or has other items.
             StateError, DeviceGraphError, DeviceLost: As from ``Runner.run``.
         """
-        data = self._admitted(items)
-        lengths = [length for length, _ in data]
-        options = self.graphs.asked(variant)
-        results = dict[int, Any]()
-        if not data:  # An empty batch is counted, and is a step if there is an idle dummy.
-            self._run_pack((), data, host_args, options)
-        for pack in self._packs(lengths, options):
-            out = self._run_pack(pack, data, host_args, options)
-            parts = self._step.outputs.by_item(out, [lengths[item] for item in pack])
-            results.update(zip(pack, parts, strict=True))
+        shares, results = self._shares, dict[int, Any]()
+        with contextlib.nullcontext() if shares is None else shares.heard():
+            data = self._admitted(items)
+            lengths = [length for length, _ in data]
+            options = self.graphs.asked(variant)
+            mine = range(len(data)) if shares is None else shares.of(lengths)[shares.rank]
+            if not data:  # is counted, and is a step if there is an idle dummy
+                self._run_pack((), data, host_args, options)
+            for pack in self._packs(mine, lengths, options):
+                out = self._run_pack(pack, data, host_args, options)
+                parts = self._step.outputs.by_item(out, [lengths[item] for item in pack])
+                results.update(zip(pack, parts, strict=True))
+        if shares is not None:
+            return shares.gathered(results, lengths, self._step.outputs)
         return [results[item] for item in range(len(data))]
 
     def _admitted(
@@ -185,13 +204,15 @@ class EncoderRunner(Runner):
             admitted.append((rows, data))
         return admitted
 
-    def _packs(self, lengths: Sequence[int], options: Mapping[str, Any]) -> list[list[int]]:
+    def _packs(
+        self, mine: Sequence[int], lengths: Sequence[int], options: Mapping[str, Any]
+    ) -> list[list[int]]:
         """Return the items of each pack, in the order of the packs."""
         variant = canonical_variant(options)
         lost = {g.key.bucket for g in self.graphs if g.dropped and g.key.variant == variant}
         kept = [size for size in self.buckets if size not in lost] or self.buckets
         most = self.graphs.counting.requests
-        return packed(lengths, kept, most, max_padding=self._config.max_padding)
+        return packed(mine, lengths, kept, most, max_padding=self._config.max_padding)
 
     def _run_pack(
         self,
@@ -258,21 +279,23 @@ def _check_by_item(slots: Sequence[InputSlot], outputs: Any) -> None:
 
 
 def packed(
+    items: Sequence[int],
     lengths: Sequence[int],
     budgets: Sequence[int],
     max_items: int,
     *,
     max_padding: float,
 ) -> list[list[int]]:
-    """Return the items of ``lengths`` in packs that each fit into a budget.
+    """Return ``items`` in packs that each fit into a budget.
 
     First fit, longest first, is tried for each of the largest budgets. The best packing has the
     fewest packs with more padding than ``max_padding``, then the fewest rows. If first fit leaves a
     pack with more padding, packings of the same number of even packs are tried too. An item over
     the largest budget is alone. The packs, and the items of each, are in the order of the items.
     """
-    order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
-    alone = list(itertools.takewhile(lambda item: lengths[item] > budgets[-1], order))
+    most = budgets[-1]
+    order = sorted(items, key=lambda item: -lengths[item])
+    alone = list(itertools.takewhile(lambda item: lengths[item] > most, order))
     rest = order[len(alone) :]
 
     def cost(packs: list[list[int]]) -> tuple[int, int, int]:
@@ -303,3 +326,82 @@ def packed(
         evenly = (fitted(budget, len(packs)) for budget, packs in tried.items())
         best = min([best, *evenly], key=cost)
     return sorted([*([item] for item in alone), *map(sorted, filter(None, best))])
+
+
+class _Shares:
+    """The ranks that divide the items among themselves, each with all weights."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigTypeError(
+                f"data_parallel must be a process group of torch.distributed, got {brief(group)}"
+            )
+        self._group = group
+        self.rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        store = store_of(group)
+        number = store.add(f"devgraph/encoders of {self.rank}", 1)
+        own = PrefixStore(f"devgraph/encoder {number}", store)
+        self._ranks = RankGroup(own, self.rank, size=self._size, timeout_s=_PATIENCE_S)
+
+    def of(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the items of each rank: longest first, each to the rank with the fewest tokens.
+
+        With fewer items than ranks, the remaining ranks encode the shortest item too. They need its
+        output to know the shapes, and it takes no longer than the other items.
+        """
+        shares: list[list[int]] = [[] for _ in range(self._size)]
+        tokens = [0] * self._size
+        order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+        for item in order:
+            rank = tokens.index(min(tokens))
+            shares[rank].append(item)
+            tokens[rank] += lengths[item]
+        return [share or order[-1:] for share in shares]
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Report an error in the block to the other ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self._ranks.post(_ENCODED, f"raised {type(error).__name__}: {error}")
+            raise
+
+    def gathered(
+        self, own: Mapping[int, Any], lengths: Sequence[int], outputs: OutputStore
+    ) -> list[Any]:
+        """Return the output of every item, exchanged by one all-gather per tensor."""
+        texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
+        odd = [rank for rank, text in enumerate(texts) if text != texts[self.rank]]
+        if odd:
+            # The collective would wait for that rank, or mix the bytes of different items.
+            raise AgreementError(
+                f"rank {odd[0]} {texts[odd[0]]}, and rank {self.rank} {texts[self.rank]}"
+            )
+        if not lengths:
+            return []
+        shares = self.of(lengths)
+        mine = shares[self.rank]
+        sizes = [Size(1, length) for length in lengths]
+        layout = outputs.layout_of(own[mine[0]], sizes[mine[0]])
+        flat = {item: pytree.tree_leaves(own[item]) for item in mine}
+        leaves: list[list[Any]] = [[None] * len(layout.leaves) for _ in lengths]
+        for index, leaf in enumerate(layout.leaves):
+            if leaf is None:
+                continue
+            counts = [leaf.nbytes_for(size) for size in sizes]
+            most = max(sum(counts[item] for item in share) for share in shares)
+            data = torch.cat([flat[item][index].reshape(-1) for item in mine]).view(torch.uint8)
+            sent = F.pad(
+                data, (0, most - len(data))
+            )  # bytes, as not all transports have all dtypes
+            received = [torch.empty_like(sent) for _ in shares]
+            dist.all_gather(received, sent, group=self._group)
+            for share, block in zip(shares, received, strict=True):
+                start = 0
+                for item in share:
+                    part, start = block[start : start + counts[item]], start + counts[item]
+                    leaves[item][index] = part.view(leaf.dtype).view(leaf.shape_for(sizes[item]))
+        return [pytree.tree_unflatten(parts, layout.spec) for parts in leaves]

@@ -23,6 +23,7 @@ from devgraph.runners.decisions import (
 )
 from devgraph.runners.options import Options
 from devgraph.runners.slots import Size
+from devgraph.runners.timing import ReplayTimer
 
 
 class EmulatedGraph:
@@ -90,6 +91,8 @@ class BucketGraph:
         self.bytes = 0
         self.seconds = 0.0
         """Time that captures of this graph took, for the time budget."""
+        self.timing: ReplayTimer | None = None
+        """Timer of the replays; None before the first ``stats(timing=True)``."""
 
     def drop(self, reason: Reason, detail: str) -> None:
         """Close the graph and do not capture it again before the next ``invalidate``."""

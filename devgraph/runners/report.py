@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from devgraph.api import html
 from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import Graphs
+from devgraph.runners.timing import BOUNDS, ReplayTimes
 
 _SLOW = 1.08
 """Ratio above which a pace is slow: two measurements of one pace differed by less than 2%, the two
@@ -67,6 +69,8 @@ class BucketStats:
     bytes: int
     """Device memory that the capture added; before the capture, the estimate of ``plan``."""
     capture_seconds: float
+    times: ReplayTimes | None
+    """Device time of replays since the first ``stats(timing=True)``; None before."""
 
 
 @attrs.frozen(kw_only=True)
@@ -153,6 +157,7 @@ class RunnerStats:
                 padded_rows=graph.hits * graph.key.bucket - graph.real_rows,
                 bytes=graph.bytes if graph.captured else sizes[min(index, len(sizes) - 1)],
                 capture_seconds=graph.seconds,
+                times=graph.timing.times if graph.timing else None,
             )
             for index, graph in enumerate(graphs)
         )
@@ -238,6 +243,16 @@ class RunnerStats:
             ("executable_seconds_total", "counter", "Time to build executables.", pool.seconds),
         ):
             page.metric(name, kind, text, value)
+        timed = [(bucket.key, bucket.times) for bucket in self.buckets if bucket.times]
+        if timed:
+            name = "replay_seconds"
+            page.metric(name, "histogram", "Device time of replays.")
+            for key, times in timed:
+                bounds = *map(str, BOUNDS), "+Inf"
+                for bound, below in zip(bounds, itertools.accumulate(times.bins), strict=True):
+                    page.sample(f"{name}_bucket", below, bucket=key, le=bound)
+                page.sample(f"{name}_sum", times.seconds, bucket=key)
+                page.sample(f"{name}_count", times.count, bucket=key)
         if self.replay_pace is not None:
             text, pace = "Time between kernels of a graph.", self.replay_pace
             page.metric("replay_pace_microseconds", "gauge", text, pace.microseconds)

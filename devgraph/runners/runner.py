@@ -57,6 +57,7 @@ from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size
 from devgraph.runners.state import StateStore
 from devgraph.runners.step import BoundSteps, GraphStep, Step
+from devgraph.runners.timing import ReplayTimer
 
 logger = logging.getLogger(__name__)
 
@@ -600,7 +601,7 @@ class Runner:
 
     # Capture.
 
-    def capture(self, *, everything: bool = False) -> None:
+    def capture(self, *, everything: bool = False, profile: str | None = None) -> None:
         """Capture the buckets that are not captured yet, largest first; retry failed ones.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration, this only learns the
@@ -615,8 +616,12 @@ class Runner:
 
         Args:
             everything: capture all buckets now, for every ``capture`` setting.
+            profile: folder for a Chrome trace of each capture, warm-up included.
 
         Raises:
+            InputTypeError: ``profile`` is not a path.
+            OSError: the folder cannot be created.
+            StateError: a profile of torch is running already.
             ResourceError: memory or another resource ran out and the runner is strict, or another
                 runner released the memory of the pool.
             AgreementError: ranks differ, or one failed, is late or gone.
@@ -625,12 +630,12 @@ class Runner:
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return
-            self._scheduler.require_memory()
+            self._scheduler.require(profile)
             if not self.graphs.captured:
                 self._step.autocast = None  # Take the settings of the caller.
             self._warned = True
             if everything or self.captures_first:
-                self._capture(self._scheduler.pending)
+                self._capture(self._scheduler.pending, profile)
             else:
                 self._scheduler.learn_together()
 
@@ -660,11 +665,11 @@ class Runner:
             self._capture([graph])
             return True
 
-    def _capture(self, graphs: Sequence[BucketGraph]) -> None:
+    def _capture(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
         self._steps.clear()
         self._step.clock.tick()
         try:
-            self._scheduler.round(graphs)
+            self._scheduler.round(graphs, profile)
             verify = self._config.verify
             if verify is not None and verify.start and not self._config.emulate:
                 captured = [graph for graph in graphs if graph.captured is not None]
@@ -864,8 +869,20 @@ class Runner:
             return "disabled"
         return "emulated" if self._config.emulate else self._config.policy
 
-    def stats(self) -> RunnerStats:
-        """Return a snapshot of the counters."""
+    def stats(self, *, timing: bool = False) -> RunnerStats:
+        """Return a snapshot of the counters.
+
+        Args:
+            timing: include the device time of replays. The first such call starts the timers, which
+                cost every later step some microseconds.
+        """
+        if timing:
+            with self._between_steps("time"):
+                for graph in self.graphs:
+                    if graph.timing is None:
+                        graph.timing = ReplayTimer(self.backend)
+                        self._steps.clear()  # Bound steps have no timer.
+                    graph.timing.read()
         return self._stats(())
 
     def plan(self, *, sample: bool = False) -> RunnerStats:

@@ -316,6 +316,8 @@ class GraphStep:
         if step.options.ranges:
             profiled = torch.profiler.record_function(f"{self._name} {graph.key}")
             self.replay = profiled(self.replay)
+        if graph.timing is not None:
+            self.replay = graph.timing.over(self.replay)
         if step.options.prepare is not None:
             self.replay = self._planning(self.replay)
         self.tensors: Mapping[str, torch.Tensor] = {

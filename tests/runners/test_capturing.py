@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import gc
+import json
 import logging
 import math
 import sys
 import threading
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -999,3 +1002,33 @@ def test_a_lease_outlives_the_executable_that_wrote_it():
     out = runner.run({"x": rows_of_x(2)})
     assert runner.stats().executables.bytes == 0
     assert torch.equal(out.clone(), rows_of_x(2) * 2)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_captures_leave_a_trace_for_each_bucket(tmp_path: Path, policy: str) -> None:
+    options: dict[str, Any] = {"config": {"policy": policy, "buckets": [1, 4]}, "captured": False}
+    runner = double_runner(variants=[{}, {"lora": True}], **options)
+    runner.capture(profile=str(tmp_path / "traces"))
+    found = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert found == [f"decode-{n}{v}.json" for n in (1, 4) for v in ("--lora-True", "")]
+    events = json.loads((tmp_path / "traces" / "decode-4.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mul" for event in events)
+    assert torch.equal(runner.run({"x": torch.ones(3, 3)}), torch.full((3, 3), 2.0))
+
+
+def test_traces_that_cannot_be_written_are_refused_before_anything_is_captured(
+    tmp_path: Path,
+) -> None:
+    runner = double_runner(captured=False)
+    with pytest.raises(dg.InputTypeError, match="profile must be the path of a folder, got 3"):
+        runner.capture(profile=3)  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        runner.capture(profile=str(tmp_path / "file"))
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profile:
+        with pytest.raises(dg.StateError, match="inside a profile of torch"):
+            runner.capture(profile=str(tmp_path / "traces"))
+        torch.ones(3).add(1)
+    assert "aten::add" in [event.name for event in profile.events()]
+    assert not runner.graphs.captured

@@ -79,7 +79,7 @@ def test_sixty_four_images_of_five_sizes_have_little_padding_and_no_eager_step()
     st.integers(1, 6),
 )
 def test_packs_hold_every_item_once_and_fit(lengths, budgets, max_items):
-    packs = packed(lengths, sorted(budgets), max_items, max_padding=2)
+    packs = packed(range(len(lengths)), lengths, sorted(budgets), max_items, max_padding=2)
     assert sorted(item for pack in packs for item in pack) == list(range(len(lengths)))
     for pack in packs:
         assert pack == sorted(pack) and len(pack) <= max_items
@@ -87,11 +87,12 @@ def test_packs_hold_every_item_once_and_fit(lengths, budgets, max_items):
 
 
 def test_packs_take_the_budgets_that_leave_the_fewest_padded_rows():
-    def packs(lengths, budgets):
-        return packed(lengths, budgets, 4, max_padding=2)
+    def packs(lengths, budgets, items=None):
+        return packed(items or range(len(lengths)), lengths, budgets, 4, max_padding=2)
 
     assert packs([6, 6, 6, 6], [8, 12]) == [[0, 1], [2, 3]]
     assert packs([8, 8, 8], [8, 20]) == [[0], [1], [2]]
+    assert packs([9, 4, 9, 4], [8], [1, 3]) == [[1, 3]]
     assert packs([5, 4, 4, 3, 1], [8]) == [[0], [1, 3], [2, 4]]  # not 5 and 3, which leaves 1 over
 
 
@@ -262,6 +263,7 @@ X = dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())
             "'offsets' is declared twice",
         ),
         ({"variants": [{"width": 2}]}, "width is for decode"),
+        ({"data_parallel": "dp"}, "must be a process group of torch.distributed, got 'dp'"),
     ],
 )
 def test_a_declaration_that_cannot_work_is_refused(options, text):

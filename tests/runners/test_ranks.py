@@ -487,22 +487,27 @@ def test_a_decision_that_is_old_keeps_the_others_from_graphs(why):
     assert in_ranks(2, work) == [(True, {"voted_eager": 1}), (True, {why: 1})]
 
 
-def test_a_rank_that_cannot_begin_a_capture_is_named_at_once():
+@pytest.mark.parametrize("why", ["memory", "folder"])
+def test_a_rank_that_cannot_begin_a_capture_is_named_at_once(why, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+
     def work(rank, group):
         runner = ranked(group, config={"releasable": True})
         runner.invalidate()
-        if rank:
+        if rank and why == "memory":
             runner.pool.release()
-        with pytest.raises(dg.DeviceGraphError) as refused:
-            runner.capture()
+        with pytest.raises((dg.DeviceGraphError, OSError)) as refused:
+            runner.capture(profile=str(file) if rank and why == "folder" else None)
         runner.pool.restore()
         runner.capture()
         decision = runner.agree(runner.can_run(2))
         return decision.ok, f"{refused.typename}: {refused.value}"
 
+    kind = {"memory": "ExecutableError", "folder": "FileExistsError"}[why]
     (first, heard), (second, said) = in_ranks(2, work)
-    assert first and second and said.startswith("ExecutableError")
-    assert heard.startswith("AgreementError: rank 1 of decode/1 raised ExecutableError")
+    assert first and second and said.startswith(kind)
+    assert heard.startswith(f"AgreementError: rank 1 of decode/1 raised {kind}")
 
 
 def test_a_rank_with_an_empty_batch_takes_part_in_an_eager_step():
@@ -1079,6 +1084,29 @@ def test_a_rank_that_proves_alone_says_so_after_the_timeout(prepared):
     (error,) = survivors(prepared.run("prove_alone", timeout_s=TIMEOUT_S, size=2), 1)
     assert error.startswith("AgreementError")
     assert "for rank 1, which did not come" in error
+
+
+def test_ranks_share_the_items_of_an_encoder_out_by_tokens(prepared):
+    found = prepared.run("shared_items", size=2)
+    for rank in (0, 1):
+        assert "error" not in found[rank], found[rank]["error"]
+        value = found[rank]["value"]
+        assert value["right"] == [7, 1, 0]
+        assert value["rows"] == [38, 42, 42]  # of 76 rows half each, and then the one item twice
+
+
+def test_a_rank_that_fails_on_its_items_is_named_by_the_others(prepared):
+    """FAULTS 30: they waited in a collective of the device until its timeout."""
+    found = prepared.run("failing_items", size=2)
+    values = [found[rank].get("value", found[rank]) for rank in (0, 1)]
+    assert [error.split(",")[0] for error in values[0]] == [
+        "AgreementError: rank 1 raised KeyError: 'layer 7'",
+        "AgreementError: rank 1 raised InputError: missing inputs x",
+        "AgreementError: rank 1 has items of [9",
+    ]
+    assert values[1][0] == "KeyError: 'layer 7'"
+    assert values[1][1].startswith("InputError: ")
+    assert values[1][2].startswith("AgreementError: rank 0 has items of [9, 3, 20] rows")
 
 
 def test_ranks_capture_while_serving_together(prepared):

@@ -39,6 +39,9 @@ from tests.support.runner_steps import (
     cache_inputs,
     decode_of,
     double,
+    encode_alone,
+    encoder_items,
+    encoder_of,
     rows_of_x,
 )
 
@@ -145,6 +148,51 @@ def _gone_in_a_vote(how: Callable[[int], object]) -> Scenario:
 def _stick(rank: int) -> None:
     ranks_module.time.leave(rank)  # type: ignore[attr-defined]
     time.sleep(3600)
+
+
+def shared_items(rank: int, group: RankGroup) -> Any:
+    """Items are shared out over the ranks, also fewer than ranks, and come back in order."""
+    right, steps, rows = [], [], [0]
+
+    def prepare(batch: Any) -> None:
+        rows[0] += int((batch.item_ids >= 0).sum())
+
+    runner = encoder_of(data_parallel=dist.group.WORLD, prepare=prepare)
+    for lengths in ((9, 3, 20, 5, 8, 1, 30), (4,), ()):
+        items = encoder_items(lengths)
+        outputs = runner.run(items)
+        alone = [encode_alone(item) for item in items]
+        torch.testing.assert_close(outputs, alone, rtol=0, atol=0)
+        right.append(len(outputs))
+        steps.append(rows[0])
+    return {"right": right, "rows": steps}
+
+
+def failing_items(rank: int, group: RankGroup) -> Any:
+    """Rank 1 fails in a pack of its own, then in its items, then has others; then all is well."""
+    failing = [False]
+
+    def prepare(batch: Any) -> None:
+        if failing[0]:
+            raise KeyError("layer 7")
+
+    runner = encoder_of(data_parallel=dist.group.WORLD, prepare=prepare)
+    items = encoder_items((9, 3, 20))
+    errors = []
+    for turn in ("pack", "items", "others", "none"):
+        failing[0] = rank == 1 and turn == "pack"
+        given = items
+        if rank == 1 and turn == "items":
+            given = [*items[:2], {}]
+        elif rank == 1 and turn == "others":
+            given = items[:2]
+        try:
+            outputs = runner.run(given)
+        except (KeyError, dg.DeviceGraphError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    alone = [encode_alone(item) for item in items]
+    torch.testing.assert_close(outputs, alone, rtol=0, atol=0)
+    return errors
 
 
 def stuck_device(rank: int, group: RankGroup) -> Any:
@@ -293,6 +341,8 @@ SCENARIOS: dict[str, Scenario] = {
     "exit_before_vote": _gone_in_a_vote(lambda rank: os._exit(0)),
     "stuck_before_vote": _gone_in_a_vote(_stick),
     "stuck_device": stuck_device,
+    "shared_items": shared_items,
+    "failing_items": failing_items,
     "capture_while_serving": capture_while_serving,
     "killed_while_serving": killed_while_serving,
     "meet_in_a_collective": meet_in_a_collective,

@@ -536,6 +536,17 @@ class TorchBackend(Backend):
         done: Callable[[], bool] = event.query
         return done
 
+    def stopwatch(self) -> Callable[[], Callable[[], float | None]]:
+        stream = self.namespace.current_stream(self._device)
+        begin, end = (self.namespace.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+
+        def stop() -> Callable[[], float | None]:
+            end.record(stream)
+            return lambda: begin.elapsed_time(end) / 1e3 if end.query() else None
+
+        return stop
+
     def elsewhere(self) -> bool:
         namespace: Any = self.namespace
         return bool(namespace.current_device() != self._device.index)

@@ -547,6 +547,22 @@ def test_a_host_argument_holds_for_every_step_of_a_loop(kit: Kit) -> None:
         runner_of(kit, summing, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=grow))
 
 
+def test_replays_are_timed_from_when_somebody_asks(kit: Kit) -> None:
+    runner = runner_of(kit, lambda batch: batch.x * 2)
+    x = kit.tensor(3, WIDTH)
+    runner.run({"x": x})
+    assert all(bucket.times is None for bucket in runner.stats().buckets)
+    runner.stats(timing=True)
+    for _ in range(3):
+        same(runner.run({"x": x}, clone=True), x * 2)
+    kit.backend.synchronize()
+    stats = runner.stats(timing=True)
+    times = next(bucket.times for bucket in stats.buckets if bucket.key == "4")
+    assert times is not None and times.seconds >= 0
+    assert times.count == sum(times.bins) == 3
+    assert 'replay_seconds_count{runner="decode",' in stats.to_prometheus()
+
+
 def encode(batch: Any) -> torch.Tensor:
     """Sum the rows of each item. Integers make the sum independent of neighbours and padding."""
     x = torch.where(batch.item_ids[:, None] >= 0, batch.x, 0)
