@@ -300,28 +300,24 @@ class CaptureScheduler:
         The first number counts only memory that the runner's own pool cannot provide. Every later
         graph adds about as much as the second one, so the last number stands for all the rest.
         """
-        with self._step.trial() as before:
-            added = self._sample_bytes()
-            before.require_unwritten()
-        return added
-
-    def _sample_bytes(self) -> list[int]:
         pool, existing = self._backend.make_pool(), self._pool.segments
         added: list[int] = []
         samples: list[Captured | EmulatedGraph] = []
         sync = self._backend.synchronize
-        try:
-            for graph in list(self._graphs)[:2]:
-                if self._step.outputs.buffers is None:
-                    self._run_largest(sync)
-                before = pool.bytes
-                runs = max(_RETRY_RUNS, self._config.warmup)
-                samples.append(self._captured(graph, sync, pool, runs))
-                grown = pool.bytes - before if added else _beyond(pool.segments, existing)
-                added.append(max(0, grown) + samples[-1].info().bytes)
-        finally:
-            for captured in reversed(samples):
-                captured.close()
+        with self._step.trial() as before:
+            try:
+                for graph in list(self._graphs)[:2]:
+                    if self._step.outputs.buffers is None:
+                        self._run_largest(sync)
+                    held = pool.bytes
+                    runs = max(_RETRY_RUNS, self._config.warmup)
+                    samples.append(self._captured(graph, sync, pool, runs))
+                    grown = pool.bytes - held if added else _beyond(pool.segments, existing)
+                    added.append(max(0, grown) + samples[-1].info().bytes)
+            finally:
+                for captured in reversed(samples):
+                    captured.close()
+            before.require_unwritten()
         return added
 
     def _take_turn(self, graph: BucketGraph, runs: int) -> tuple[Reason | None, str]:

@@ -693,20 +693,15 @@ class Runner:
             if failures:
                 causes[str(graph.key)] = "; ".join(own.causes)
         texts = self._ranks.gather(f"{self._name}/verified{self._proofs}", json.dumps(causes))
-        dropped = [
-            (graph, rank, found[str(graph.key)])
-            for graph in chosen
-            for rank, found in [*enumerate(map(json.loads, texts))]
-            if str(graph.key) in found
-        ]
-        for graph, rank, cause in dropped:
-            if graph.captured is None:
-                continue  # on two ranks
-            here = str(graph.key) in causes
-            if here:
-                graph.drop(Reason.VERIFY_FAILED, causes[str(graph.key)])
+        by_rank = [json.loads(text) for text in texts]
+        dropped = [graph for graph in chosen if any(str(graph.key) in other for other in by_rank)]
+        for graph in dropped:
+            key = str(graph.key)
+            if key in causes:
+                graph.drop(Reason.VERIFY_FAILED, causes[key])
             else:
-                graph.drop(Reason.RANKS_DROPPED, f"rank {rank}: {cause}")
+                rank = next(rank for rank, other in enumerate(by_rank) if key in other)
+                graph.drop(Reason.RANKS_DROPPED, f"rank {rank}: {by_rank[rank][key]}")
             self._counters.failed_checks += 1
             logger.warning(
                 "%s: bucket %s differs from eager and is dropped: %s",
@@ -715,10 +710,10 @@ class Runner:
                 graph.detail,
             )
         if dropped and self._config.strict:
-            keys = ", ".join(dict.fromkeys(str(graph.key) for graph, *_ in dropped))
+            keys = ", ".join(str(graph.key) for graph in dropped)
             raise CaptureError(
-                f"{self._name}: graphs differ from eager in buckets {keys}: {dropped[0][2]}. Run "
-                f"prove() for all differences, or allow eager steps with strict=False"
+                f"{self._name}: graphs differ from eager in buckets {keys}: {dropped[0].detail}. "
+                f"Run prove() for all differences, or allow eager steps with strict=False"
             )
 
     @property

@@ -111,8 +111,17 @@ class Size:
         return (self.tokens if dim == "tokens" else self.requests) + extra
 
 
-def _dims(dims: Iterable[Dim] | Dim) -> tuple[Dim, ...]:
+def as_dims(dims: Iterable[Any] | Any) -> tuple[Any, ...]:
+    """Return the dims of a slot, which may be declared as a single one."""
     return tuple(dims) if isinstance(dims, Iterable) and not isinstance(dims, str) else (dims,)
+
+
+def require_name(kind: str, name: object) -> None:
+    """Raise ConfigError unless ``name`` can be an attribute of a batch."""
+    if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
+        raise ConfigError(
+            f"{kind} {brief(name)} must be a Python identifier without leading underscore"
+        )
 
 
 def _require_rows(kind: str, dim: object, owner: str) -> None:
@@ -145,7 +154,7 @@ class InputSlot:
     """
 
     name: str
-    dims: tuple[Dim, ...] = attrs.field(converter=_dims)
+    dims: tuple[Dim, ...] = attrs.field(converter=as_dims)
     dtype: torch.dtype
     pad: Pad = attrs.field(kw_only=True)
     real: Scalar | None = attrs.field(default=None, kw_only=True)
@@ -157,10 +166,7 @@ class InputSlot:
 
     def __attrs_post_init__(self) -> None:
         name = self.name
-        if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
-            raise ConfigError(
-                f"input slot {brief(name)} must be a Python identifier without leading underscore"
-            )
+        require_name("input slot", name)
         if name in _RESERVED:
             raise ConfigError(
                 f"input slot {name!r} would hide batch.{name}; reserved: "

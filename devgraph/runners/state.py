@@ -26,16 +26,12 @@ from devgraph.api.errors import (
     whole,
 )
 from devgraph.runners.batch import Batch, StateViews
-from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, raw
+from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, as_dims, raw, require_name
 
 _NO_STEP = -1  # number of tokens of a request slot without a step that can be rolled back
 
 MOST_CACHED = 64
 """Maximum number of sequences of request slots that are kept on the device."""
-
-
-def _shape(shape: Iterable[int] | int) -> tuple[Any, ...]:
-    return tuple(shape) if isinstance(shape, Iterable) else (shape,)
 
 
 @attrs.frozen
@@ -52,15 +48,12 @@ class StateSlot:
     """
 
     name: str
-    shape: tuple[int, ...] = attrs.field(converter=_shape)
+    shape: tuple[int, ...] = attrs.field(converter=as_dims)
     dtype: torch.dtype
 
     def __attrs_post_init__(self) -> None:
         name = self.name
-        if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
-            raise ConfigError(
-                f"state slot {brief(name)} must be a Python identifier without leading underscore"
-            )
+        require_name("state slot", name)
         if name == "history":
             raise ConfigError("state slot 'history' would hide batch.state.history; rename it")
         for dim in self.shape:
