@@ -172,19 +172,13 @@ class _Acceleration:
         self._seat: Seat | None = None
         self._lock = threading.RLock()
         self._depth = 0
-        calls: Mapping[str, Callable[..., Any]] = {
-            "generate": self._generate,
-            "generate_batch": self._generate_batch,
-            "forward": self._forward,
-            "_prepare_cache_for_generation": self._prepare_cache,
-        }
-        self._hooks = {name: _Hook(model, name, call) for name, call in calls.items()}
-        body = self.engine.model.shape.body
-        self._body = _Hook(body, "forward", self._body_forward)
         self._changes = Changes("transformers")
-        for name, hook in self._hooks.items():
-            self._changes.change(model, name, hook)
-        self._changes.change(body, "forward", self._body)
+        self._own_generate = self._hook(model, "generate", self._generate)
+        self._own_generate_batch = self._hook(model, "generate_batch", self._generate_batch)
+        self._own_forward = self._hook(model, "forward", self._forward)
+        self._own_prepare = self._hook(model, "_prepare_cache_for_generation", self._prepare_cache)
+        body = self.engine.model.shape.body
+        self._own_body = self._hook(body, "forward", self._body_forward)
         self._is_stateful: bool = getattr(model, "_is_stateful", False)
         if self.engine.model.states:
             # transformers refuses to check proposed tokens with recurrent state. Slots can.
@@ -196,6 +190,12 @@ class _Acceleration:
         with self._lock:
             self._changes.undo()
             self._close()
+
+    def _hook(self, module: nn.Module, name: str, call: Callable[..., Any]) -> Any:
+        """Replace a method of a module, and return it."""
+        hook = _Hook(module, name, call)
+        self._changes.change(module, name, hook)
+        return hook.own
 
     def _close(self) -> None:
         self._vacate()
@@ -214,14 +214,14 @@ class _Acceleration:
         with self._lock, _deferral:
             self._depth += 1
             try:
-                return self._hooks["generate"].own(*args, **kwargs)
+                return self._own_generate(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if not self._depth:
                     self._vacate()
 
     def _prepare_cache(self, *args: Any) -> Any:
-        result = self._hooks["_prepare_cache_for_generation"].own(*args)
+        result = self._own_prepare(*args)
         config, inputs, mode, batch, *_ = args
         batch *= max(config.num_beams or 1, config.num_return_sequences or 1)
         reason = self._enter(config, inputs, mode, batch)
@@ -319,11 +319,11 @@ class _Acceleration:
             self._fall_back(reason, cache)
         # A step of another thread replaces attributes of the model.
         with model_lock:
-            return self._hooks["forward"].own(*args, **kwargs)
+            return self._own_forward(*args, **kwargs)
 
     def _body_forward(self, *args: Any, **kwargs: Any) -> Any:
         with model_lock:
-            return self._body.own(*args, **kwargs)
+            return self._own_body(*args, **kwargs)
 
     def _run(self, seat: Seat, inputs: dict[str, Any]) -> tuple[Fallback | None, Tensor | None]:
         """Run a forward over a seated cache; return its logits, or the reason for a fallback."""
@@ -399,9 +399,8 @@ class _Acceleration:
                 reason = Fallback.LENGTH
             if reason is not None:
                 self._fall_back(reason)
-                return self._hooks["generate_batch"].own(
-                    inputs, generation_config=generation_config, **kwargs
-                )
+                kwargs["generation_config"] = generation_config
+                return self._own_generate_batch(inputs, **kwargs)
             self._vacate()
             self.requests += len(inputs)
             completions = self.engine.generate(
@@ -428,15 +427,8 @@ class _Acceleration:
         return SamplingParams(**values)
 
 
-_INPUTS = frozenset(
-    {
-        "attention_mask",
-        "input_ids",
-        "logits_to_keep",
-        "position_ids",
-        *NAMES.caches,
-    }
-)
+_INPUTS = frozenset({"attention_mask", "input_ids", "logits_to_keep", "position_ids"})
+_INPUTS |= frozenset(NAMES.caches)
 _ALWAYS = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
 """Further arguments that the loop passes to every forward."""
 _WARPERS = {

@@ -438,17 +438,15 @@ class CausalModel:
         """Run a mixer in a step."""
         if step.decode:
             return self._mix_rows(step, mixer, args, kwargs)
-        outputs, spec = pytree.tree_flatten(mixer.output)
-        outputs = [
-            leaf.new_zeros((1, step.tokens, *leaf.shape[2:])) if isinstance(leaf, Tensor) else leaf
-            for leaf in outputs
-        ]
-        tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+        output = pytree.tree_map_only(
+            Tensor, lambda leaf: leaf.new_zeros((1, step.tokens, *leaf.shape[2:])), mixer.output
+        )
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         weights = [*mixer.module.parameters(), *mixer.module.buffers()]
         rows = self.states.rows(step.batch.state, mixer.layer)
         inputs, spans = (args, kwargs), step.batch.host.spans
         run_packed(self.states, mixer, rows, weights, inputs, tensors, spans=spans)
-        return pytree.tree_unflatten(outputs, spec)
+        return output
 
     def _mix_rows(
         self, step: _Step, mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -458,14 +456,11 @@ class CausalModel:
         layout = (1, step.tokens) if self.own is None else (requests, step.width)
 
         def reshaped(before: tuple[int, int], after: tuple[int, int], tree: Any) -> Any:
-            return pytree.tree_map(
-                lambda leaf: (
-                    leaf.reshape(*after, *leaf.shape[2:])
-                    if isinstance(leaf, Tensor) and leaf.shape[:2] == before
-                    else leaf
-                ),
-                tree,
-            )
+            def fitted(leaf: Tensor) -> Tensor:
+                rows_match = leaf.shape[:2] == before
+                return leaf.reshape(*after, *leaf.shape[2:]) if rows_match else leaf
+
+            return pytree.tree_map_only(Tensor, fitted, tree)
 
         rows = (requests, step.width)
         args, kwargs = reshaped(layout, rows, (args, kwargs))
@@ -628,9 +623,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _positions(shape: ModelShape, max_len: int | None) -> int:
     limit = shape.positions
-    if max_len is None:
-        max_len = min(limit or 2048, 2048)
-    max_len = whole("max_len", max_len, 1)
+    max_len = min(limit or 2048, 2048) if max_len is None else whole("max_len", max_len, 1)
     if limit is not None and max_len > limit:
         raise InputError(
             f"max_len {max_len} is over the {limit} positions that the model has and its cache "

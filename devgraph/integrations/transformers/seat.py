@@ -57,20 +57,18 @@ class Seat:
         engine: engine of the slots and runners.
         cache: a cache that ``fits``.
         pads: number of padding tokens at the left of each row of the batch.
-
-    Attributes:
-        length: number of tokens of a row, including padding, as transformers counts.
-        can_defer: whether the loop may run one step too many and take it back.
-        assisted: whether steps check proposed tokens, so that the cache must be able to crop.
-        records: whether ordinary layers must be able to crop after leaving.
     """
 
     def __init__(self, engine: Engine, cache: DynamicCache, pads: Sequence[int]) -> None:
         self.pads = list(pads)
         self.length: int = length_of(cache) or 0
+        """Number of tokens of a row, including padding, as transformers counts."""
         self.can_defer = False
+        """Whether the loop may run one step too many and take it back."""
         self.assisted = False
+        """Whether steps check proposed tokens, so that the cache must be able to crop."""
         self.records = False
+        """Whether ordinary layers must be able to crop after leaving."""
         self._engine = engine
         self._rows = engine.model.cache
         self._states = engine.model.states
@@ -133,14 +131,12 @@ class Seat:
             for slot, pad in enumerate(self.pads):
                 # A sliding window keeps the last rows only. Earlier rows are masked, but they
                 # must hold numbers.
-                first = max(0, self.length - kept - pad)
                 last = self.length - pad
-                for by_slot, held in (
-                    (rows.keys_by_slot, layer.keys),
-                    (rows.values_by_slot, layer.values),
-                ):
-                    by_slot[slot, :, :first].zero_()
-                    by_slot[slot, :, first:last].copy_(held[slot, :, kept - (last - first) :])
+                first = max(0, last - kept)
+                own = (rows.keys_by_slot[slot], rows.values_by_slot[slot])
+                for by_slot, held in zip(own, (layer.keys[slot], layer.values[slot]), strict=True):
+                    by_slot[:, :first].zero_()
+                    by_slot[:, first:last].copy_(held[:, kept - (last - first) :])
 
     def leave(self) -> list[Any]:
         """Give the cache ordinary layers with copies of the rows, and return them."""
@@ -167,19 +163,15 @@ class Seat:
         original = self._originals[index] if self._originals else None
         window = getattr(original, "sliding_window", None)
         has_keys = self._rows.layers[index] is not None
-        layer: Any
+        layer: Any = original
         if index in self._states.layers:
             layer = self._states.layer(index, states, carried=bool(self.length))
             if has_keys:
                 layer.is_initialized, layer.cumulative_length = False, 0
-        elif not has_keys:
-            return original
+        elif has_keys:
+            layer = DynamicSlidingWindowLayer(sliding_window=window) if window else DynamicLayer()
         else:
-            layer = (
-                DynamicLayer()
-                if window is None
-                else DynamicSlidingWindowLayer(sliding_window=window)
-            )
+            return original
         if self.records and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
         if self.length and has_keys:

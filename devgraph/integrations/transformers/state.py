@@ -92,24 +92,17 @@ class RecurrentLayers:
         self.layers = dict(layers)
         self.carries = True
         """Whether mixers carry a state through several tokens; else they continue one by one."""
-        slots = {
-            index: {
-                name: StateSlot(
-                    f"layer{index}_{name.replace('.', '_')}", tensor.shape[1:], tensor.dtype
-                )
-                for name, tensor in state_tensors(layer).items()
-            }
-            for index, layer in layers.items()
-        }
-        self._names = {index: [slot.name for slot in own.values()] for index, own in slots.items()}
-        self.slots = [slot for own in slots.values() for slot in own.values()]
+        self.slots: list[StateSlot] = []
         """The state slots of the runners."""
-        self.names = {
-            slot.name: f"{index}.{name}"
-            for index, own in slots.items()
-            for name, slot in own.items()
-        }
+        self.names: dict[str, str] = {}
         """Layer and name of the state in each slot, as handoffs name them."""
+        self._names: dict[int, list[str]] = {index: [] for index in layers}
+        for index, layer in layers.items():
+            for name, tensor in state_tensors(layer).items():
+                slot = f"layer{index}_{name.replace('.', '_')}"
+                self.slots.append(StateSlot(slot, tensor.shape[1:], tensor.dtype))
+                self.names[slot] = f"{index}.{name}"
+                self._names[index].append(slot)
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -144,16 +137,10 @@ class RecurrentLayers:
         slots, rows = batch.state_slots, self.rows(batch.state, mixer.layer)
         history = batch.state.history and self.rows(batch.state.history, mixer.layer)
         state = [row.index_select(0, slots) for row in rows]
-        leaves, spec = pytree.tree_flatten((args, kwargs))
         outputs = []
         for token in range(width):
-            inputs = [
-                leaf[:, token : token + 1]
-                if isinstance(leaf, Tensor) and leaf.shape[:2] == (len(slots), width)
-                else leaf
-                for leaf in leaves
-            ]
-            output, state = self._call(mixer, state, True, *pytree.tree_unflatten(inputs, spec))
+            inputs = _cut((args, kwargs), (len(slots), width), token, token + 1)
+            output, state = self._call(mixer, state, True, *inputs)
             outputs.append(output)
             for target, tensor in zip(
                 [versions[token] for versions in history] if history else rows, state, strict=True
@@ -171,25 +158,18 @@ class RecurrentLayers:
     ) -> None:
         """Run a mixer on the packed tokens of each request, and write its outputs."""
         first = 0
-        leaves, spec = pytree.tree_flatten(inputs)
-        packed = outputs[0].shape[:2]
         for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
             own_rows = [row[slot : slot + 1] for row in rows]
             step = count if self.carries or not cached else 1
             for begin in range(first, first + count, step):
-                own = slice(begin, begin + step)
-                given = [
-                    leaf[:, own] if isinstance(leaf, Tensor) and leaf.shape[:2] == packed else leaf
-                    for leaf in leaves
-                ]
-                args, kwargs = pytree.tree_unflatten(given, spec)
-                output, state = self._call(mixer, own_rows, bool(cached), args, kwargs)
+                given = _cut(inputs, outputs[0].shape[:2], begin, begin + step)
+                output, state = self._call(mixer, own_rows, bool(cached), *given)
                 for row, tensor in zip(own_rows, state, strict=True):
                     if tensor is not row:
                         row.copy_(tensor)
                 results = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
                 for target, result in zip(outputs, results, strict=True):
-                    target[:, own].copy_(result)
+                    target[:, begin : begin + step].copy_(result)
             first += count
 
     def _call(
@@ -209,6 +189,13 @@ class RecurrentLayers:
         args, kwargs = tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
         output = mixer.forward(*args, **kwargs)
         return output, list(state_tensors(layer).values())
+
+
+def _cut(inputs: Any, rows: tuple[int, ...], first: int, end: int) -> Any:
+    """Return the inputs of some tokens. Tensors of tokens have the shape ``rows`` first."""
+    return pytree.tree_map_only(
+        Tensor, lambda leaf: leaf[:, first:end] if leaf.shape[:2] == rows else leaf, inputs
+    )
 
 
 def _joined(*parts: Any) -> Any:
@@ -234,10 +221,10 @@ def run_packed(
         states: the layers with state.
         mixer: the module to run.
         rows: state rows of the layer.
-        weights: tensors of the module.
+        weights: tensors of the module, which the graph must keep.
         inputs: arguments of its forward; tensors ``[1, tokens, ...]`` are cut into requests.
         outputs: output tensors, ``[1, tokens, ...]``; rows of padding are not written.
-        spans: slot, number of cached tokens and number of new tokens of each request.
+        spans: as for ``packed_exact``.
     """
     with model_lock:
         states.run(mixer, rows, inputs, outputs, spans)

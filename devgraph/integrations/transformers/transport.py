@@ -305,14 +305,16 @@ class TorchTransport(StoreTransport):
                 logger.warning("%s", error)
 
     def _send_parts(self, handoff: Handoff | None, message: dict[str, Any], peer: _Peer) -> None:
-        start, ready = 0, 0
-        if handoff is not None:
-            handoff.progress.receiver = f"rank {message['to']}"
-        while handoff is None or start < handoff.nbytes:
-            if handoff is not None and start == handoff.layer_end(ready):
+        start, ready, ended = 0, 0, torch.tensor([0, True], device="cpu")
+        if handoff is None:
+            peer.send(ended)
+            return
+        handoff.progress.receiver = f"rank {message['to']}"
+        while start < handoff.nbytes:
+            if start == handoff.layer_end(ready):
                 ready = handoff.progress.wait(ready, self.timeout_s)
-            if handoff is None or handoff.progress.ended is not None:
-                peer.send(torch.tensor([0, True], device="cpu"))
+            if handoff.progress.ended is not None:
+                peer.send(ended)
                 return
             if ready == handoff.layers and not handoff.is_complete:
                 complete = handoff.progress.handoff
