@@ -173,12 +173,12 @@ class _Acceleration:
         self._lock = threading.RLock()
         self._depth = 0
         self._changes = Changes("transformers")
-        self._own_generate = self._hook(model, "generate", self._generate)
-        self._own_generate_batch = self._hook(model, "generate_batch", self._generate_batch)
-        self._own_forward = self._hook(model, "forward", self._forward)
-        self._own_prepare = self._hook(model, "_prepare_cache_for_generation", self._prepare_cache)
+        self._generate_hook = self._hook(model, "generate", self._generate)
+        self._generate_batch_hook = self._hook(model, "generate_batch", self._generate_batch)
+        self._forward_hook = self._hook(model, "forward", self._forward)
+        self._prepare_hook = self._hook(model, "_prepare_cache_for_generation", self._prepare_cache)
         body = self.engine.model.shape.body
-        self._own_body = self._hook(body, "forward", self._body_forward)
+        self._body_hook = self._hook(body, "forward", self._body_forward)
         self._is_stateful: bool = getattr(model, "_is_stateful", False)
         if self.engine.model.states:
             # transformers refuses to check proposed tokens with recurrent state. Slots can.
@@ -191,11 +191,10 @@ class _Acceleration:
             self._changes.undo()
             self._close()
 
-    def _hook(self, module: nn.Module, name: str, call: Callable[..., Any]) -> Any:
-        """Replace a method of a module, and return it."""
+    def _hook(self, module: nn.Module, name: str, call: Callable[..., Any]) -> _Hook:
         hook = _Hook(module, name, call)
         self._changes.change(module, name, hook)
-        return hook.own
+        return hook
 
     def _close(self) -> None:
         self._vacate()
@@ -214,14 +213,14 @@ class _Acceleration:
         with self._lock, _deferral:
             self._depth += 1
             try:
-                return self._own_generate(*args, **kwargs)
+                return self._generate_hook.own(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if not self._depth:
                     self._vacate()
 
     def _prepare_cache(self, *args: Any) -> Any:
-        result = self._own_prepare(*args)
+        result = self._prepare_hook.own(*args)
         config, inputs, mode, batch, *_ = args
         batch *= max(config.num_beams or 1, config.num_return_sequences or 1)
         reason = self._enter(config, inputs, mode, batch)
@@ -319,11 +318,11 @@ class _Acceleration:
             self._fall_back(reason, cache)
         # A step of another thread replaces attributes of the model.
         with model_lock:
-            return self._own_forward(*args, **kwargs)
+            return self._forward_hook.own(*args, **kwargs)
 
     def _body_forward(self, *args: Any, **kwargs: Any) -> Any:
         with model_lock:
-            return self._own_body(*args, **kwargs)
+            return self._body_hook.own(*args, **kwargs)
 
     def _run(self, seat: Seat, inputs: dict[str, Any]) -> tuple[Fallback | None, Tensor | None]:
         """Run a forward over a seated cache; return its logits, or the reason for a fallback."""
@@ -400,7 +399,7 @@ class _Acceleration:
             if reason is not None:
                 self._fall_back(reason)
                 kwargs["generation_config"] = generation_config
-                return self._own_generate_batch(inputs, **kwargs)
+                return self._generate_batch_hook.own(inputs, **kwargs)
             self._vacate()
             self.requests += len(inputs)
             completions = self.engine.generate(
