@@ -339,8 +339,10 @@ class _Acceleration:
         count = ids.shape[1]
         if seat.length + count - min(seat.pads) > self.engine.model.positions:
             return Fallback.LENGTH, None
-        if any(seat.pads) and inputs.get("attention_mask") is None:
-            return Fallback.MASK, None  # The mask would say which tokens are padding.
+        # Without a mask, attention would see padding; recurrent layers only where padding runs.
+        sees = self.engine.model.shape.attention or seat.length < max(seat.pads)
+        if any(seat.pads) and inputs.get("attention_mask") is None and sees:
+            return Fallback.MASK, None
         # A row of nothing but padding has no token to decode.
         # Proposals roll recurrent state back, so it stays in the runner that keeps its versions.
         checks = count == 1 and seat.assisted and bool(self.engine.model.states)
