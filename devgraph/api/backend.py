@@ -30,6 +30,13 @@ class Backend(Device):
     graph_type: type[DeviceGraph] = DeviceGraph  # type: ignore[type-abstract]
     """Class of the graphs that ``make_graph`` returns."""
 
+    compiled_piece_type: type[Any] | None = None
+    """Class of compiled pieces of a step in a form that a capture can record.
+
+    It receives a compiled function of tensors and its ``torch.fx.GraphModule``. None: a capture can
+    record the function itself.
+    """
+
     needs: Mapping[str, str] = {}
     """Requirements of declared capabilities, by capability.
 
@@ -119,15 +126,6 @@ class Backend(Device):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` in host memory that allows asynchronous copies."""
         return tensor
-
-    def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
-        """Return ``run``, a compiled piece of a step, in a form that a capture can record.
-
-        Args:
-            run: takes and returns tensors.
-            source: the ``torch.fx.GraphModule`` that it was compiled from.
-        """
-        return run
 
     @contextlib.contextmanager
     def capture_context(

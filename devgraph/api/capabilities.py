@@ -38,7 +38,7 @@ class Capabilities:
     """Other threads may launch and allocate on the device while one thread captures."""
     collectives: bool = _may("TorchBackend.prepare_stream")
     """Collectives of the device can be captured."""
-    piecewise: bool = _may("Backend.wrap_compiled")
+    piecewise: bool = False
     """``torch.compile`` pieces can be captured on this backend."""
     compilers: tuple[str, ...] = ("eager",)
     """Compilers that piecewise may use for a piece."""

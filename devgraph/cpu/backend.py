@@ -264,6 +264,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     graph_type = CpuGraph
+    compiled_piece_type = CompiledPiece
     capabilities = Capabilities(
         region_update=True,
         shared_pool=True,
@@ -322,9 +323,6 @@ class CpuBackend(Backend):
             self.recorder.append(step, Op(name=name, line=user_line()))
 
         return HostGates(gates, self.fence, record)
-
-    def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
-        return CompiledPiece(run, source)
 
     def synchronize(self) -> None:
         """Do nothing: work on the CPU is done when the call returns."""

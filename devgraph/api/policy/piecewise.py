@@ -327,7 +327,7 @@ class _Compiler:
         _bind_tokens(graph, step.tokens)
         outside = Modes.current()
         split, modes = _split(graph)
-        build = _Build(self.name, step.job.backend.wrap_compiled)
+        build = _Build(self.name, step.job.backend.compiled_piece_type)
         for name, piece in list(split.named_children()):
             assert isinstance(piece, GraphModule)
             own, marked = modes[int(name.rpartition("_")[2])], any(map(_is_cut, piece.graph.nodes))
@@ -444,11 +444,9 @@ class _Build:
     Code is not shared between compilations, because its sizes are guards of one compilation.
     """
 
-    def __init__(
-        self, compiler: str, wrap: Callable[[Callable[..., Any], GraphModule], Callable[..., Any]]
-    ) -> None:
+    def __init__(self, compiler: str, piece_type: type[Any] | None) -> None:
         self._compiler = compiler
-        self._wrap = wrap
+        self._piece_type = piece_type
         self.known: dict[Any, Callable[..., Any]] = {}  # code by the signature of a piece
         self.pieces = 0
 
@@ -475,7 +473,9 @@ class _Build:
             output.args = ((output.args[0],),)
         piece.recompile()
         compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
-        run = self._wrap(cast(Callable[..., Any], compiled), piece)
+        run = cast(Callable[..., Any], compiled)
+        if self._piece_type is not None:
+            run = self._piece_type(run, piece)
         return (lambda *args: run(*args)[0]) if single else run
 
 
