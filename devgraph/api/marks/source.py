@@ -35,7 +35,9 @@ class SourceLine:
 
 def is_machinery(frame: FrameType) -> bool:
     """Whether ``frame`` runs code of torch, of devgraph's own rooms, or of their helpers."""
-    return is_machinery_module(frame.f_globals.get("__name__", ""))
+    # The lambdas that make_fx evaluates have no module.
+    default = "torch" if frame.f_code.co_filename == "<string>" else ""
+    return is_machinery_module(frame.f_globals.get("__name__", default))
 
 
 def traced_line(error: BaseException) -> SourceLine | None:
@@ -67,7 +69,7 @@ def user_line() -> SourceLine:
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
     # Called for each recorded operation, through about twenty frames of machinery.
-    while frame is not None and is_machinery_module(frame.f_globals.get("__name__", "")):
+    while frame is not None and is_machinery(frame):
         outermost, frame = frame, frame.f_back
     found = frame or outermost
     assert found is not None
