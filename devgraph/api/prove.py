@@ -261,9 +261,9 @@ def _count(failures: Iterable[Failure]) -> str:
 def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Fill a floating-point tensor with noise of the kind of data that it holds.
 
-    Values that could be probabilities stay probabilities, and values that are not negative stay so,
-    because operators check them. Integers and bools keep their values: they may be indices, offsets
-    or counts, and operators check those as well.
+    Values between 0 and 1 stay in that range, and other non-negative values stay non-negative,
+    because operators check probabilities and variances. Integers and bools keep their values,
+    because they may be indices, offsets or counts.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return

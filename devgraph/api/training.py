@@ -109,7 +109,7 @@ class StaticInputs:
 
 
 class Results:
-    """The outputs of a step as calls hand them out."""
+    """The outputs of a step, in the form that each call returns."""
 
     def __init__(self, outputs: Any, static_inputs: StaticInputs, *, clone: bool) -> None:
         self._positions: dict[int, int] = {}

@@ -58,9 +58,9 @@ class DeviceGates(FlagGates):
                 self._runtime.call("StreamBatchMemOp", stream, len(batch), addressof(batch), 0)
 
     def record(self, stream: int, ops: list[Op]) -> None:
-        """Add ``ops`` to the node before, or to a new one.
+        """Add ``ops`` to the previous node of operations, or to a new one.
 
-        A signal and the wait of the next layer then take one node.
+        A signal and the wait of the next layer therefore share a node.
         """
         capture = self._runtime.capture_of(stream)
         if capture is not None and self._last is not None:

@@ -240,8 +240,8 @@ class EncoderRunner(Runner):
     def _joined(self, rows: list[torch.Tensor]) -> torch.Tensor:
         if len(rows) == 1:
             return rows[0]
-        if len({one.device for one in rows}) > 1:
-            rows = [one.to(self.backend.device, non_blocking=True) for one in rows]
+        if len({tensor.device for tensor in rows}) > 1:
+            rows = [tensor.to(self.backend.device, non_blocking=True) for tensor in rows]
         return torch.cat(rows)
 
 

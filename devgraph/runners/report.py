@@ -262,7 +262,7 @@ class RunnerStats:
         """Return the summary and the buckets as tables, for notebooks."""
         summary = [line.strip().partition(": ")[::2] for line in str(self).splitlines()]
         columns = ("bucket", "state", "hits", "memory")
-        rows = [(one.key, one.state, one.hits, format_bytes(one.bytes)) for one in self.buckets]
+        rows = [(b.key, b.state, b.hits, format_bytes(b.bytes)) for b in self.buckets]
         return html.table("runner", ("", ""), summary) + html.table("buckets", columns, rows)
 
     def __str__(self) -> str:
