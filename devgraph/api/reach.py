@@ -234,7 +234,7 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
         inner = vars(value)
         for table in ("_modules", "_parameters", "_buffers")[: 3 if weights else 1]:
             yield _Place(path, _ATTRIBUTE, inner.get(table, {}))
-        yield _Place(path, _ATTRIBUTE, inner, without=_INTERNAL | _set_by_hooks(value))
+        yield _Place(path, _ATTRIBUTE, inner, without=_INTERNAL | set_by_hooks(value))
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield _Place(path, name.replace("{", "{{"), cell, (_CELL,))
@@ -401,7 +401,7 @@ def named_values(fn: Callable[..., Any]) -> list[Entry]:
     return [e for place in places for e in place.entries() if isinstance(e.value, kinds)]
 
 
-def _set_by_hooks(module: torch.nn.Module) -> set[str]:
+def set_by_hooks(module: torch.nn.Module) -> set[str]:
     """Return the attributes that hooks of torch compute before each forward: weight_norm, ..."""
     hooks = module._forward_pre_hooks.values()
     own = (hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils."))

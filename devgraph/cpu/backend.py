@@ -35,7 +35,7 @@ from devgraph.api.marks.source import line_of, raising_line, user_line
 from devgraph.api.owned import Owned, host_random, rebinding, without_history
 from devgraph.api.pool import Pool
 from devgraph.api.process import collector
-from devgraph.api.reach import Change, Watch
+from devgraph.api.reach import Change, Watch, modules_of, set_by_hooks
 from devgraph.api.results import refuse_host_values
 from devgraph.api.tensors import has_place, memory_of, tensors_in
 from devgraph.api.trees import Copied, own_copy
@@ -348,8 +348,9 @@ class CpuBackend(Backend):
         They are in order of execution, one for each line and kind. No operation is executed. The
         check continues after a violation with an assumed value: a host read gives 1, and every
         element of a mask counts. If no value can be assumed, the check ends there. The step runs
-        twice, because it may set itself up in its first run. Functions marked ``no_graph`` are
-        never captured, so they are not reported.
+        twice, because it may set itself up in its first run; tensors that it makes in objects of
+        torch then, such as the state of an optimizer, stay there without data. Functions marked
+        ``no_graph`` are never captured, so they are not reported.
 
         Args:
             fn: the step.
@@ -424,8 +425,10 @@ class CpuBackend(Backend):
         for name, state in host_random().items():
             if numbers.get(name, state) != state:
                 scope.note_state(name, numbers[name][-1], state[-1])
-        leaves = [tensor.grad for _, tensor in owned.everything() if tensor.is_leaf]
-        escaping = recorder.escaping(tensors_in((outputs, leaves)))
+        modules = modules_of(fn)
+        held = [tensor.grad for _, tensor in owned.everything() if tensor.is_leaf]
+        held += [vars(module).get(name) for module in modules for name in set_by_hooks(module)]
+        escaping = recorder.escaping(tensors_in((outputs, held)))
         where = line_of(fn)
         for verb, path, tensors in scope.changes:
             memories = [memory_of(tensor) for _, tensor in tensors if has_place(tensor)]

@@ -78,6 +78,50 @@ def test_check_of_a_clean_step_finds_nothing() -> None:
     assert violations_of(lambda x: F.softmax(x @ weight, -1), X) == []
 
 
+MODULES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "lstm": (lambda: torch.nn.LSTM(4, 4), (5, 2, 4)),
+    "batch norm": (lambda: torch.nn.BatchNorm1d(4), (2, 4)),
+    "spectral norm": (
+        lambda: torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)),
+        (2, 4),
+    ),
+    "encoder": (lambda: torch.nn.TransformerEncoderLayer(16, 2, dropout=0.0), (3, 2, 16)),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_check_of_a_module_finds_nothing(name: str, grad: bool) -> None:
+    make, shape = MODULES[name]
+    module = make()
+    state = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    with torch.set_grad_enabled(grad):
+        assert violations_of(module, torch.randn(shape)) == []
+    assert all(same(tensor, state[key]) for key, tensor in module.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_check_leaves_attributes_alone_that_hooks_of_torch_set() -> None:
+    module = torch.nn.utils.weight_norm(torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        assert violations_of(module, torch.randn(2, 4)) == []
+
+
+def test_check_of_a_training_step_finds_nothing_and_gives_gradients_back() -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    assert violations_of(step, X) == []
+    assert net.weight.grad is None
+
+
 def test_check_leaves_no_graph_functions_alone_and_looks_into_regions() -> None:
     @no_graph
     def sample(x: torch.Tensor) -> int:
