@@ -13,6 +13,7 @@ import itertools
 import math
 import numbers
 import operator
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -214,15 +215,19 @@ class Bound:
         kept = (torch.Tensor, tuple, *PLAIN) if values else (torch.Tensor, tuple)
         leaves = [entry for name, owner in held.items() for entry in tree_entries(name, owner)]
         objects = (leaf for name, owner in held.items() for leaf in leaves_of(name, owner))
-        inner = [*entries(objects, weights=weights), *places]
+        inner = entries(objects, weights=weights)
         held_entries = [
             entry
-            for group, kind in ((leaves, kept), (inner, torch.Tensor))
+            for group, kind in ((leaves, kept), (inner, torch.Tensor), (places, kept))
             for entry in group
             if entry.holder is not None and isinstance(entry.value, kind) and entry.key != "grad"
         ]
         self._rows = [*_rows(entry for entry in held_entries if _is_row(entry.holder))]
-        self._others = [entry for entry in held_entries if not _is_row(entry.holder)]
+        others = [entry for entry in held_entries if not _is_row(entry.holder)]
+        self._cells = [entry for entry in others if isinstance(entry.holder, types.CellType)]
+        self._cell_holders = [entry.holder for entry in self._cells]
+        self._cell_values = [entry.value for entry in self._cells]
+        self._others = [e for e in others if not isinstance(e.holder, types.CellType)]
         self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
 
     def check(self) -> None:
@@ -240,6 +245,13 @@ class Bound:
                 same = False
             if not same:
                 self._require_same(row)
+        if self._cells:
+            try:
+                same = all(map(operator.is_, map(_content, self._cell_holders), self._cell_values))
+            except ValueError:  # an empty cell
+                same = False
+            if not same:
+                self._require_same(self._cells)
         if self._others:
             self._require_same(self._others)
         for holder, size, path in self._sizes:
@@ -300,6 +312,8 @@ class Bound:
         if all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in self.tensors):
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
 
+
+_content = operator.attrgetter("cell_contents")
 
 _Row = tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...], list[Entry]]
 """A function that reads the values of entries of one holder in one call, the holder, the values

@@ -80,6 +80,7 @@ class Captured:
         self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
         self._checks = job.owned.watch()
+        self._named_checks = job.owned.watch_named()
         self._host_names = job.spec.declared.keys()
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
 
@@ -112,6 +113,8 @@ class Captured:
             NestedCaptureError: the call is inside a capture.
         """
         self._check()
+        for check in self._named_checks:
+            check()
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
             assert self._inputs is not None  # until close()
@@ -230,18 +233,22 @@ class Captured:
         """
         self._check()
         assert self._job is not None
-        with self.gates.held_open():
-            return prove(
-                self,
-                self._job,
-                cases=cases,
-                host_args=host_args,
-                sample=sample,
-                state=state,
-                rtol=rtol,
-                atol=atol,
-                snapshot_limit=snapshot_limit,
-            )
+        named, self._named_checks = self._named_checks, []  # the report has such changes
+        try:
+            with self.gates.held_open():
+                return prove(
+                    self,
+                    self._job,
+                    cases=cases,
+                    host_args=host_args,
+                    sample=sample,
+                    state=state,
+                    rtol=rtol,
+                    atol=atol,
+                    snapshot_limit=snapshot_limit,
+                )
+        finally:
+            self._named_checks = named
 
     def info(self) -> GraphInfo:
         """Return the sums over all segments."""
@@ -305,7 +312,7 @@ class Captured:
             self.pool.require_free("close a capture")
             self._plan.close()
         self._job = self._inputs = None
-        self._checks = []
+        self._checks = self._named_checks = []
 
     def __enter__(self) -> Captured:
         return self

@@ -38,7 +38,7 @@ from devgraph.api.errors import (
     note,
 )
 from devgraph.api.marks.marks import current_scope
-from devgraph.api.reach import PLAIN, Entry, Watch, entries, named_in, names_in
+from devgraph.api.reach import PLAIN, Entry, Named, Watch, entries
 from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import has_place
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
@@ -102,6 +102,8 @@ class Owned:
         self._after_first: Snapshot | None = None
         self._weights: list[tuple[torch.Tensor, int]] = []
         """Parameters and their versions before the first run."""
+        self._values: dict[tuple[int, Any], Any] = {}
+        """The values of named places before the first run."""
         self.is_unsettled = False
         """Whether another warm-up run must show that tensors of the first run do not go on."""
 
@@ -229,6 +231,7 @@ class Owned:
             return saved
 
         self._keeper = keeper
+        self._values = {(id(e.holder), e.key): e.value for e in Named(self.roots).entries}
         numbers = host_random()
         try:
             yield snapshot.require_places
@@ -297,23 +300,17 @@ class Owned:
         return [*{id(v): v for v in values if isinstance(v, torch.Generator)}.values()]
 
     def watch(self) -> list[Callable[[], None]]:
-        """Return the checks that every replay makes; each raises StateError."""
+        """Return the checks of bound state that replays and proofs make; each raises StateError."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Functions among the arguments are the step's to call, unlike those in ``bound``.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
-        places = [*named_in(self._fn)] if self.roots[len(self._inner) :] else []
-        reached = [entry.value for entry in places if isinstance(entry.value, torch.nn.Module)]
         owner = self._fn if isinstance(self._fn, torch.nn.Module) else _receiver(self._fn)
         if isinstance(owner, torch.nn.Module):
             modules.append(owner)
             owners["self"] = owner
-        elif owner is not None:
-            used = names_in(self._fn.__func__.__code__)  # type: ignore[attr-defined]
-            held = getattr(owner, "__dict__", {})
-            places += [Entry(f"self.{n}", held, n, v) for n, v in held.items() if n in used]
         count = self._in_arguments
         named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
-        checks = [Bound(named[:count], owners, values=True, weights=False, places=places).check]
+        checks = [Bound(named[:count], owners, values=True, weights=False).check]
         if self._bound:
             inside = [v for v in self._bound.values() if isinstance(v, torch.nn.Module)]
             modules += inside
@@ -321,9 +318,27 @@ class Owned:
             rest = [(p, t) for p, t in self._bound_tensors if id(t) not in held_by]
             trees = {n: v for n, v in self._bound.items() if not isinstance(v, torch.nn.Module)}
             checks.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees).check)
-        if modules or reached:
-            checks.append(Weights(modules, reached).check_all)
+        if modules:
+            checks.append(Weights(modules).check_all)
+        arrays = [(path, leaf) for path, leaf in self._inner if _is_array(leaf)]
+        if arrays:
+            checks.append(functools.partial(_require_arrays, [(*a, a[1].copy()) for a in arrays]))
         return checks
+
+    def watch_named(self) -> list[Callable[[], None]]:
+        """Return the checks that only replays make, because proofs report such changes."""
+        named, checks = Named(self.roots), []
+        places = [entry for entry in named.entries if not self._has_changed(entry)]
+        if places:
+            checks.append(Bound((), {}, values=True, places=places).check)
+        if named.modules:
+            checks.append(Weights(named.modules).check_all)
+        return checks
+
+    def _has_changed(self, entry: Entry) -> bool:
+        """Whether the step changed or made the plain value of the place."""
+        before = self._values.get((id(entry.holder), entry.key), _ABSENT)
+        return isinstance(entry.value, PLAIN) and (before is _ABSENT or before != entry.value)
 
 
 def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) -> list[str]:
@@ -382,19 +397,15 @@ class Weights:
     the addresses of a few, so that its cost does not grow with the modules.
 
     Args:
-        modules: modules that the capture was given.
-        reached: modules that the step names; only assignments to them are noticed.
+        modules: the modules.
     """
 
-    def __init__(
-        self, modules: Iterable[torch.nn.Module], reached: Iterable[torch.nn.Module] = ()
-    ) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         _report_assignments()
-        given = [*modules]
-        every = [*{id(module): module for module in (*given, *reached)}.values()]
+        every = [*{id(module): module for module in modules}.values()]
         self.modules = [inner for module in every for inner in module.modules()]
-        self._given = given
-        self._modes = [*map(_TRAINING, self._given)]
+        self._roots = every
+        self._modes = [*map(_mode, every)]
         self._held = [
             (table, key, tensor, path)
             for module in every
@@ -404,7 +415,7 @@ class Weights:
             for key, tensor in table.items()
         ]
         self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
-        tensors = (t for m in given for t in (*m.parameters(), *m.buffers()) if has_place(t))
+        tensors = (t for m in every for t in (*m.parameters(), *m.buffers()) if has_place(t))
         self._first = [*itertools.islice(tensors, CHECKED)]
         self._addresses = [*map(torch.Tensor.data_ptr, self._first)]
         self._assignments = _assignments[0]
@@ -439,13 +450,20 @@ class Weights:
             self._refuse("a parameter or buffer")
 
     def check_all(self) -> None:
-        """Raise as ``check``, and if a given module was switched between train() and eval()."""
+        """Raise as ``check``, and if a module has another mode (train, eval) or other hooks."""
         self.check()
-        if [*map(_TRAINING, self._given)] != self._modes:
+        for module, mode in zip(self._roots, self._modes, strict=True):
+            if _mode(module) == mode:
+                continue
+            if module.training != mode[0]:
+                raise StateError(
+                    "a module of the step was captured in training mode and is in evaluation mode "
+                    "now, or the other way round: the graph does the work of the mode of capture. "
+                    "Call train() or eval() on it, or capture again."
+                )
             raise StateError(
-                "a module of the step was captured in training mode and is in evaluation mode now, "
-                "or the other way round: the graph does the work of the mode of capture. Call "
-                "train() or eval() on it, or capture again."
+                f"a module of the step ({type(module).__name__}) has other forward hooks than at "
+                f"capture, and the graph does the work of those. Capture again."
             )
 
     def _refuse(self, what: str) -> NoReturn:
@@ -478,6 +496,28 @@ def _report_assignments() -> None:
     register_module_parameter_registration_hook(count)
     register_module_buffer_registration_hook(count)
     register_module_module_registration_hook(count)
+
+
+_ABSENT = object()
+
+
+def _mode(module: torch.nn.Module) -> tuple[bool, int, int]:
+    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether ``value`` is an array of NumPy, whose numbers stay in a graph."""
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
+def _require_arrays(arrays: Iterable[tuple[str, Any, Any]]) -> None:
+    for path, array, held in arrays:
+        if array.tobytes() != held.tobytes():
+            raise StateError(
+                f"{path} is a NumPy array whose numbers changed since the capture, and the graph "
+                f"uses those of capture. Hand a tensor to the step instead (torch.from_numpy), or "
+                f"capture again."
+            )
 
 
 def host_random() -> dict[str, tuple[Any, ...]]:

@@ -6,6 +6,7 @@ import builtins
 import contextvars
 import functools
 import gc
+import inspect
 import itertools
 import operator
 import threading
@@ -24,6 +25,9 @@ from devgraph.api.trees import children_of, fields_of
 
 _MOST = 4000
 """Objects that one walk looks into. Modules of torch do not count."""
+
+_MOST_NAMED = 300
+"""Objects that a search for named places looks into."""
 
 _DEEPEST = 8
 PLAIN = (bool, int, float, complex, str, type(None))
@@ -374,13 +378,85 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def named_in(fn: Callable[..., Any]) -> Iterator[Entry]:
-    """Yield the closure and the globals of a function that hold a tensor or a module themselves."""
-    if isinstance(fn, types.FunctionType):
-        for place in _places("the step", fn, False):
-            for entry in place.entries():
-                if isinstance(entry.value, torch.Tensor | torch.nn.Module):
-                    yield entry
+class Named:
+    """The places that a step names, directly or in functions and methods that it names.
+
+    They are its closure, its globals, named attributes, entries of containers with named keys or
+    without names, and groups of optimizers. Functions of torch and devgraph are not looked into,
+    so that eager bodies of marks keep their state.
+
+    Attributes:
+        entries: places that hold a tensor or a plain value.
+        modules: modules in such places.
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+        self._names: set[str] = {_CELL, "__repr__"}
+        count = -1
+        while count < len(self._names):  # a name can lead to a function with more names
+            count = len(self._names)
+            self.entries: list[Entry] = []
+            self.modules: list[torch.nn.Module] = []
+            self._walk(deque(roots))
+
+    def _walk(self, todo: deque[tuple[str, Any]]) -> None:
+        seen: set[int] = set()
+        while todo and len(seen) < _MOST_NAMED:
+            path, value = todo.popleft()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            for entry in self._below(path, value):
+                if isinstance(entry.value, (torch.Tensor, *PLAIN)):
+                    if entry.holder is not None and entry.now() is entry.value:
+                        self.entries.append(entry)
+                    continue
+                if isinstance(entry.value, torch.nn.Module):
+                    self.modules.append(entry.value)
+                todo.append((entry.path, entry.value))
+
+    def _below(self, path: str, value: Any) -> Iterator[Entry]:
+        if isinstance(value, torch.optim.Optimizer):
+            yield Entry(path, None, None, {"param_groups": value.param_groups})
+            self._names.update(key for group in value.param_groups for key in group)
+            self._names.add("param_groups")
+            return
+        if isinstance(value, types.FunctionType):
+            if is_machinery_module(value.__globals__.get("__name__", "")):
+                return
+            self._use(value)
+        elif isinstance(value, torch.nn.Module):
+            self._use(type(value).forward)
+        elif isinstance(value, torch.Tensor):
+            return
+        is_function = isinstance(value, types.FunctionType)
+        if isinstance(value, type):
+            held = () if is_machinery_module(value.__module__) else [*vars(value).items()]
+            yield from (Entry(f"{value.__name__}.{n}", value, n, v) for n, v in held)
+            return
+        for entry in _members(path, value, False):
+            if isinstance(entry.value, type) and not isinstance(value, types.FunctionType):
+                yield from self._methods(entry.value, "self")
+            elif is_function or not isinstance(entry.key, str) or entry.key in self._names:
+                yield entry
+
+    def _methods(self, kind: type, path: str) -> Iterator[Entry]:
+        for name in sorted(self._names | {"forward", "__call__"}):
+            method = inspect.getattr_static(kind, name, None)
+            method = getattr(method, "fget", getattr(method, "__func__", method))
+            if isinstance(method, types.FunctionType):
+                yield Entry(path, None, None, method)
+
+    def _use(self, function: Any) -> None:
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            self._names |= names_in(code) | _strings_in(code)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strings_in(code: types.CodeType) -> frozenset[str]:
+    inner = (_strings_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(c for c in code.co_consts if isinstance(c, str)).union(*inner)
 
 
 def named_values(fn: Callable[..., Any]) -> list[Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import types
 from collections import OrderedDict, UserDict, deque, namedtuple
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
+import numpy
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -627,3 +629,121 @@ def test_eager_body_may_rebind(kit: Kit, policy: str) -> None:
     kit.same(captured.replay(), x + 1)
     assert len(holder.seen) == count + 1
     kit.same(holder.last, x * 2 + 1)
+
+
+# What the caller changes between replays, in places that the step names.
+
+
+class Engine:
+    """An engine with state of every kind."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.scale, self.inner = 2.0, types.SimpleNamespace(kv=kit.tensor(3))
+        self.caches = [kit.tensor(3, seed=1), kit.tensor(3, seed=2)]
+
+    def step(self, x: Any) -> Any:
+        return self.scaled(x) + self.inner.kv + self.caches[1]
+
+    def scaled(self, x: Any) -> Any:
+        return x * self.scale
+
+
+class Shared:
+    weight: Any = None
+
+
+def _renew(kit: Kit, place: str) -> tuple[Any, Any]:
+    """Return a step and a function that changes what it names."""
+    box: dict[str, Any] = {"w": kit.tensor(3), "scale": 2.0}
+    listed, holder = [kit.tensor(3)], Engine(kit)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5)).to(kit.device)
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("w", default=None)
+    variable.set(kit.tensor(3))
+    Shared.weight = kit.tensor(3)
+    dropout = torch.nn.Dropout(0.5)
+    new = kit.tensor(3, seed=9)
+    cases: dict[str, tuple[Any, Any]] = {
+        "entry": (lambda x: x * box["w"], lambda: box.update(w=new)),
+        "setting": (lambda x: x * box["scale"], lambda: box.update(scale=3.0)),
+        "list": (lambda x: x + listed[0], lambda: listed.__setitem__(0, new)),
+        "attribute below": (holder.step, lambda: setattr(holder.inner, "kv", new)),
+        "cache in a list": (holder.step, lambda: holder.caches.__setitem__(1, new)),
+        "value in a method": (holder.step, lambda: setattr(holder, "scale", 3.0)),
+        "class": (lambda x: x * Shared.weight, lambda: setattr(Shared, "weight", new)),
+        "context": (lambda x: x * variable.get(), lambda: variable.set(new)),
+        "mode": (lambda x: module(x), lambda: module.eval()),
+        "dtype": (lambda x: module(x), lambda: module.double()),
+        "hook": (lambda x: module(x), lambda: module.register_forward_hook(lambda *_: None)),
+        "probability": (dropout, lambda: setattr(dropout, "p", 0.1)),
+    }
+    return cases[place]
+
+
+PLACES = ["entry", "setting", "list", "attribute below", "cache in a list", "value in a method"]
+PLACES += ["class", "context", "mode", "dtype", "hook", "probability"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_named_state_that_the_caller_changes_is_refused_by_replays(
+    kit: Kit, cap: Cap, place: str
+) -> None:
+    step, change = _renew(kit, place)
+    captured = cap(step, kit.tensor(3))
+    captured.replay()
+    change()
+    with pytest.raises(dg.StateError):
+        captured.replay()
+
+
+def test_object_argument_with_another_plain_value_is_refused(kit: Kit, cap: Cap) -> None:
+    holder = Engine(kit)
+    captured = cap(lambda holder, x: x * holder.scale, holder, kit.tensor(3))
+    captured.replay()
+    holder.scale = 3.0
+    with pytest.raises(dg.StateError, match=r"holder\.scale is 3\.0 and was 2\.0"):
+        captured.replay()
+
+
+def test_learning_rate_that_changes_is_refused(kit: Kit, cap: Cap) -> None:
+    weight = kit.tensor(3).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad(set_to_none=False)
+        (weight * x).sum().backward()
+        optimizer.step()
+        return weight * 1
+
+    captured = cap(step, kit.tensor(3))
+    captured.replay()
+    optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(dg.StateError, match=r"\['lr'\] is 0\.2 and was 0\.1"):
+        captured.replay()
+
+
+def test_array_of_numpy_whose_numbers_change_is_refused(kit: Kit, cap: Cap) -> None:
+    array = numpy.arange(3, dtype="float32")
+    captured = cap(lambda x, array: x * float(array[0] + 2), kit.tensor(3), array)
+    captured.replay()
+    array[0] = 5
+    with pytest.raises(dg.StateError, match="array is a NumPy array"):
+        captured.replay()
+
+
+@pytest.mark.filterwarnings("ignore::devgraph.DeviceGraphWarning")
+def test_counters_of_the_step_and_unnamed_state_may_change(kit: Kit, cap: Cap) -> None:
+    """The step names the first, and eager runs advance it; the others are none of its business."""
+    holder, counts = Engine(kit), {"steps": 0}
+
+    def step(x: Any) -> Any:
+        counts["steps"] += 1
+        return holder.step(x)
+
+    x = kit.tensor(3)
+    captured = cap(step, x)
+    holder.outputs, holder.tokens = captured.replay(), 1  # type: ignore[attr-defined]
+    for seed in (3, 4):
+        kit.refill(x, seed)
+        want = step(x)
+        kit.same(captured.replay(), want)
+        holder.tokens += 1  # type: ignore[attr-defined]

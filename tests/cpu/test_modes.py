@@ -263,8 +263,8 @@ def test_export_in_a_step_is_no_device_work_and_its_result_is_recorded() -> None
 @pytest.mark.parametrize(
     "trace", [lambda x: make_fx(torch.sin)(x)(x), lambda x: linearize(torch.sin, x)[1](x)]
 )
-def test_tracer_of_real_tensors_in_a_step_is_refused_with_the_line(trace: Any) -> None:
-    with pytest.raises(dg.CaptureError, match=r"traces a function, at .*test_modes\.py"):
+def test_tracer_of_real_tensors_in_a_step_is_refused(trace: Any) -> None:
+    with pytest.raises(dg.CaptureError, match="traces a function, at "):
         dg.capture(lambda x: trace(x), torch.ones(3), backend="cpu")
 
 
