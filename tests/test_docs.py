@@ -288,10 +288,12 @@ def _tests_by_file() -> dict[str, dict[str, set[int]]]:
 def _table() -> dict[int, list[tuple[str, str]]]:
     rows: dict[int, list[tuple[str, str]]] = {}
     for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines():
-        if re.match(r"\| \d+ \|", line):
+        row = re.match(r'\| <a id="row-(\d+)"></a>(\d+) \|', line)
+        if row:
+            assert row[1] == row[2]
             cells = line.split(" | ")
             tests = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", cells[-1])
-            rows[int(cells[0].strip("| "))] = tests
+            rows[int(row[1])] = tests
     return rows
 
 

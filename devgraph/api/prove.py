@@ -171,14 +171,19 @@ def _causes(report: Report) -> Iterator[str]:
         elif kind == "eager":
             moved = f" (Python state moved: {', '.join(report.moved)})" if report.moved else ""
             yield (
-                f"eager differs from itself in {where}: the step reads Python state, or draws from "
-                f"a generator that is not registered{moved}"
+                f"eager differs from itself in {where}: the step reads Python state or memory that "
+                f"nothing wrote, or draws from a generator that is not registered{moved}"
             )
         else:
             yield (
                 f"{where} of real rows depends on padding or on the size of the bucket, in "
                 f"{_count(group)}; graphs equal eager on the padded batch"
             )
+    if report.not_varied and any(one.kind in ("eager", "size") for one in report.failures):
+        yield (
+            f"perhaps no fault: {', '.join(report.not_varied)} may hold values of no real batch, "
+            f"such as pad values; declare sample= or a range for them"
+        )
     failures = [failure for failure in report.failures if failure.kind == "graph"]
     if not failures:
         return

@@ -85,6 +85,7 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
 def _run(args: argparse.Namespace) -> int:
     try:
         # Import only this command, and only after its arguments parsed: torch takes seconds.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without it
         command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
         code: int = command.run(args)
         if sys.stdout is not None:  # None if the parent process closed it

@@ -22,7 +22,7 @@ from devgraph.api.capture import Captured, capture
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import as_object
+from devgraph.api.config.phase import MODE_VARIABLE, as_object
 from devgraph.api.config.resolve import resolve
 from devgraph.api.errors import (
     DeviceGraphError,
@@ -154,7 +154,12 @@ def _differences(group: dict[str, Any]) -> list[str]:
     try:
         backend = get_backend(group["backend"])
         facts = EngineFacts.from_dict({**group["facts"], "role": group["role"]})
-        config = DeviceGraphConfig.from_dict(group["mode"])
+        own = os.environ.get(MODE_VARIABLE)
+        config = (
+            DeviceGraphConfig.from_json(own, source=MODE_VARIABLE)
+            if own
+            else DeviceGraphConfig.from_dict(group["mode"])
+        )
         here = resolve(config, facts.on_backend(backend)).effective.to_dict(everything=True)
     except DeviceGraphError as error:
         return [*differences, str(error)]

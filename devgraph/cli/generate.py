@@ -14,7 +14,6 @@ from typing import Any
 
 import attrs
 import torch
-from transformers.utils import logging as transformers_logging
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.facts import EngineFacts
@@ -60,7 +59,10 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     resolution = resolve(DeviceGraphConfig.from_args(args), facts)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # check the options before the slow load
-    transformers_logging.disable_progress_bar()
+    # Imported here, because devgraph's own import above names missing packages.
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     with working(f"loading {args.model}"):
         network, tokenizer = load(args.model, dtype=dtype, device=backend.device)
     task = Task(

@@ -146,7 +146,10 @@ def user_code(name: str) -> Iterator[None]:
         if (
             isinstance(error, TypeError) and own is None
         ):  # the arguments do not match the parameters
-            hint = "--inputs MODULE:FUNCTION names a function that returns its arguments"
+            hint = (
+                "--inputs MODULE:FUNCTION names a function that returns its arguments, and "
+                "--host-arg NAME=VALUE gives a host argument"
+            )
         raise CommandError(
             f"{name} raised {type(error).__name__}: {text[0]}{where} ({hint})"
         ) from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from devgraph.api.errors import did_you_mean
-from devgraph.cli.tables import CommandError, print_json, print_lines
+from devgraph.cli.tables import CommandError, print_json, print_lines, say
 
 _PAGES = (
     Path(__file__).with_name("troubleshooting.md"),
@@ -31,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({args.section: text})
     else:
-        print_lines(args.section, "", *text.splitlines())
+        say(args.section)
+        say()
+        say(re.sub(r"(?<=\S)\n(?=[^\s|-])", " ", text))
     return 0
 
 

@@ -274,7 +274,7 @@ class _Plugin:
                             "capabilities": names,
                             "hooks": sorted({hook for name in names for hook in _hooks(name)}),
                             "faults": next((v for kind, v in properties if kind == _FAULTS), ""),
-                            "text": report.longreprtext.strip().splitlines()[-1:],
+                            "text": _essence(report.longreprtext),
                         }
                     )
         if not rows or not self._concerned:
@@ -292,10 +292,17 @@ class _Plugin:
             write(f"{name:<20} {says:<8} {figures}  {'; '.join(row.reasons)}".rstrip())
             if row.failed:
                 write(f"{'':<20} implement or mend: {', '.join(_hooks(name))}")
-                faults = {one["faults"] for one in failures if name in one["capabilities"]} - {""}
-                if faults:
-                    rows_of_table = ", ".join(sorted(faults))
-                    write(f"{'':<20} likely causes: rows {rows_of_table} of docs/faults.md")
+                rows_of_table = sorted(
+                    {
+                        int(number)
+                        for failure in failures
+                        if name in failure["capabilities"]
+                        for number in re.findall(r"\d+", failure["faults"])
+                    }
+                )
+                if rows_of_table:
+                    links = ", ".join(f"#row-{number}" for number in rows_of_table)
+                    write(f"{'':<20} likely causes: docs/faults.md {links}")
             elif not claimed and row.proved and not row.skipped:
                 write(
                     f"devgraph: backend {self.name!r} does not declare {name} and passes all "
@@ -366,6 +373,12 @@ class _Row:
         self.skipped += outcome == "skipped"
         if outcome == "skipped" and isinstance(report.longrepr, tuple):
             self.reasons[str(report.longrepr[2]).removeprefix("Skipped: ")] = None
+
+
+def _essence(text: str) -> list[str]:
+    """Return the error of a failure and its place, without source lines."""
+    lines = text.strip().splitlines()
+    return [line for line in lines if line.startswith("E ")][:8] + lines[-1:]
 
 
 def _hooks(name: str) -> Sequence[str]:

@@ -213,6 +213,18 @@ def test_node_that_is_as_planned_is_confirmed(planned: Path, capsys: pytest.Capt
     assert run_json(capsys, "doctor", "--expect", planned, "--group", "here") == {"here": []}
 
 
+def test_mode_of_the_environment_is_compared_with_the_plan(
+    planned: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    argv = ["doctor", "--expect", planned, "--group", "here"]
+    monkeypatch.setenv("DEVGRAPH_MODE", '{"decode": "breakable"}')
+    result = run_cli(capsys, *argv)
+    assert result.code == 1
+    assert 'decode.policy: planned "full", here "breakable"' in result.out
+    monkeypatch.setenv("DEVGRAPH_MODE", "{}")
+    assert run_cli(capsys, *argv).code == 0
+
+
 def test_differences_from_a_plan_are_listed(planned: Path, capsys: pytest.CaptureFixture[str]):
     document = json.loads(planned.read_text())
     document["devgraph"] = "0.0.1"

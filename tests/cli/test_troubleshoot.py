@@ -10,6 +10,7 @@ import pytest
 import devgraph as dg
 from devgraph.api import errors
 from devgraph.cli import troubleshoot
+from devgraph.cli.troubleshoot import read_sections
 from tests.support.cli_programs import run_cli, run_json
 
 if sys.version_info >= (3, 11):
@@ -28,6 +29,16 @@ def test_note_of_an_error_names_a_command_that_prints_its_section(
     assert result.code == 0
     assert result.out.startswith("InputError\n\n")
     assert "## " not in result.out
+
+
+def test_sections_are_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str]):
+    for section in read_sections():
+        if not section.startswith("Symptoms"):  # a table of Markdown
+            out = run_cli(capsys, "troubleshoot", section, columns=80).out
+            assert max(map(len, out.splitlines())) <= 80
+    out = run_cli(capsys, "troubleshoot", "HostReadError").out
+    assert "There are three remedies:\n\n- Compute the value" in out
+    assert "`.tolist()`, `.cpu()`, `if tensor:`" in out
 
 
 def test_every_error_class_has_a_section(capsys: pytest.CaptureFixture[str]):

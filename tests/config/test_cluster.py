@@ -122,7 +122,7 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
     [
         ([], ConfigTypeError, "expected an object"),
         ({}, ConfigTypeError, "groups: expected a list"),
-        ({"groups": []}, ConfigTypeError, "groups: expected a list"),
+        ({"groups": []}, ConfigTypeError, "groups: expected a list of groups, at least one"),
         ({"group": []}, ConfigError, "Did you mean 'groups'"),
         (group(), ConfigTypeError, r"groups\[0\].backend"),
         (group(backend="cuda", rle="both"), ConfigError, r"groups\[0\].*Did you mean 'role'"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.prove import Failure, Report
 from devgraph.runners import InputSlot, Pad
 from tests.support.runner_steps import (
     IDS,
@@ -48,6 +49,26 @@ def test_prove_compares_every_bucket_on_fresh_data():
     assert report.cases == 1 + 1 + 2 + 3  # buckets 1 and 2 serve one size, 4 two, 8 four
     assert report.not_varied == ()
     assert runner.stats().steps == 0
+
+
+def test_ranged_tokens_whose_rows_all_write_the_scratch_row_are_no_failure():
+    step = CacheStep()
+    ids = InputSlot("ids", ("tokens",), torch.int64, pad=IDS.pad, low=0, high=VOCAB)
+
+    def attend(batch):
+        return step(batch) + step.cache[batch.rows] @ step.weight  # reads what the step wrote
+
+    runner = decode_of(attend, (ids, ROWS), bound={"cache": step.cache})
+    runner.run(cache_inputs(1))  # later cases of one request have these rows, and others pad values
+    report = runner.prove(cases=3)
+    assert report.ok, str(report)
+    assert "rows within a batch, which write one row of state" in report.not_varied
+
+
+def test_data_of_no_real_batch_is_named_as_a_cause():
+    failure = Failure(case=0, host_args={}, where="output 0", message="differs", kind="eager")
+    report = Report(cases=1, failures=(failure,), not_varied=("starts",))
+    assert "perhaps no fault: starts may hold values of no real batch" in report.causes[1]
 
 
 def test_prove_says_which_slots_it_could_not_vary():

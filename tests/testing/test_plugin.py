@@ -248,7 +248,7 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
     options = ("--devgraph-backend", "fake", "--devgraph-report", str(path))
     result = run(source, *options, conftest=conftest)
     result.assert_outcomes(passed=1, failed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*likely causes: rows 12, 13 of docs/faults.md"])
+    result.stdout.fnmatch_lines(["*likely causes: docs/faults.md #row-12, #row-13"])
     report = json.loads(path.read_text())
     assert report["backend"] == "fake" and report["devgraph"] == dg.__version__
     found = {
@@ -260,6 +260,7 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
     (failure,) = report["failures"]
     assert failure["capabilities"] == ["rng"] and failure["faults"] == "12, 13"
     assert failure["test"].endswith("::test_draws") and failure["hooks"]
+    assert "the same numbers" in failure["text"][0] and "AssertionError" in failure["text"][-1]
     table = path.with_suffix(".md").read_text()
     assert "| rng | 🔴 fails | 0 | 1 | 0 |" in table
     assert "| the contract itself | 🟢 proved | 1 | 0 | 0 |" in table

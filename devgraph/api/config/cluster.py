@@ -56,7 +56,9 @@ class Cluster:
         top = _mapping(document, source, ("groups",))
         listed, path = top.get("groups"), f"{source}: groups"
         if not isinstance(listed, list) or not listed:
-            raise ConfigTypeError(f"{path}: expected a list, got {shown(listed)}")
+            raise ConfigTypeError(
+                f"{path}: expected a list of groups, at least one, got {shown(listed)}"
+            )
         groups = tuple(_group(entry, f"{path}[{index}]") for index, entry in enumerate(listed))
         names = [group.name for group in groups]
         for name in names:
