@@ -9,6 +9,7 @@ import gc
 import inspect
 import itertools
 import operator
+import random
 import threading
 import types
 import weakref
@@ -34,7 +35,7 @@ PLAIN = (bool, int, float, complex, str, type(None))
 _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes of a module that are torch's own."""
 
-_CELL = "cell_contents"
+_CELL, _POSITION = "cell_contents", "position"
 
 
 class _Absent:
@@ -171,7 +172,8 @@ class _Place:
             return self._keys, [_read(self.holder, key) for key in self._keys]
         holder = self.holder
         if isinstance(holder, types.GeneratorType):
-            holder = {} if holder.gi_frame is None else holder.gi_frame.f_locals
+            frame = holder.gi_frame
+            holder = {} if frame is None else {**frame.f_locals, _POSITION: frame.f_lasti}
         if isinstance(holder, dict):
             return [*holder], [*holder.values()]
         if isinstance(holder, list | deque):
@@ -257,8 +259,8 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
         yield _Place(path, _WHOLE, value)
     elif isinstance(value, contextvars.ContextVar):
         yield _Place(value.name, _WHOLE, value, (_CELL,))
-    elif isinstance(value, itertools.count):
-        yield _Place(path, _WHOLE, value, ("__repr__",))
+    elif isinstance(value, itertools.count | random.Random) or _is_generator_of_numpy(value):
+        yield _Place(path, _WHOLE, value, (_POSITION,))
     elif isinstance(value, threading.local):
         yield _Place(path, _ATTRIBUTE, vars(value))
     elif isinstance(value, type):
@@ -327,6 +329,19 @@ def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
+def _is_generator_of_numpy(value: Any) -> bool:
+    return hasattr(value, "bit_generator") and type(value).__module__.startswith("numpy.")
+
+
+def _position(holder: Any) -> Any:
+    """Return a plain value that changes when a counter or a random generator advances."""
+    if isinstance(holder, random.Random):
+        return hash(holder.getstate())
+    if isinstance(holder, itertools.count):
+        return repr(holder)
+    return hash(repr(holder.bit_generator.state))
+
+
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _TENSORS and is_traceable_wrapper_subclass(tensor)
 
@@ -348,7 +363,7 @@ def _read(holder: Any, key: Any) -> Any:
             return holder[key]
         if isinstance(holder, contextvars.ContextVar):
             return holder.get(_ABSENT)
-        return repr(holder) if key == "__repr__" else getattr(holder, key)
+        return _position(holder) if key == _POSITION else getattr(holder, key)
     except (LookupError, AttributeError, ValueError, TypeError):
         return _ABSENT
 
@@ -391,7 +406,7 @@ class Named:
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self._names: set[str] = {_CELL, "__repr__"}
+        self._names: set[str] = {_CELL}
         count = -1
         while count < len(self._names):  # a name can lead to a function with more names
             count = len(self._names)

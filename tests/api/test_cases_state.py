@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import random
 import types
 from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Iterator
@@ -747,3 +748,25 @@ def test_counters_of_the_step_and_unnamed_state_may_change(kit: Kit, cap: Cap) -
         want = step(x)
         kit.same(captured.replay(), want)
         holder.tokens += 1  # type: ignore[attr-defined]
+
+
+def _counting() -> Iterator[int]:
+    number = 1
+    while True:
+        number += 1
+        yield number
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "generator"])
+def test_numbers_of_the_users_own_generators_are_named_in_a_warning(
+    kit: Kit, cap: Cap, kind: str
+) -> None:
+    own, drawn, counting = random.Random(0), numpy.random.default_rng(0), _counting()
+    steps: dict[str, Any] = {
+        "python": lambda x: x * own.random(),
+        "numpy": lambda x: x * float(drawn.random()),
+        "generator": lambda x: x * next(counting),
+    }
+    name = {"python": "own", "numpy": "drawn", "generator": "counting.position"}[kind]
+    with pytest.warns(dg.DeviceGraphWarning, match=f"changed Python state: .*{name} from"):
+        cap(steps[kind], kit.tensor(3))
