@@ -41,9 +41,8 @@ from devgraph.api.tensors import has_place, memory_of, tensors_in
 from devgraph.api.trees import Copied, own_copy
 from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool
-from devgraph.cpu.metadata import Metadata
 from devgraph.cpu.modes import Dispatching, Functions
-from devgraph.cpu.recorder import Recorder
+from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
@@ -106,7 +105,7 @@ class CpuGraph(DeviceGraph):
 
     def __init__(self, backend: CpuBackend, pool: CpuPool) -> None:
         super().__init__(backend, pool)
-        self._metadata = backend.metadata
+        self._knowledge = backend.knowledge
         self._recorder: Recorder | None = None
         self._tape: Tape | None = None
         self._touched: Mapping[int, torch.UntypedStorage] = {}
@@ -115,7 +114,7 @@ class CpuGraph(DeviceGraph):
         recorder = Recorder(
             self.pool.blocks,
             others=(self.pool.regions,),
-            metadata=self._metadata,
+            knowledge=self._knowledge,
             arguments=self.arguments,
             reached=self.reached,
             generators=self.generators,
@@ -191,7 +190,7 @@ class CpuGraph(DeviceGraph):
         recorder = Recorder(
             self.pool.regions,
             others=(self.pool.blocks,),
-            metadata=self._metadata,
+            knowledge=self._knowledge,
             bound=self._bound_addresses(host),
         )
         changes: dict[Span, tuple[Entry, ...]] = {}
@@ -286,7 +285,7 @@ class CpuBackend(Backend):
 
     def after_fork(self) -> None:
         super().after_fork()
-        self.metadata = Metadata()
+        self.knowledge = Knowledge()
 
     @property
     def device(self) -> torch.device:
@@ -404,7 +403,7 @@ class CpuBackend(Backend):
         """Run the step once, and note its violations."""
         recorder = Recorder(
             BlockPool(),
-            metadata=self.metadata,
+            knowledge=self.knowledge,
             arguments=[tensor for _, tensor in owned.tensors],
             reached=[tensor for _, tensor in owned.reached()],
             generators=owned.generators(),

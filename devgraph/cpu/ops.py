@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import DeviceGraphError
 
@@ -31,6 +32,17 @@ class Kind(enum.Enum):
     COMPUTE = "returns new tensors"
 
 
+@attrs.frozen(kw_only=True)
+class OutVariant:
+    """The overload of an operation that writes into given tensors only."""
+
+    func: OpOverload
+    outputs: tuple[str, ...]
+    """Names of its output arguments, in the order of the returned tensors."""
+    dropped: frozenset[str]
+    """Keyword arguments of the plain overload that this overload does not accept."""
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class OpPlan:
     """The properties of ``func`` that a recording needs."""
@@ -38,6 +50,7 @@ class OpPlan:
     func: OpOverload
     name: str
     kind: Kind
+    out: OutVariant | None
     returns: tuple[int | None, ...]
     """For each result: the position of the argument that it is, or None for a new tensor."""
     writes: frozenset[int]
@@ -85,6 +98,20 @@ _INDEXING = _aten("index index_put index_put_ _index_put_impl_ _unsafe_index _un
 # Collectives of the host return handles and finish in other threads.
 _HOST_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
+# Some out overloads resize their output on the way, as those of losses do. Pointwise operations and
+# these were compared with the plain overloads on all samples of torch's operator database.
+_DIRECT = frozenset(
+    """
+    _log_softmax _softmax addbmm addmm addmv all amax amin any arange argmax argmin argsort baddbmm
+    bmm cat cumprod cumsum dot full gather gelu index index_add index_copy index_reduce
+    index_select linalg_vector_norm logsumexp max mean min mm mv native_group_norm
+    native_layer_norm ones prod scatter scatter_add scatter_reduce sort stack std sum take topk
+    tril triu var zeros
+    """.split()
+)
+
+_FACTORY_KEYWORDS = frozenset({"dtype", "layout", "device", "pin_memory"})
+
 
 @functools.cache
 def plan_of(func: OpOverload) -> OpPlan:
@@ -107,6 +134,7 @@ def plan_of(func: OpOverload) -> OpPlan:
         func=func,
         name=f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name,
         kind=kind,
+        out=_out_variant(func) if kind in (Kind.COMPUTE, Kind.BOOLEAN_INDEX) else None,
         returns=returns,
         writes=writes,
         depends_on_grad=schema.name == "aten::mkldnn_rnn_layer",
@@ -158,48 +186,171 @@ def _is_composite(func: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
+def _signature(arguments: list[Any], without: frozenset[str]) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in arguments if a.name not in without]
+
+
+def _is_direct(func: OpOverload) -> bool:
+    if func.namespace != "aten":
+        return False
+    return torch.Tag.pointwise in func.tags or func._schema.name.split("::")[1] in _DIRECT
+
+
+def _out_variant(func: OpOverload) -> OutVariant | None:
+    schema = func._schema
+    if any(str(item.type) != "Tensor" for item in schema.returns):
+        return None
+    packet = getattr(getattr(torch.ops, func.namespace), schema.name.split("::")[1])
+    for name in packet.overloads():
+        candidate = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        outputs = [a.name for a in arguments if a.is_out]
+        if not outputs or len(outputs) != len(schema.returns):
+            continue
+        inputs = [a for a in arguments if not a.is_out]
+        taken = {a.name for a in inputs}
+        dropped = frozenset(
+            a.name
+            for a in schema.arguments
+            if a.name in _FACTORY_KEYWORDS and a.kwarg_only and a.name not in taken
+        )
+        if not _is_direct(candidate):
+            continue
+        if _signature(schema.arguments, dropped) == _signature(inputs, frozenset()):
+            return OutVariant(func=candidate, outputs=tuple(outputs), dropped=dropped)
+    return None
+
+
 _COPIES = {"aten::clone", "aten::_to_copy"}
 
 
-def make_call(
-    plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
-) -> Callable[[], object]:
-    """Return a call that runs an operation and copies its results into ``outputs``."""
-    if plan.name in _COPIES:
-        return functools.partial(torch.Tensor.copy_, outputs, args[0])
-    run, outs = functools.partial(plan.func._op, *args, **kwargs), _flat(outputs)
-    is_checked = False
+class Binder:
+    """Makes the calls of a tape, and caches torch's typed function for each call. Thread-safe."""
 
-    def run_and_copy() -> None:
-        nonlocal is_checked
-        results = run()
-        if not is_checked:
-            _require_layouts(plan.name, outs, _flat(results))
-            is_checked = True
-        if isinstance(results, torch.Tensor):
-            outputs.copy_(results)
-            return
-        for out, result in zip(outs, _flat(results), strict=True):
-            if isinstance(out, torch.Tensor):
-                out.copy_(result)
+    def __init__(self) -> None:
+        self._chosen: dict[Any, Callable[..., Any]] = {}
 
-    return run_and_copy
+    def compute(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+    ) -> Callable[[], object]:
+        """Return a call that runs an operation and writes its results into ``outputs``.
+
+        The results are copied there if the operation has no overload that writes them directly.
+        """
+        if plan.name in _COPIES:
+            return functools.partial(torch.Tensor.copy_, outputs, args[0])
+        single = isinstance(outputs, torch.Tensor)
+        targets = (outputs,) if single or not isinstance(outputs, tuple) else outputs
+        variant = plan.out
+        if variant is not None and (single or all(isinstance(t, torch.Tensor) for t in targets)):
+            kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
+            named = dict(zip(variant.outputs, targets, strict=True))
+            return self.bind(variant.func, args, {**kept, **named})
+        return _copying(plan.name, self.bind(plan.func, args, kwargs), outputs)
+
+    def bind(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> functools.partial[Any]:
+        """Return a call of ``func``, through an equivalent typed function of torch if there is one.
+
+        The typed call takes 0.7 us, the generic one 1.2 us (add of 576 numbers, torch 2.13).
+        """
+        named = tuple([(name, _pattern(v)) for name, v in kwargs.items()]) if kwargs else ()
+        key = (func, _pattern(args), named)
+        call = self._chosen.get(key)
+        if call is None:
+            same = (c for c in _typed_functions(func) if _is_same(c, func, args, kwargs))
+            self._chosen[key] = call = next(same, func._op)
+        return functools.partial(call, *args, **kwargs)
 
 
-def _require_layouts(name: str, outs: list[Any], results: list[Any]) -> None:
-    """Raise DeviceGraphError if results of an operation differ from the metadata of ``outs``."""
-    for out, result in zip(outs, results, strict=True):
-        if isinstance(out, torch.Tensor) and (
-            result.shape != out.shape or result.dtype is not out.dtype
-        ):
-            raise DeviceGraphError(
-                f"{name} returned {result.dtype} {tuple(result.shape)} where torch's own "
-                f"metadata said {out.dtype} {tuple(out.shape)}; please report this with the "
-                f"version of torch ({torch.__version__})."
-            )
+def _pattern(value: Any) -> Any:
+    """Return the properties of arguments that torch's choice of an overload can depend on."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.dim() == 0)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_pattern, value))
+    return type(value)
+
+
+def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
+    """Return torch's generated functions and methods of the name of ``func``."""
+    if func.namespace != "aten":
+        return ()
+    name = func._schema.name.split("::")[1]
+    homes = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+    return tuple(getattr(home, name) for home in homes if hasattr(home, name))
+
+
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that collects the operations of a call and runs none."""
+
+    is_devgraph_mode = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append((func, args, kwargs or {}))
+        return (kwargs or {}).get("out", args[0] if args else None)
+
+
+def _is_same(
+    call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether ``call`` dispatches only ``func``, with the same arguments."""
+    probe = _Probe()
+    with probe:
+        try:
+            call(*args, **kwargs)
+        except (TypeError, RuntimeError):
+            return False  # another signature
+    if len(probe.seen) != 1:
+        return False
+    seen, seen_args, seen_kwargs = probe.seen[0]
+    return (
+        seen is func
+        and _equal(seen_args, args)
+        and seen_kwargs.keys() == kwargs.keys()
+        and all(_equal(seen_kwargs[name], value) for name, value in kwargs.items())
+    )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, (list, tuple)):
+        return (
+            isinstance(right, (list, tuple))
+            and len(left) == len(right)
+            and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+        )
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return left is right
+    return type(left) is type(right) and bool(left == right)
 
 
 def _flat(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in _flat(item)]
     return [value]
+
+
+def _copying(name: str, run: Callable[[], Any], outputs: Any) -> Callable[[], None]:
+    """Return a call that runs an operation and copies its results into ``outputs``."""
+    outs = _flat(outputs)
+
+    def run_and_copy() -> None:
+        for out, result in zip(outs, _flat(run()), strict=True):
+            if not isinstance(out, torch.Tensor):
+                continue
+            if result.shape != out.shape or result.dtype is not out.dtype:
+                raise DeviceGraphError(
+                    f"{name} returned {result.dtype} {tuple(result.shape)} where torch's own "
+                    f"metadata said {out.dtype} {tuple(out.shape)}; please report this with the "
+                    f"version of torch ({torch.__version__})."
+                )
+            out.copy_(result)
+
+    return run_and_copy

@@ -31,7 +31,7 @@ from devgraph.cpu.metadata import (
     map_tensors,
 )
 from devgraph.cpu.modes import Dispatching, Functions, adapt_torch, restore_torch
-from devgraph.cpu.ops import Kind, OpPlan, make_call, plan_of
+from devgraph.cpu.ops import Binder, Kind, OpPlan, plan_of
 from devgraph.cpu.randomness import SAVED, Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
@@ -49,6 +49,14 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
+class Knowledge:
+    """Caches about torch's operations, shared by the recordings of a backend."""
+
+    def __init__(self) -> None:
+        self.metadata = Metadata()
+        self.binder = Binder()
+
+
 class Recorder:
     """Records the operations of the current thread between ``__enter__`` and ``__exit__``.
 
@@ -59,7 +67,7 @@ class Recorder:
     Args:
         pool: memory of outputs.
         others: further pools whose tensors may occur. The tape does not claim their memory.
-        metadata: metadata of results from earlier recordings.
+        knowledge: caches of earlier recordings.
         bound: addresses of the only memory outside the pools that may be touched; any if None.
         arguments: tensors whose layout the code may not change in place.
         reached: further tensors of the caller that the code may use.
@@ -74,7 +82,7 @@ class Recorder:
         pool: BlockPool,
         *,
         others: Sequence[BlockPool] = (),
-        metadata: Metadata | None = None,
+        knowledge: Knowledge | None = None,
         bound: Collection[int] | None = None,
         arguments: Sequence[torch.Tensor] = (),
         reached: Sequence[torch.Tensor] = (),
@@ -99,7 +107,9 @@ class Recorder:
         self._continues = continues
         self._pool = pool
         self._pools = (pool, *others)
-        self._metadata = metadata or Metadata()
+        knowledge = knowledge or Knowledge()
+        self._metadata = knowledge.metadata
+        self._binder = knowledge.binder
         self._refusal = Refusal(on_violation)
         self._function = ""
         self._autocast = False
@@ -468,9 +478,9 @@ class Recorder:
         outs = None
         if plan.returns and not (plan.writes and None not in plan.returns):
             outs = self._make(plan, layouts, op)
-            run = make_call(plan, held_args, held_kwargs, self._hold(outs))
+            run = self._binder.compute(plan, held_args, held_kwargs, self._hold(outs))
         else:
-            run = functools.partial(plan.func._op, *held_args, **held_kwargs)
+            run = self._binder.bind(plan.func, held_args, held_kwargs)
         if plan.depends_on_grad and torch.is_grad_enabled():
             run = torch.enable_grad()(run)
         if source is not None and self._random is not None:

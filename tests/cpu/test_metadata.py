@@ -11,27 +11,26 @@ import torch
 import devgraph as dg
 from devgraph.cpu.backend import CpuBackend
 from devgraph.cpu.memory import BlockPool
-from devgraph.cpu.metadata import Metadata
-from devgraph.cpu.recorder import Recorder
+from devgraph.cpu.recorder import Knowledge, Recorder
 from tests.support.cpu_capture import check_replays, record
 
 
 def test_metadata_forgets_at_its_limit() -> None:
-    metadata = Metadata()
-    metadata.LIMIT = 10
+    knowledge = Knowledge()
+    knowledge.metadata.LIMIT = 10
     for size in range(1, 40):
-        with Recorder(BlockPool(), metadata=metadata):
+        with Recorder(BlockPool(), knowledge=knowledge):
             torch.ones(size) + 1
-    assert len(metadata._known) <= 10
+    assert len(knowledge.metadata._known) <= 10
 
 
 def test_nothing_is_made_before_the_first_operation() -> None:
     """Fake tensors import torch's compiler: a second or two that ``devgraph plan`` need not pay."""
-    metadata = CpuBackend().metadata
-    assert "_mode" not in vars(metadata)
-    with Recorder(BlockPool(), metadata=metadata):
+    knowledge = CpuBackend().knowledge
+    assert "_mode" not in vars(knowledge.metadata)
+    with Recorder(BlockPool(), knowledge=knowledge):
         torch.ones(3) + 1
-    assert "_mode" in vars(metadata)
+    assert "_mode" in vars(knowledge.metadata)
 
 
 def test_dtypes_that_fake_tensors_do_not_know_are_learnt_on_scratch_data() -> None:

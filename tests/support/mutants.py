@@ -126,7 +126,7 @@ class CapturesShareNothing(CpuGraph):
         recorder = Recorder(
             own,
             others=(self.pool.blocks, self.pool.regions, *self.pool.private),
-            metadata=self._metadata,
+            knowledge=self._knowledge,
         )
         recorder.__enter__()
         self.pool.private.append(own)
