@@ -43,12 +43,12 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.modes import current_autocast
-from devgraph.api.owned import Weights, assignment_count, parameter_names
+from devgraph.api.owned import Weights, assignment_count, parameter_names, roots_of
 from devgraph.api.policy import registration
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report
-from devgraph.api.reach import PLAIN, Entry, modules_of, named_values
+from devgraph.api.reach import PLAIN, Entry, Named, modules_of
 from devgraph.api.registry import get_backend
 from devgraph.api.tensors import alike_to, overwrite
 from devgraph.api.training import (
@@ -177,7 +177,9 @@ class Graphed:
             return self._fn(*args, **kwargs)
         if current_scope() is None and identity.token is self._process and not self._switched_off:
             for entry in self._recent:
-                result = entry.repeat(self, args, kwargs)  # type: ignore[misc]
+                if entry.repeat is None:  # The entry before found another tensor and dropped all.
+                    break
+                result = entry.repeat(self, args, kwargs)
                 if result is not _OTHER:
                     return result
         return self._call(args, kwargs)
@@ -335,7 +337,7 @@ class Graphed:
         If it names another tensor than at the last call, all graphs are dropped.
         """
         if self._places is None:
-            self._places = named_values(self._fn)
+            self._places = Named(roots_of(self._fn)).entries
         values = [entry.now() for entry in self._places]
         if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
             return self._constants

@@ -474,24 +474,6 @@ def _strings_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(c for c in code.co_consts if isinstance(c, str)).union(*inner)
 
 
-def named_values(fn: Callable[..., Any]) -> list[Entry]:
-    """Return the places that a function names and that hold a tensor or a plain value.
-
-    These are its closure, its globals, and attributes of the object that it is a method of.
-    """
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    owner = getattr(fn, "__self__", fn if isinstance(fn, torch.nn.Module) else None)
-    inner = type(fn).forward if owner is fn else getattr(fn, "__func__", fn)
-    if not isinstance(inner, types.FunctionType):
-        return []
-    places = [*_places("the step", inner, False)]
-    held = getattr(owner, "__dict__", {})
-    places.append(_Place("self", _ATTRIBUTE, held, sorted(names_in(inner.__code__) & held.keys())))
-    kinds = (torch.Tensor, *PLAIN)
-    return [e for place in places for e in place.entries() if isinstance(e.value, kinds)]
-
-
 def set_by_hooks(module: torch.nn.Module) -> set[str]:
     """Return the attributes that hooks of torch compute before each forward: weight_norm, ..."""
     hooks = module._forward_pre_hooks.values()

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -641,3 +642,19 @@ def test_modules_of_tensordict_run_eagerly() -> None:
         with warnings.catch_warnings():  # a module that writes its input runs eagerly
             warnings.simplefilter("ignore", dg.DeviceGraphWarning)
             same(step(data)["y"], data["x"] * 2 + 1)
+
+
+def test_named_state_below_containers_and_objects_is_part_of_the_key():
+    box, inner = {"k": 2.0}, types.SimpleNamespace(w=torch.ones(3))
+
+    def step(x):
+        return x * box["k"] * inner.w
+
+    graphed = dg.graphed(step, backend="cpu")
+    for index in range(10):
+        if index == 3:
+            box["k"] = 5.0
+        if index == 6:
+            inner.w = torch.full((3,), 7.0)
+        x = torch.full((3,), float(index))
+        assert torch.equal(graphed(x), step(x))
