@@ -330,7 +330,7 @@ def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _is_generator_of_numpy(value: Any) -> bool:
-    return hasattr(value, "bit_generator") and type(value).__module__.startswith("numpy.")
+    return type(value).__module__.startswith("numpy.") and hasattr(value, "bit_generator")
 
 
 def _position(holder: Any) -> Any:

@@ -72,12 +72,15 @@ def test_two_threads_open_one_epoch_once(captured):
 
 
 def test_interrupt_while_waiting_leaves_the_capture_usable(captured):
-    # interrupt_main() would not end a wait for a lock, as Ctrl-C does.
-    interrupt = (threading.get_ident(), signal.SIGINT)
-    timer = threading.Timer(0.05, signal.pthread_kill, interrupt)
+    # Workers of xdist ignore the signal. interrupt_main() would not end a wait for a lock.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        captured.replay()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            captured.replay()
+    finally:
+        signal.signal(signal.SIGINT, before)
     timer.join()
     with pytest.raises(dg.GateError, match="ended without the signal"):
         captured.gates["done"].wait(epoch=1)
