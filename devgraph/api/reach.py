@@ -6,7 +6,6 @@ import builtins
 import contextvars
 import functools
 import gc
-import inspect
 import itertools
 import operator
 import random
@@ -456,8 +455,11 @@ class Named:
                 yield entry
 
     def _methods(self, kind: type, path: str) -> Iterator[Entry]:
-        for name in sorted(self._names | {"forward", "__call__"}):
-            method = inspect.getattr_static(kind, name, None)
+        wanted, found = self._names | {"forward", "__call__"}, dict[str, Any]()
+        for base in kind.__mro__:
+            for name in vars(base).keys() & wanted:
+                found.setdefault(name, vars(base)[name])
+        for _, method in sorted(found.items(), key=operator.itemgetter(0)):
             method = getattr(method, "fget", getattr(method, "__func__", method))
             if isinstance(method, types.FunctionType):
                 yield Entry(path, None, None, method)
