@@ -329,7 +329,8 @@ def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _is_generator_of_numpy(value: Any) -> bool:
-    return type(value).__module__.startswith("numpy.") and hasattr(value, "bit_generator")
+    kind = type(value)
+    return hasattr(kind, "bit_generator") and kind.__module__.startswith("numpy.")
 
 
 def _position(holder: Any) -> Any:
