@@ -224,9 +224,9 @@ class Bound:
         ]
         self._rows = [*_rows(entry for entry in held_entries if _is_row(entry.holder))]
         others = [entry for entry in held_entries if not _is_row(entry.holder)]
-        self._cells = [entry for entry in others if isinstance(entry.holder, types.CellType)]
-        self._cell_holders = [entry.holder for entry in self._cells]
-        self._cell_values = [entry.value for entry in self._cells]
+        if cells := [entry for entry in others if isinstance(entry.holder, types.CellType)]:
+            holders, contents = zip(*((e.holder, e.value) for e in cells), strict=True)
+            self._rows.append((_contents, holders, contents, cells))
         self._others = [e for e in others if not isinstance(e.holder, types.CellType)]
         self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
 
@@ -241,17 +241,10 @@ class Bound:
         for read, holder, values, row in self._rows:
             try:
                 same = all(map(operator.is_, read(holder), values))
-            except LookupError:
+            except (LookupError, ValueError):  # of an empty cell, the latter
                 same = False
             if not same:
                 self._require_same(row)
-        if self._cells:
-            try:
-                same = all(map(operator.is_, map(_content, self._cell_holders), self._cell_values))
-            except ValueError:  # an empty cell
-                same = False
-            if not same:
-                self._require_same(self._cells)
         if self._others:
             self._require_same(self._others)
         for holder, size, path in self._sizes:
@@ -313,11 +306,11 @@ class Bound:
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
 
 
-_content = operator.attrgetter("cell_contents")
-
-_Row = tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...], list[Entry]]
+_Row = tuple[Callable[[Any], Iterable[Any]], Any, tuple[Any, ...], list[Entry]]
 """A function that reads the values of entries of one holder in one call, the holder, the values
-of capture, and the entries."""
+of capture, and the entries. The cells of closures are one row, held by their tuple."""
+
+_contents = functools.partial(map, operator.attrgetter("cell_contents"))
 
 
 def _is_row(holder: Any) -> bool:
