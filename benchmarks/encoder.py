@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from devgraph.api.policy import policies
 from devgraph.cli.arguments import DTYPES
 from devgraph.cli.bench import chart
 from devgraph.cli.measure import Contender, time_in_turns
-from devgraph.cli.tables import print_json, print_table, ratio, time_text, write_file
+from devgraph.cli.tables import print_table, ratio, time_text, write_file
 from devgraph.runners.report import format_bytes
 
 ENCODERS: Mapping[str, Mapping[str, Any]] = {
@@ -242,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--policy", action="append", choices=policies())
     parser.add_argument("--plot", metavar="FILE.svg")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     backend = dg.get_backend(args.backend)
     with torch.inference_mode():
@@ -257,10 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "shape": {**ENCODERS[args.encoder], "dtype": args.dtype},
         **measured,
     }
+    _print(report)
     if args.json:
-        print_json(report)
-    else:
-        _print(report)
+        write_file(args.json, json.dumps(report, indent=2))
     if args.plot:
         write_file(args.plot, chart(report["title"], report["rows"]))
     return 0 if all(row["equal"] for row in report["rows"]) and not report["failed"] else 1

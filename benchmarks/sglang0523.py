@@ -1,10 +1,13 @@
 """SGLang 0.5.23 on its own graphs and on devgraph, in turns on one device.
 
-    python benchmarks/sglang0523.py MODEL [--jobs own:default devgraph:default ...] [--rounds 5]
+    python benchmarks/sglang0523.py [MODEL] [--jobs own:default devgraph:default ...] [--rounds 5]
+                                    [--json FILE]
 
-MODEL is a folder with a configuration and weights. A job is LAYER:MODE: the layer is own, devgraph
+MODEL is a folder with a configuration and weights; without it, one with the shape of Qwen3-0.6B
+and random weights is made. A job is LAYER:MODE: the layer is own, devgraph
 or devgraph+64, with a budget of 64 MiB for executables ("executable_budget" of the mode); the mode
-is default (decode full, prefill breakable), full, breakable or eager. Every job is SGLang's
+is default (decode full, prefill breakable), full, breakable or eager. own:default#2 is another job
+of the same kind. Every job is SGLang's
 ModelRunner in a process of its own, through SGLang's benchmark.one_batch. They import SGLang at the
 same time, start one after the other, so that captures and memory are each one's own, stay, and then
 measure in turns: the least of all rounds counts, of milliseconds a step and of the host's alone.
@@ -14,6 +17,9 @@ that can change (docs/fast-replay.md).
 
 With --engine a job is sglang.Engine with its processes: milliseconds a token, the median of all
 rounds. devgraph has to be installed for that, for SGLang looks for its entry point.
+
+With --warm a job of the first kind starts and ends before, so that SGLang compiles its kernels
+outside of what is measured.
 
 With --dry-run a job captures nothing, on the CPU: it shows that SGLang starts and measures.
 """
@@ -27,6 +33,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -214,11 +221,38 @@ class Worker:
         return str(devgraph.get_backend("auto").after_captures())
 
 
+def random_model() -> str:
+    """Make a folder with the shape of Qwen3-0.6B and random weights; return its name."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+    shape = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_theta=1000000.0,
+        tie_word_embeddings=True,
+    )
+    folder = tempfile.mkdtemp(prefix="qwen3-0.6b-")
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    words = {"<unk>": 0, **{f"w{number}": number for number in range(1, 2000)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
 def work(model: str, job: str, dry: bool, engine: bool) -> None:
     """Answer one line of JSON for each: a list of a method's name and its arguments."""
     answers = os.dup(1)
     os.dup2(2, 1)  # SGLang prints
-    layer, mode = job.split(":")
+    layer, mode = job.split("#")[0].split(":")
     importlib.import_module(
         f"sglang.{'srt.entrypoints.engine' if engine else 'benchmark.one_batch'}"
     )
@@ -254,6 +288,11 @@ class Job:
         """Load the model and capture."""
         self.facts = self.ask("start")
 
+    def end(self) -> None:
+        """Let the process end."""
+        self.process.stdin.close()  # type: ignore[union-attr]
+        self.process.wait(60)
+
     def _answer(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -269,9 +308,11 @@ class Job:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--jobs", nargs="+", default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", action="store_true", help="start another job before")
+    parser.add_argument("--json", type=Path, help="write the figures of every round")
     for flag in FLAGS:
         parser.add_argument(f"--{flag}".replace("_", "-"), action="store_true")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -279,6 +320,11 @@ def main() -> None:
     if options.work:
         work(options.model, options.work, options.dry_run, options.engine)
         return
+    options.model = options.model or random_model()
+    if options.warm:
+        first = Job(options, options.jobs[0])
+        first.start()
+        first.end()
     jobs = {name: Job(options, name) for name in options.jobs}
     for job in jobs.values():
         job.start()
@@ -302,14 +348,23 @@ def main() -> None:
             cells = [f"{job.facts[fact]:.2f}" if part == 0 else "" for fact in facts]
             cells += [f"{kept(r[part] for r in found[name, call]):.3f}" for call in calls]
             print(f"| {what} | {' | '.join(cells)} |")
+    report: dict[str, Any] = {"torch": torch.__version__, "jobs": {}}
     for name, job in jobs.items():
         pairs = [pair for c in calls for pair in zip(found[name, c], found[first, c], strict=True)]
         same = sum(a == b for one, two in pairs for a, b in zip(one[2], two[2], strict=True))
         total = sum(len(one[2]) for one, _ in pairs)
-        pace = "" if options.engine else f"; pace {job.ask('pace')}"
-        print(f"{name}: {same} of {total} tokens as {first}{pace}")
-        job.process.stdin.close()  # type: ignore[union-attr]
-        job.process.wait(60)
+        pace = "" if options.engine else job.ask("pace")
+        print(f"{name}: {same} of {total} tokens as {first}; pace {pace or 'not measured'}")
+        report["jobs"][name] = {
+            **job.facts,
+            **{" ".join(map(str, c)): [taken[0] for taken in found[name, c]] for c in calls},
+            "equal_tokens": same,
+            "tokens": total,
+            "pace": pace,
+        }
+        job.end()
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

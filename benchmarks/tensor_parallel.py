@@ -8,8 +8,9 @@ device idle before it; medians over turns that are taken in turn, and of the ran
 
 decode    one graph: captured by hand with torch, ``DeviceGraph.replay`` and ``DecodeRunner.run``
 prefill   segments: the native graphs and the eager attention in a bare loop, and the whole replay
-step      wall time of a decode step, eagerly and in the graph
-vote      ``agree`` over gloo, which the example does once a step
+step      wall time of a decode step: eagerly, in the graph, and in the graph after a vote of the
+          ranks, which the example takes once a step, through shared memory and over gloo
+vote      ``agree`` alone, both ways
 
 All these times are in microseconds.
 
@@ -180,6 +181,23 @@ def measure_prefill(engine: Engine, args: argparse.Namespace) -> dict[str, float
     return {**found, "segments": len(segments)}
 
 
+def votes_of(engine: Engine) -> dict[str, Callable[[], dg.Decision]]:
+    """Return how the ranks agree on a decode step, by the way of the vote."""
+    if not dist.is_initialized():
+        return {}
+    gloo, size = dist.new_group(backend="gloo"), SIZES["decode"]
+    groups = {
+        name: dg.RankGroup.from_process_group(gloo, shared=shared)
+        for name, shared in (("shared memory", True), ("gloo", False))
+    }
+    variants = [*engine.decode.graphs.variants]
+
+    def vote(group: dg.RankGroup) -> dg.Decision:
+        return group.agree(engine.decode.can_run(size), variants, "benchmark")
+
+    return {name: functools.partial(vote, group) for name, group in groups.items()}
+
+
 def measure_step(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     """Wall time of a decode step."""
     data = rows_of(engine, "decode")
@@ -193,6 +211,8 @@ def measure_step(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
         "eager": eager,
         "graph": lambda: engine.decode.run(data),
     }
+    for name, vote in votes_of(engine).items():
+        runs[f"graph, vote by {name}"] = lambda vote=vote: engine.decode.run(data, decision=vote())
     # In a row, so a few steps are enough; an eager one takes long.
     few = argparse.Namespace(repeats=args.repeats, steps=max(1, args.steps // 5))
     found = slowest(interleaved(runs, engine.backend.synchronize, few, wall_us))
@@ -201,9 +221,7 @@ def measure_step(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
 
 def measure_vote(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     """Host time of one vote."""
-    decision = engine.decode.can_run(SIZES["decode"])
-    runs: dict[str, Callable[[], object]] = {"agree": lambda: engine.decode.agree(decision)}
-    return slowest(interleaved(runs, engine.backend.synchronize, args))
+    return slowest(interleaved({**votes_of(engine)}, engine.backend.synchronize, args))
 
 
 def measure_first(model: Model, world: World, how: str) -> dict[str, Any]:

@@ -27,6 +27,9 @@ Last, each engine says what a forward of 8 takes on the device: as it is, after 
 graphs down, and after all streams of its process were brought back to full pace
 (docs/fast-replay.md).
 
+With --ranks N each engine runs tensor parallel over N devices, one process of this program for each
+rank (vLLM's external launcher). Figures are those of the slower rank; captures are not compared.
+
 With --dry-run nothing touches a device: the children import vLLM, install devgraph and name the
 places that they would measure.
 
@@ -46,6 +49,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -78,6 +82,8 @@ RECAPTURE = (*(f"{name}_s" for name in LAYERS), "ratio")
 UNCOMPILED = ("eager", "breakable")
 SLEEPS = "BENCHMARK_SLEEPS"
 """Environment variable of child processes: whether their engines can sleep."""
+RANKS = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "MASTER_ADDR": "127.0.0.1"}
+"""Environment of the processes of an engine with several ranks, which keep off NVLink multicast."""
 JOBS = ("v2:default", "v2:devgraph", "v2:breakable", "v1:devgraph", "v1:default")
 
 QWEN3: dict[str, Any] = {
@@ -257,6 +263,7 @@ class Subject:
             kv_cache_memory_bytes=None if wait is None else KV_CACHE,
             enable_sleep_mode=bool(os.environ.get(SLEEPS)),
             **ENGINE.get(self.mode, {}),
+            **self._ranks(),
         )
         self.wait = None
         self.generate([self.prompt(random.Random(1), 8)], 1)
@@ -273,6 +280,12 @@ class Subject:
         self._watch_forward()
         self._watch_steps()
         return self.facts
+
+    def _ranks(self) -> dict[str, Any]:
+        """Return the options of an engine with several ranks."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        launcher = {"distributed_executor_backend": "external_launcher"}
+        return {"tensor_parallel_size": size, **launcher} if size > 1 else {}
 
     def install(self) -> list[str]:
         """Put devgraph in where this job has it; return its places."""
@@ -543,10 +556,19 @@ def child(model: str, job: str, folder: str, log: str) -> None:
             answer(getattr(subject, name)(*arguments))
 
 
-class Job:
-    """One child process and what it has answered."""
+def slower(answers: list[Any]) -> Any:
+    """Return what the ranks of one engine answered: the largest of their numbers."""
+    first = answers[0]
+    if isinstance(first, dict):
+        names = [name for name in first if all(name in answer for answer in answers)]
+        return {name: slower([answer[name] for answer in answers]) for name in names}
+    return max(answers) if isinstance(first, (int, float)) else first
 
-    def __init__(self, model: str, name: str, out: Path, cache: str) -> None:
+
+class Job:
+    """The child processes of one engine, and what they have answered."""
+
+    def __init__(self, model: str, name: str, out: Path, cache: str, ranks: int = 1) -> None:
         self.name = name
         self.runner, self.mode = runner_and_mode(name)
         self.result: dict[str, Any] = {"decode": {}, "prefill": {}}
@@ -561,13 +583,28 @@ class Job:
         environment["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/inductor"
         environment["TRITON_CACHE_DIR"] = f"{cache}/triton"
         command = [sys.executable, __file__, str(out), "--model", model, "--child", name]
-        self.process = subprocess.Popen(
-            [*command, "--folder", str(folder), "--log", str(out / f"{label}.log")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        port = free_port() if ranks > 1 else 0
+        self.processes = []
+        for rank in range(ranks):
+            if ranks > 1:
+                environment |= {**RANKS, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = out / f"{label}{f'_rank{rank}' if ranks > 1 else ''}.log"
+            self.processes.append(
+                subprocess.Popen(
+                    [*command, "--folder", str(folder), "--log", str(log)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                )
+            )
+
+    def end(self) -> None:
+        """End the processes, whatever they do."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
     def ask(self, *command: Any) -> Any:
         """Return the answer to ``command``, or None if the process has ended."""
@@ -576,23 +613,35 @@ class Job:
 
     def tell(self, *command: Any) -> None:
         """Send ``command`` and do not wait."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(command) + "\n")
-            self.process.stdin.flush()
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(command) + "\n")
+                process.stdin.flush()
 
     def answer(self, what: str) -> Any:
-        """Wait for the next answer; None if the process has ended instead."""
+        """Wait for the next answer; None if a process has ended instead."""
         if not self.alive:
             return None
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self.alive = False
-            self.result["failed"] = what
-            print(f"{self.name}: ended at {what}; see its log", flush=True)
-            return None
-        return json.loads(line)
+        answers = []
+        for process in self.processes:
+            assert process.stdout is not None
+            if not (line := process.stdout.readline()):
+                self.alive = False
+                self.result["failed"] = what
+                print(f"{self.name}: ended at {what}; see its log", flush=True)
+                return None
+            answers.append(json.loads(line))
+        if what == "check" and any(answer != answers[0] for answer in answers):
+            print(f"{self.name}: the ranks have different tokens: {answers}", flush=True)
+        return slower(answers)
+
+
+def free_port() -> int:
+    """Return a port that nothing listens to."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def start_together(jobs: list[Job]) -> None:
@@ -734,6 +783,8 @@ def main() -> None:
         "--within", action="store_true", help="decode in each turn of captures, by both layers"
     )
     parser.add_argument("--sleep", type=int, default=0, help="cycles of sleep at each level")
+    parser.add_argument("--ranks", type=int, default=1, help="devices of an engine (default: 1)")
+    parser.add_argument("--json", type=Path, help="another file for the results")
     parser.add_argument("--dry-run", action="store_true", help="measure nothing")
     parser.add_argument("--child")
     parser.add_argument("--folder")
@@ -744,6 +795,7 @@ def main() -> None:
         return
     os.environ[SLEEPS] = "1" if arguments.sleep else ""
     began = time.monotonic()
+    captures = arguments.captures if arguments.ranks == 1 else 0
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     caches = collections.defaultdict(lambda: tempfile.mkdtemp(prefix="vllm-"))
@@ -752,14 +804,15 @@ def main() -> None:
         own = arguments.own_caches or arguments.together
         return caches[name if own else runner_and_mode(name)[1] in UNCOMPILED]
 
-    jobs = [Job(arguments.model, name, out, cache_of(name)) for name in arguments.jobs]
+    jobs = [
+        Job(arguments.model, name, out, cache_of(name), arguments.ranks) for name in arguments.jobs
+    ]
     for job in jobs:
         job.answer("import")  # a start is measured without the imports of others beside it
     if arguments.dry_run:
         for job in jobs:
             print(f"{job.name}: {job.ask('install')}")
-            job.process.kill()
-            job.process.wait()
+            job.end()
         return
 
     def late() -> bool:
@@ -767,7 +820,8 @@ def main() -> None:
 
     def save() -> None:
         results = {job.name: job.result for job in jobs}
-        (out / "results.json").write_text(json.dumps(results, indent=1))
+        for path in (out / "results.json", *([arguments.json] if arguments.json else ())):
+            path.write_text(json.dumps(results, indent=1))
 
     def group(members: list[Job]) -> None:
         if arguments.together:
@@ -776,9 +830,9 @@ def main() -> None:
             if not arguments.together and not late():
                 job.result.update(job.ask("start") or {})
         for job in members:
-            if job.mode == "devgraph" and "start_s" in job.result and arguments.captures:
+            if job.mode == "devgraph" and "start_s" in job.result and captures:
                 left = arguments.deadline - (time.monotonic() - began)
-                recapture(job, arguments.captures, left / 2, arguments.within)
+                recapture(job, captures, left / 2, arguments.within)
         for job in members:
             if "start_s" in job.result:
                 job.result["tokens"] = job.ask("check")
@@ -800,8 +854,7 @@ def main() -> None:
         save()
         print(report(started), flush=True)
         for job in members:
-            job.process.kill()  # the memory is for the next ones
-            job.process.wait()
+            job.end()  # the memory is for the next ones
 
     if arguments.together:
         group(jobs)

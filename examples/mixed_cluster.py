@@ -299,7 +299,12 @@ def prompts_of(args: argparse.Namespace) -> list[Any]:
 def serve(rank: int, args: argparse.Namespace, store: Any) -> Node:
     """Run the loop of one rank to its end; return its node."""
     limit = datetime.timedelta(seconds=args.timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    name = "gloo"
+    if args.direct:
+        torch.accelerator.set_device_index(rank)
+        device = torch.accelerator.current_accelerator()
+        name = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(name, store=store, rank=rank, world_size=2, timeout=limit)
     node = Node(ROLES[rank], args, dist.PrefixStore("messages", store).clone())
     (prefill, decode)[rank](node)
     return node
@@ -310,6 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backends", nargs=2, metavar=("PREFILL", "DECODE"), required=True)
     parser.add_argument("--model", help="a model for transformers; else a random one of two layers")
     parser.add_argument("--layerwise", action="store_true", help="send layers as they are ready")
+    parser.add_argument("--direct", action="store_true", help="from device to device of one host")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device-graph-mode", metavar="JSON", default=json.dumps(MODE))
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for a rank")

@@ -58,8 +58,10 @@ def test_images_of_five_sizes_get_what_the_tower_gives_each_alone(policy):
         assert runner.prove(cases=1).ok
 
 
-def test_every_way_is_timed_on_all_images_and_on_those_of_each_size(capsys):
-    data = json.loads(printed(capsys, "--policy", "full", "--policy", "breakable", "--json"))
+def test_every_way_is_timed_on_all_images_and_on_those_of_each_size(capsys, tmp_path):
+    path = tmp_path / "encoder.json"
+    printed(capsys, "--policy", "full", "--policy", "breakable", "--json", str(path))
+    data = json.loads(path.read_text())
     works = ["5 images", *(f"1 images, {side}x{side}" for side in (8, 12, 16, 24, 32))]
     names = [f"{work}: {way}" for work in works for way in ("eager", "full", "breakable")]
     assert [row["name"] for row in data["rows"]] == names
