@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py OUT [--docs docs]
 
-Each benchmark becomes rows of one form: what devgraph took, what its peer took, and minimum, median
+Each benchmark becomes rows of one form: what devgraph took, what its peer took, and median, minimum
 and maximum of their ratio over all processes. A page has a table where it has the two lines
 
     <!-- figures NAME -->
@@ -26,7 +26,7 @@ from typing import Any
 import attrs
 
 BEGIN, END = "<!-- figures {} -->", "<!-- end of figures -->"
-HEAD = ("", "devgraph", "peer", "ratio", "least", "most", "processes", "taken on")
+HEAD = ("", "measured", "peer", "ratio", "least", "most", "processes", "taken on")
 ALIGN = ("---", *["---:"] * 6, "---")
 DECODES = (1, 8, 64, 256)
 
@@ -37,7 +37,8 @@ class Pair:
 
     what: str
     unit: str
-    devgraph: float
+    measured: float
+    """By devgraph, unless ``what`` says otherwise."""
     peer: float
     against: str
 
@@ -253,6 +254,19 @@ def vllm(results: Any) -> Rows:
                     yield Pair(f"{label}, prefill of {work}", "ms", *times, own)
 
 
+def vllm_pace(results: Any) -> Rows:
+    layers = {"default": "vLLM's own layer", "devgraph": "devgraph"}
+    for job, found in results.items():
+        layer, times = layers.get(job.partition(":")[2].partition("#")[0]), found.get("pace")
+        if layer and times:
+            for name, what in (
+                ("slowed", "after launches on four streams"),
+                ("recovered", "then recovered"),
+            ):
+                measured, before = times[f"{name}_ms"], times["as_it_is_ms"]
+                yield Pair(f"{layer}, a forward of 8 {what}", "ms", measured, before, "as it is")
+
+
 def sglang(report: Any) -> Rows:
     jobs = report["jobs"]
     for mode in ("default", "full"):
@@ -277,11 +291,11 @@ READERS: dict[str, Callable[[Any], Rows]] = {
     reader.__name__: reader
     for reader in (
         *(foundation, generate, update, piecewise, gates, economy, pace, graphed, handoff),
-        *(tensor_parallel, votes, encoder, vllm, sglang),
+        *(tensor_parallel, votes, encoder, vllm, vllm_pace, sglang),
     )
 }
-FILES = {"handoff": ("handoff", "handoff_direct")}
-"""Benchmarks whose table has the figures of several steps."""
+FILES = {"handoff": ("handoff", "handoff_direct"), "vllm_pace": ("vllm",)}
+"""Steps whose figures a table has, where they are not those of its name."""
 
 
 def number(value: float) -> str:
@@ -296,9 +310,9 @@ def lines_of(pairs: Iterable[Pair], machine: Machine) -> Iterator[tuple[str, ...
     for pair in pairs:
         rows[pair.what, pair.against].append(pair)
     for (what, against), members in rows.items():
-        ours = statistics.median(one.devgraph for one in members)
+        ours = statistics.median(one.measured for one in members)
         peer = statistics.median(one.peer for one in members)
-        ratios = sorted(one.devgraph / one.peer for one in members if one.peer)
+        ratios = sorted(one.measured / one.peer for one in members if one.peer)
         unit = members[0].unit
         shown = [f"{ratio:.3f}" for ratio in (statistics.median(ratios), ratios[0], ratios[-1])]
         yield (
