@@ -280,7 +280,8 @@ class Runner:
             variant: as for ``can_run``; a decision that names a graph brings its own variant.
             decision: a decision of ``agree`` or ``can_run``; without it the runner decides itself.
             clone: return copies, which later runs do not overwrite.
-            state_slots: with ``state``, the request slot of each request.
+            state_slots: with ``state``, the request slot of each request; ``assign`` each slot
+                before its first step.
             accepted: with steps of several tokens, the number of tokens of its last step that each
                 request accepted, or None for all. The state rolls back to the last of them first.
 
@@ -547,7 +548,7 @@ class Runner:
             state.clear(number)
 
     def export_state(self, slot: int, *, accepted: int | None = None) -> dict[str, torch.Tensor]:
-        """Return copies of the state of a request slot, by name.
+        """Return copies of the state of an assigned request slot, by name.
 
         Args:
             slot: the request slot.
@@ -556,7 +557,7 @@ class Runner:
         Raises:
             StateError, InputError, InputTypeError: as ``assign``, or as ``run`` for ``accepted``.
         """
-        with self._state_row("export_state", slot) as (state, number):
+        with self._state_row("export_state", slot, used=True) as (state, number):
             return state.export(number, accepted)
 
     def import_state(self, slot: int, rows: Mapping[str, torch.Tensor]) -> None:
@@ -574,11 +575,13 @@ class Runner:
             state.load(number, rows)
 
     @contextlib.contextmanager
-    def _state_row(self, call: str, slot: int) -> Iterator[tuple[StateStore, int]]:
+    def _state_row(
+        self, call: str, slot: int, *, used: bool = False
+    ) -> Iterator[tuple[StateStore, int]]:
         """Yield the store of the state and a checked request slot, after the pool's other work."""
         with self._between_steps(call):
             state = self._require_state(call)
-            number = state.check(slot)
+            number = state.check(slot, used=used)
             self.pool.order()
             yield state, number
 

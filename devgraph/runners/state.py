@@ -80,6 +80,8 @@ class StateStore:
         """The other versions of the state, by name."""
         self._steps: list[tuple[int, int]] = [(0, _NO_STEP)] * rows
         """For each request slot the version before its last step, and the tokens after it."""
+        self._unassigned = set(range(rows))
+        """Request slots whose row nobody has cleared or loaded."""
         self._cached: dict[tuple[int, ...], torch.Tensor] = {}
 
     @classmethod
@@ -200,7 +202,7 @@ class StateStore:
         rows = _integers(slots)
         if rows not in self._cached:
             for slot in rows:
-                self.check(slot)
+                self.check(slot, used=True)
             if len(set(rows)) < len(rows):
                 raise InputError(
                     f"state_slots {list(rows)} has a request slot twice; two requests of a batch "
@@ -266,18 +268,24 @@ class StateStore:
         for slot in slots:
             self._steps[slot] = step
 
-    def check(self, slot: object) -> int:
-        """Return ``slot`` if it is a request slot; raise InputError otherwise."""
+    def check(self, slot: object, *, used: bool = False) -> int:
+        """Return ``slot`` if it is a request slot, with ``used`` an assigned one."""
         number = whole("a request slot", slot)
         if number >= self.rows:
             raise InputError(
                 f"there is no request slot {number}: the state has {self.rows}; raise "
                 f"max_requests or state_rows"
             )
+        if used and number in self._unassigned:
+            raise InputError(
+                f"request slot {number} was never assigned; call assign({number}) for a new "
+                f"request, or import_state for one from elsewhere"
+            )
         return number
 
     def clear(self, slot: int) -> None:
         """Zero the row of a request slot."""
+        self._unassigned.discard(slot)
         self.note([slot], 0)
         for buffer in self.buffers.values():
             raw(buffer)[slot].zero_()
@@ -309,6 +317,7 @@ class StateStore:
                 raise InputError(
                     f"state {name!r} is {brief(value)}; expected {declared.dtype} {declared.shape}"
                 )
+        self._unassigned.discard(slot)
         self.note([slot], 0)
         for name, buffer in self.buffers.items():
             raw(buffer)[slot].copy_(raw(rows[name].detach()))

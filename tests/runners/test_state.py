@@ -40,7 +40,10 @@ def accumulate(batch: Any) -> torch.Tensor:
 def runner_of(**options: Any) -> dg.DecodeRunner:
     options.setdefault("max_requests", 4)
     options.setdefault("outputs", dg.OutputSlot(rows="tokens"))
-    return decode_of(accumulate, (X,), state=STATE, **options)
+    runner = decode_of(accumulate, (X,), state=STATE, **options)
+    for slot in range(runner.state.rows):
+        runner.assign(slot)
+    return runner
 
 
 def rows(runner: dg.DecodeRunner, *values: float, **options: Any) -> list[float]:
@@ -245,6 +248,19 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_written(change: Any, 
         assert rows(runner, 2, state_slots=[1]) == [3]
 
 
+def test_request_slot_that_was_never_assigned_is_refused():
+    with decode_of(accumulate, (X,), state=STATE, max_requests=4) as runner:
+        runner.assign(1)
+        for call in (
+            lambda: rows(runner, 2, 4, state_slots=[1, 2]),
+            lambda: runner.export_state(2),
+        ):
+            with pytest.raises(dg.InputError, match=r"slot 2 was never assigned; call assign\(2\)"):
+                call()
+        runner.import_state(2, runner.export_state(1))
+        assert rows(runner, 2, 4, state_slots=[1, 2]) == [2, 4]
+
+
 @pytest.mark.parametrize(
     ("slots", "kind", "text"),
     [
@@ -348,6 +364,7 @@ def test_shared_state_is_the_same_or_refused():
             (X,), state=own, share=runner, max_requests=2,
         ) as draft:  # fmt: skip
             rows(runner, 5, state_slots=[0])
+            draft.assign(0)
             assert rows(draft, 5, state_slots=[0]) == [5]
             assert draft.stats().state_bytes > 0
 
@@ -377,6 +394,7 @@ def test_state_has_a_dtype_of_its_own(dtype: torch.dtype):
 
     state = [dg.StateSlot("h", 2, dtype)]
     with decode_of(step, (X,), state=state, max_requests=2, variants=[{}, {"width": 2}]) as runner:
+        runner.assign(1)
         for turn in range(3):
             assert rows(runner, 0, state_slots=[1]) == [turn]
         moved = runner.export_state(1)

@@ -131,6 +131,8 @@ def test_state_rolls_back_to_the_last_accepted_token(kit: Kit, policy: str) -> N
     # Whole numbers, so that the order of additions does not matter.
     x, y = ((kit.tensor(n, WIDTH, seed=n) * 8).round() for n in (6, 2))
     sums = torch.cat([part.cumsum(0) for part in x.split(3)])
+    runner.assign(3)
+    runner.assign(0)
     same(runner.run({"x": x}, state_slots=[3, 0], variant={"width": 3}, clone=True), sums)
     out = runner.run({"x": y}, state_slots=[0, 3], accepted=[1, 2], clone=True)
     same(out, torch.stack([sums[3], sums[1]]) + y)
