@@ -140,7 +140,7 @@ class Options:
 def _doctor(add: Options) -> None:
     text = "probe this backend only (may be repeated; default: every available one)"
     add("--backend", text, action="append", metavar="NAME")
-    text = "print the declared capabilities of all backends as a Markdown table"
+    text = "print the declared capabilities of all backends"
     add("--capabilities", text, action="store_true")
     add("--no-probe", "list backends without captures", action="store_true")
     text = "compare this machine with a plan, the output of `plan --cluster FILE --json`"

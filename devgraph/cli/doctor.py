@@ -44,7 +44,6 @@ from devgraph.cli.measure import seconds_per_call
 from devgraph.cli.tables import (
     CommandError,
     print_json,
-    print_lines,
     print_table,
     say,
     time_text,
@@ -83,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
     if args.capabilities:
         if args.json:
             raise CommandError(
-                "--capabilities prints Markdown; --no-probe --json has the same data as `declared`"
+                "--capabilities prints tables; --no-probe --json has the same data as `declared`"
             )
-        print_lines(capability_table([info.name for info in wanted]))
+        _print_capabilities([info.name for info in wanted])
         return 0
     checked = [_check(info, probe=not args.no_probe) for info in wanted]
     asked_and_missing = [one for one in checked if args.backend and not one["available"]]
@@ -154,12 +153,10 @@ def _differences(group: dict[str, Any]) -> list[str]:
     try:
         backend = get_backend(group["backend"])
         facts = EngineFacts.from_dict({**group["facts"], "role": group["role"]})
-        own = os.environ.get(MODE_VARIABLE)
-        config = (
-            DeviceGraphConfig.from_json(own, source=MODE_VARIABLE)
-            if own
-            else DeviceGraphConfig.from_dict(group["mode"])
-        )
+        given = argparse.Namespace()
+        if not os.environ.get(MODE_VARIABLE):  # then the node gets the planned mode as a flag
+            given.device_graph_mode = json.dumps(group["mode"])
+        config = DeviceGraphConfig.from_args(given)
         here = resolve(config, facts.on_backend(backend)).effective.to_dict(everything=True)
     except DeviceGraphError as error:
         return [*differences, str(error)]
@@ -172,9 +169,9 @@ def _differences(group: dict[str, Any]) -> list[str]:
     return differences
 
 
-def capability_table(names: Sequence[str]) -> str:
-    """Return the declared capabilities of backends as a Markdown table. No device is needed."""
-    kinds = []
+def _print_capabilities(names: Sequence[str]) -> None:
+    """Print the declared capabilities of backends. No device is needed."""
+    kinds: list[type[Backend]] = []
     for name in names:
         kind = declaration(name)
         if kind is None:
@@ -184,20 +181,16 @@ def capability_table(names: Sequence[str]) -> str:
         kinds.append(kind)
     fields = [field.name for field in attrs.fields(Capabilities)]
     modes = [json.dumps(dict(kind.recommended_mode)) for kind in kinds]
-    rows = [
-        ["capability", *names, "its hooks"],
-        ["---"] * (len(names) + 2),
-        *(
-            [
-                f"`{name}`",
-                *(_declared(kind, name) for kind in kinds),
-                ", ".join(f"`{hook}`" for hook in hooks(name)),
-            ]
-            for name in fields
-        ),
-        ["recommended mode", *("the default" if m == "{}" else f"`{m}`" for m in modes), ""],
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows = [[name, *(_declared(kind, name) for kind in kinds)] for name in fields]
+    rows.append(["recommended mode", *("the default" if m == "{}" else m for m in modes)])
+    print_table("declared capabilities", ("capability", *names), rows)
+    for kind in kinds:
+        for need in dict.fromkeys(kind.needs.values()):
+            needy = [name for name, other in kind.needs.items() if other == need]
+            say(f"* {kind.name} with {need}: {', '.join(needy)}")
+    say()
+    table = [(name, ", ".join(hooks(name))) for name in fields if hooks(name)]
+    print_table("methods that a vendor implements", ("capability", "methods"), table)
 
 
 def _declared(kind: type[Backend], name: str) -> str:
@@ -208,7 +201,7 @@ def _declared(kind: type[Backend], name: str) -> str:
         text = "yes" if value else "-"
     else:
         text = f"{value:,}"
-    return f"{text} (needs {kind.needs[name]})" if name in kind.needs else text
+    return f"{text} *" if name in kind.needs else text
 
 
 def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:

@@ -144,14 +144,16 @@ def test_backend_that_is_asked_for_and_absent_is_said_to_be_unusable(
 
 def test_capabilities_are_listed_where_no_device_is(capsys: pytest.CaptureFixture[str]):
     names = [word for name in BUILT_IN for word in ("--backend", name)]
-    table = run_cli(capsys, "doctor", "--capabilities", *names).out
+    lines = run_cli(capsys, "doctor", "--capabilities", *names, columns=80).out.splitlines()
+    assert max(map(len, lines)) <= 80
+    tables = "\n".join(line.rstrip() for line in lines).strip()
     page = Path(__file__).parents[2] / "docs" / "backends.md"
-    assert table in page.read_text(encoding="utf-8"), "paste the table that the command prints"
+    assert tables in page.read_text(encoding="utf-8"), "paste the tables that the command prints"
     for field in attrs.fields(Capabilities):
-        assert f"`{field.name}`" in table
+        assert f"\n{field.name} " in tables
 
 
-def test_capabilities_as_markdown_and_as_data_do_not_go_together(
+def test_capabilities_as_tables_and_as_data_do_not_go_together(
     capsys: pytest.CaptureFixture[str],
 ):
     result = run_cli(capsys, "doctor", "--capabilities", "--json")
@@ -222,6 +224,21 @@ def test_mode_of_the_environment_is_compared_with_the_plan(
     assert result.code == 1
     assert 'decode.policy: planned "full", here "breakable"' in result.out
     monkeypatch.setenv("DEVGRAPH_MODE", "{}")
+    assert run_cli(capsys, *argv).code == 0
+
+
+def test_mode_of_pyproject_is_compared_with_the_plan(
+    planned: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    project = planned.parent / "pyproject.toml"
+    monkeypatch.chdir(project.parent)
+    project.write_text("[tool.devgraph.decode]\nbuckets = [3]\n")
+    argv = ["doctor", "--expect", planned, "--group", "here"]
+    result = run_cli(capsys, *argv)
+    assert result.code == 1 and "decode.buckets: planned null, here [3]" in result.out
+    document = json.loads(planned.read_text())
+    document["mode"] = {"decode": {"buckets": None}}  # the flag of a node is above pyproject.toml
+    planned.write_text(json.dumps(document))
     assert run_cli(capsys, *argv).code == 0
 
 

@@ -45,6 +45,13 @@ def group(**values: Any) -> dict[str, Any]:
     return {"groups": [{"name": "g", **values}]}
 
 
+def test_policy_that_the_backend_recommends_is_logged_with_its_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan("{}", group(backend="npu"))
+    assert "group g: prefill.policy" in caplog.text
+
+
 def test_one_mode_string_serves_prefill_on_one_vendor_and_decode_on_another() -> None:
     found = plan(MODE, DISAGGREGATED)
     there = {

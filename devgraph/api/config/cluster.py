@@ -136,7 +136,7 @@ def plan_cluster(
         facts = attrs.evolve(facts, backend=group.backend, role=group.role)
         outcome: Resolution | ConfigError
         try:
-            outcome = resolve(config, facts)
+            outcome = resolve(config, facts, name=f"group {group.name}")
         except ConfigError as error:
             outcome = error
         plans.append(GroupPlan(group=group, outcome=outcome))

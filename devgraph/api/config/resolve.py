@@ -97,7 +97,11 @@ class Resolution:
 
 
 def resolve(
-    config: DeviceGraphConfig, facts: EngineFacts | None = None, *, phases: Iterable[str] = PHASES
+    config: DeviceGraphConfig,
+    facts: EngineFacts | None = None,
+    *,
+    phases: Iterable[str] = PHASES,
+    name: str = "",
 ) -> Resolution:
     """Apply the compatibility rules to the configuration for ``facts.backend``.
 
@@ -108,6 +112,7 @@ def resolve(
         config: the configuration of the deployment.
         facts: the properties of the engine; ``EngineFacts.on_backend`` adds those of the backend.
         phases: the phases to resolve; the others keep their requested configuration.
+        name: the deployment that warnings and log records name, such as a group of a cluster.
 
     Raises:
         ConfigError: safety rules forbid explicit choices. The message lists every such choice
@@ -137,12 +142,13 @@ def resolve(
     if refused:
         lines = "".join(f"\n- {line}" for line in refused)
         raise ConfigError(f"the engine cannot run the chosen mode:{lines}")
+    prefix = name and f"{name}: "
     for rule in fired:
         if rule.outcome == "kept":
-            warnings.warn(str(rule), DeviceGraphWarning, stacklevel=2)
+            warnings.warn(f"{prefix}{rule}", DeviceGraphWarning, stacklevel=2)
         else:
             level = logging.WARNING if rule.outcome == "changed" else logging.INFO
-            logger.log(level, "%s", rule)
+            logger.log(level, "%s%s", prefix, rule)
     return Resolution(
         backend=facts.backend,
         requested=requested,
