@@ -36,7 +36,7 @@ from devgraph.api.policy import COMPILERS, compiles, get_policy
 from devgraph.api.policy.job import Job, Plan, UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
-from devgraph.api.prove import Draw, Report, addresses, prove
+from devgraph.api.prove import Draw, Report, Terms, addresses, prove
 from devgraph.api.registry import get_backend
 from devgraph.api.results import Outputs
 from devgraph.api.session import session, supported_error_mode
@@ -231,24 +231,23 @@ class Captured:
         Raises:
             CaptureError: a case replaced a tensor, or wrote one above ``snapshot_limit``.
         """
+        terms = Terms(
+            cases=cases,
+            host_args=host_args,
+            sample=sample,
+            state=state,
+            rtol=rtol,
+            atol=atol,
+            snapshot_limit=snapshot_limit,
+        )
         self._check()
         assert self._job is not None
-        named, self._named_checks = self._named_checks, []  # the report has such changes
         try:
             with self.gates.held_open():
-                return prove(
-                    self,
-                    self._job,
-                    cases=cases,
-                    host_args=host_args,
-                    sample=sample,
-                    state=state,
-                    rtol=rtol,
-                    atol=atol,
-                    snapshot_limit=snapshot_limit,
-                )
-        finally:
-            self._named_checks = named
+                return prove(self, self._job, terms)
+        except Exception as error:
+            raise_if_lost(self.backend, error)
+            raise
 
     def info(self) -> GraphInfo:
         """Return the sums over all segments."""

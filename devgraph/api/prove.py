@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,29 @@ _DRAWS = 16
 
 
 @attrs.frozen(kw_only=True)
+class Terms:
+    """The cases that a proof runs, and the way in which it compares."""
+
+    cases: int
+    host_args: Sequence[Mapping[str, Any]] | None = None
+    sample: Mapping[str, Draw] | None = None
+    state: bool = True
+    rtol: float | None = None
+    atol: float | None = None
+    snapshot_limit: int = DEFAULT_LIMIT
+    quick: bool = False
+    """Compare with eager on the padded batch only, without poisoned padding and parameters."""
+
+    def __attrs_post_init__(self) -> None:
+        whole("cases", self.cases)
+        whole("snapshot_limit", self.snapshot_limit)
+
+    def near(self, expected: torch.Tensor, got: torch.Tensor) -> str:
+        """Return "" if the tensors are equal within tolerance, else the difference as text."""
+        return compare_near(expected, got, self.rtol, self.atol)
+
+
+@attrs.frozen(kw_only=True)
 class Case:
     """One comparison of a graph with eager."""
 
@@ -46,6 +68,8 @@ class Case:
     """Whether host arguments differ from those of capture."""
     updated: bool = False
     """Whether host arguments are those of capture again, after others."""
+    filled: tuple[str, ...] = ()
+    """Slots whose real rows hold pad values, because no legal data is known for this size."""
 
     def failure(
         self, where: str, message: str, kind: str = "graph", *, lasting: bool = True
@@ -179,16 +203,20 @@ def _causes(report: Report) -> Iterator[str]:
                 f"{where} of real rows depends on padding or on the size of the bucket, in "
                 f"{_count(group)}; graphs equal eager on the padded batch"
             )
-    if report.not_varied and any(one.kind in ("eager", "size") for one in report.failures):
+    cases = {case.number: case for case in report.tried}
+    filled = {name for failure in report.failures for name in cases[failure.case].filled}
+    if filled and all(cases[failure.case].filled for failure in report.failures):
         yield (
-            f"perhaps no fault: {', '.join(report.not_varied)} may hold values of no real batch, "
-            f"such as pad values; declare sample= or a range for them"
+            f"the data of no real batch: {', '.join(sorted(filled))} holds pad values in "
+            f"{_count(report.failures)}. Declare sample= or a range, or run batches of these sizes "
+            f"before the proof"
         )
-    failures = [failure for failure in report.failures if failure.kind == "graph"]
+    unstable = {failure.where for failure in report.failures if failure.kind == "eager"}
+    graphs = (failure for failure in report.failures if failure.kind == "graph")
+    failures = [failure for failure in graphs if failure.where not in unstable]
     if not failures:
         return
     failed = {failure.case for failure in failures}
-    cases = {case.number: case for case in report.tried}
     wrong = [case for number, case in cases.items() if number in failed]
     right = [case for number, case in cases.items() if number not in failed]
     later = [case for case in right if case.number]  # the first case may be right by chance
@@ -590,8 +618,8 @@ class Provable(Protocol):
     def outputs(self) -> Any:
         """The outputs of a replay."""
 
-    def replay(self, **host_args: Any) -> Any:
-        """Run the captured work."""
+    def run(self, host: Mapping[str, Any]) -> None:
+        """Run the captured work; the caller makes the checks of a replay."""
 
 
 def addresses(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
@@ -730,7 +758,12 @@ class _Prover:
         def graph() -> Named:
             enter()
             self._poison_outputs()
-            return copies_of(self._captured.replay(**host))
+            pool = self._job.pool
+            with pool.lock:
+                pool.require_free("prove a capture")
+                pool.order()
+                self._captured.run(self._job.spec.fill(host))
+            return copies_of(self._captured.outputs)
 
         return eager, graph
 
@@ -763,24 +796,11 @@ def named_tensors(tree: Any, prefix: str) -> Named:
     return named
 
 
-def prove(
-    captured: Provable,
-    job: Job,
-    *,
-    cases: int = 3,
-    host_args: Sequence[Mapping[str, Any]] | None = None,
-    sample: Mapping[str, Draw] | None = None,
-    state: bool = True,
-    rtol: float | None = None,
-    atol: float | None = None,
-    snapshot_limit: int = DEFAULT_LIMIT,
-) -> Report:
+def prove(captured: Provable, job: Job, terms: Terms) -> Report:
     """Implement ``Captured.prove``."""
-    whole("cases", cases)
-    whole("snapshot_limit", snapshot_limit)
     declared = job.spec.declared
     paths = [path for path, _ in job.owned.tensors]
-    sample = require_samples(sample, [*declared, *job.owned.arguments, *paths])
+    sample = require_samples(terms.sample, [*declared, *job.owned.arguments, *paths])
     generator = torch.Generator().manual_seed(0)
     ends = {
         name: extremes(sample[name], declared[name], generator)
@@ -790,17 +810,16 @@ def prove(
     further = [
         {**declared, **{n: values[k] for n, values in ends.items()}} for k in range(2) if ends
     ]
-    sets = host_sets(declared, host_args, further)
+    sets = host_sets(declared, terms.host_args, further)
     for values, *_ in sets:
         job.spec.fill(values)  # Refuses what is missing or unknown before anything runs.
-    prover = _Prover(captured, job, sample, snapshot_limit)
-    near = functools.partial(compare_near, rtol=rtol, atol=atol)
-    comparison = Comparison(prover.state, job.backend, near, with_state=state)
+    prover = _Prover(captured, job, sample, terms.snapshot_limit)
+    comparison = Comparison(prover.state, job.backend, terms.near, with_state=terms.state)
     failures: list[Failure] = []
     tried: list[Case] = []
     try:
         for host, changed, updated in sets:
-            for _ in range(min(cases, 1) if updated else cases):
+            for _ in range(min(terms.cases, 1) if updated else terms.cases):
                 prover.state.begin_case()
                 case = Case(number=len(tried), host_args=host, changed=changed, updated=updated)
                 tried.append(case)

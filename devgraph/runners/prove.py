@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 
 from devgraph.api.backend import poison
@@ -17,16 +16,15 @@ from devgraph.api.owned import roots_of
 from devgraph.api.prove import (
     Case,
     Comparison,
-    Draw,
     Failure,
     Named,
     Report,
     Rows,
     Seen,
     State,
+    Terms,
     addresses,
     compare,
-    compare_near,
     copies_of,
     drawn,
     extremes,
@@ -37,7 +35,7 @@ from devgraph.api.prove import (
     require_samples,
 )
 from devgraph.api.reach import entries
-from devgraph.api.snapshots import DEFAULT_LIMIT, same_bytes
+from devgraph.api.snapshots import same_bytes
 from devgraph.api.tensors import has_place
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.ranks import RankGroup
@@ -52,22 +50,6 @@ _COLLISION = "rows within a batch, which write one row of state"
 
 Implied = Callable[[Size], Mapping[str, torch.Tensor]]
 """Returns the inputs of a batch of a real size that belong together."""
-
-
-@attrs.frozen(kw_only=True)
-class Terms:
-    """The cases that a proof runs, and the way in which it compares."""
-
-    cases: int = 2
-    """Batch sizes to try per bucket: the full one, the smallest, and between."""
-    host_args: Sequence[Mapping[str, Any]] | None = None
-    sample: Mapping[str, Draw] | None = None
-    state: bool = True
-    rtol: float | None = None
-    atol: float | None = None
-    snapshot_limit: int = DEFAULT_LIMIT
-    quick: bool = False
-    """Compare with eager on the padded batch only, without poisoned padding and parameters."""
 
 
 def state_of(step: Step, *, weights: bool = True) -> list[tuple[str, torch.Tensor]]:
@@ -138,17 +120,16 @@ class Proof:
         names = replaced(step.places, addresses(now))
         # Contents change in each case, because the old memory may hold a copy of the new ones.
         self._renewed = [leaf for name, leaf in now if name in names and not terms.quick]
-        near = functools.partial(compare_near, rtol=terms.rtol, atol=terms.atol)
         self._compared = Comparison(
-            self._state, step.backend, near, with_state=terms.state, agreed=self._agreed
+            self._state, step.backend, terms.near, with_state=terms.state, agreed=self._agreed
         )
-        self._near = near
         autocast = current_autocast() if step.autocast is None else step.autocast
         failures: list[Failure] = []
         try:
             with torch.no_grad(), autocast_of(autocast):
                 for graph in chosen:
                     for size, host, changed, updated in self._sizes(graphs, graph):
+                        inputs, marks, filled = self._inputs(size)
                         case = Case(
                             number=len(self._tried),
                             host_args=host,
@@ -157,10 +138,11 @@ class Proof:
                             padded=size != graph.size,
                             changed=changed,
                             updated=updated,
+                            filled=filled,
                         )
                         self._tried.append(case)
                         self.tested.append(graph)
-                        failures += self._case(graph, size, case)
+                        failures += self._case(graph, size, case, inputs, marks)
         except BaseException as error:
             self._ranks.post(f"{self._tag}/case", f"raised {type(error).__name__}: {error}")
             raise
@@ -230,10 +212,16 @@ class Proof:
                 self._varied.add(name)
         return sequences
 
-    def _case(self, graph: BucketGraph, real: Size, case: Case) -> list[Failure]:
+    def _case(
+        self,
+        graph: BucketGraph,
+        real: Size,
+        case: Case,
+        inputs: dict[str, torch.Tensor],
+        marks: Mapping[str, torch.Tensor],
+    ) -> list[Failure]:
         step, compared = self._step, self._compared
         assert graph.captured is not None
-        inputs, marks = self._inputs(real)
         given = case.host_args
         padded_host = step.host.resolve(given, real, graph.size)
         real_host = step.host.resolve(given, real, real)
@@ -373,18 +361,23 @@ class Proof:
         return self._compared.differences(
             Seen(outputs=alone.outputs, state=state),
             Seen(outputs=got.outputs, state=graphs),
-            lambda name: self._near,
+            lambda name: self._terms.near,
         )
 
     # Inputs.
 
-    def _inputs(self, real: Size) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return legal inputs of a batch, and the marks of its real rows that proofs change."""
+    def _inputs(
+        self, real: Size
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
+        """Return inputs of a batch, the marks of its real rows, and the slots without legal data.
+
+        Proofs change these marks.
+        """
         step = self._step
         implied = self._implied(real) if self._implied else {}
         last = self._last(real, self._generator)
         self._varied |= implied.keys() | self._sample.keys() | last.keys()
-        inputs = {}
+        inputs, filled = {}, []
         for name, slot in step.inputs.given.items():
             fixed = slot.fixed_in_proofs and name not in self._sample
             if name in implied:
@@ -393,12 +386,13 @@ class Proof:
                 inputs[name] = last[name]
             else:
                 inputs[name] = self._data(slot, real)
+                filled += [name] if fixed else []
         marks = {
             name: self._data(slot, real)
             for name, slot in step.inputs.slots.items()
             if slot.real is not None and slot.sample is not None
         }
-        return inputs, marks
+        return inputs, marks, tuple(filled)
 
     def _data(self, slot: InputSlot, real: Size) -> torch.Tensor:
         device = self._step.inputs.device
@@ -530,7 +524,7 @@ class Proof:
         now, saved, rows = want.state[name]
         at = row if rows is None else int((rows == row).nonzero()[0])
         right = alone.state[name][0][at] if name in alone.state else saved[at]
-        if not self._near(right, now[at]):
+        if not self._terms.near(right, now[at]):
             return None
         for slot in slots:
             data = inputs[slot.name].flatten().tolist()
@@ -546,7 +540,7 @@ class Proof:
 
             moved = self._compared.seen(functools.partial(eager, change))
             after = moved.state[name][0][at] if name in moved.state else saved[at]
-            if not self._near(right, after):
+            if not self._terms.near(right, after):
                 return slot.name
         return None
 

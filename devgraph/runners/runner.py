@@ -34,7 +34,7 @@ from devgraph.api.marks.marks import current_scope
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
-from devgraph.api.prove import Draw, Report
+from devgraph.api.prove import Draw, Report, Terms
 from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, ByTokens, Phase, spans
@@ -51,7 +51,7 @@ from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
-from devgraph.runners.prove import Proof, Terms
+from devgraph.runners.prove import Proof
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size
@@ -975,8 +975,6 @@ class Runner:
             CaptureError: a case wrote other rows of a tensor above ``snapshot_limit``.
         """
         with self._between_steps("prove"):
-            whole("cases", cases)
-            whole("snapshot_limit", snapshot_limit)
             terms = Terms(
                 cases=cases,
                 host_args=host_args,

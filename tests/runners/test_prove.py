@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.prove import Failure, Report
 from devgraph.runners import InputSlot, Pad
 from tests.support.runner_steps import (
     IDS,
@@ -66,9 +67,27 @@ def test_ranged_tokens_whose_rows_all_write_the_scratch_row_are_no_failure():
 
 
 def test_data_of_no_real_batch_is_named_as_a_cause():
-    failure = Failure(case=0, host_args={}, where="output 0", message="differs", kind="eager")
-    report = Report(cases=1, failures=(failure,), not_varied=("starts",))
-    assert "perhaps no fault: starts may hold values of no real batch" in report.causes[1]
+    @dg.no_graph
+    def attend(hidden, batch):
+        sums = torch.empty_like(hidden).fill_(next(garbage))  # memory that offsets of 0 leave as is
+        for first, last in itertools.pairwise(batch.starts.tolist()):
+            sums[first:last] = hidden[first:last].cumsum(0)
+        return sums
+
+    garbage = itertools.count(1.0)
+    runner = dg.PrefillRunner(
+        lambda batch: batch.x + attend(batch.x * 2, batch),
+        [X, InputSlot("starts", ("requests+1",), torch.int64, pad=Pad.last())],
+        max_tokens=8,
+        max_requests=4,
+        config={"policy": "breakable", "buckets": [4, 8]},
+        backend="cpu",
+    )
+    runner.capture()
+    report = runner.prove()
+    assert "eager differs from itself" in report.causes[0]
+    assert "the data of no real batch: starts holds pad values in" in report.causes[-1]
+    assert not any("another bucket" in cause for cause in report.causes)
 
 
 def test_prove_says_which_slots_it_could_not_vary():
