@@ -237,10 +237,12 @@ def vllm(results: Any) -> Rows:
             pair = [results[name] for name in (ours, theirs) if name in results]
             if len(pair) < 2 or any("capture_s" not in one for one in pair):
                 continue
-            own, label = "vLLM's own layer", runner.upper()
+            own, label, taken = "vLLM's own layer", runner.upper(), "device_ms"
+            if (ranks := pair[0].get("ranks", 1)) > 1:
+                label, taken = f"{label}, {ranks} ranks", "least_device_ms"
             for batch in map(str, DECODES):
-                if all(batch in one["decode"] for one in pair):
-                    times = (one["decode"][batch]["device_ms"] for one in pair)
+                if all(taken in one["decode"].get(batch, {}) for one in pair):
+                    times = (one["decode"][batch][taken] for one in pair)
                     what = f"{label}, a forward of {batch} on the device"
                     yield Pair(what, "ms", *times, own)
             for label_of, key, unit in (

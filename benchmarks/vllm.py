@@ -409,8 +409,8 @@ class Subject:
         return time.perf_counter() - started, outputs
 
     def decode(self, batch: int) -> dict[str, float]:
-        """One round of decoding: the median and the mean step, and a forward's time on the host
-        and on the device."""
+        """One round of decoding: the median and the mean step, a forward's time on the host and on
+        the device, and the least there: in a median, ranks wait for the host of the later one."""
         rng = random.Random(batch)
         prompts = [self.prompt(rng, PROMPT) for _ in range(batch)]
         free = self.torch.cuda.mem_get_info()[0]
@@ -433,6 +433,7 @@ class Subject:
             "mean_step_ms": statistics.fmean(steps) * 1e3,
             "host_us": statistics.median(host) * 1e6 if host else float("nan"),
             "device_ms": statistics.median(device) if device else float("nan"),
+            "least_device_ms": min(device, default=float("nan")),
         }
 
     def pace(self) -> dict[str, float]:
@@ -571,7 +572,7 @@ class Job:
     def __init__(self, model: str, name: str, out: Path, cache: str, ranks: int = 1) -> None:
         self.name = name
         self.runner, self.mode = runner_and_mode(name)
-        self.result: dict[str, Any] = {"decode": {}, "prefill": {}}
+        self.result: dict[str, Any] = {"ranks": ranks, "decode": {}, "prefill": {}}
         self.alive = True
         folder = out / "model"
         folder.mkdir(parents=True, exist_ok=True)
