@@ -360,7 +360,8 @@ def written(text: str, name: str, new: Iterable[Sequence[str]]) -> str:
 def reports_of(out: Path, name: str) -> Iterator[Any]:
     """Yield the outputs of all processes of a benchmark."""
     for step in FILES.get(name, (name,)):
-        for path in sorted([*out.glob(f"{step}.json"), *out.glob(f"{step}-*.json")]):
+        paths = (*out.glob(f"{step}.json"), *out.glob(f"{step}-*.json"))
+        for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
             yield json.loads(path.read_text(encoding="utf-8"))
 
 
