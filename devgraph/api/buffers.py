@@ -218,7 +218,7 @@ class Bound:
         inner = entries(objects, weights=weights)
         held_entries = [
             entry
-            for group, kind in ((leaves, kept), (inner, torch.Tensor), (places, kept))
+            for group, kind in ((leaves, kept), (inner, torch.Tensor), (places, object))
             for entry in group
             if entry.holder is not None and isinstance(entry.value, kind) and entry.key != "grad"
         ]
@@ -270,11 +270,9 @@ class Bound:
             now, holder = entry.now(), entry.holder
             if now is entry.value:
                 continue
-            if isinstance(entry.value, tuple) and isinstance(now, tuple):
-                one, other = tensors_in(entry.value), tensors_in(now)
-                if len(one) == len(other) and all(map(operator.is_, one, other)):
-                    continue
-            if isinstance(entry.value, torch.Tensor | tuple):
+            if isinstance(entry.value, tuple) and is_equal(entry.value, now):
+                continue
+            if isinstance(entry.value, torch.Tensor) or tensors_in(entry.value):
                 what = (
                     f"entry {entry.key!r} of a {type(holder).__name__}"
                     if isinstance(holder, list | dict) and entry.is_item
@@ -314,7 +312,7 @@ _contents = functools.partial(map, operator.attrgetter("cell_contents"))
 
 
 def _is_row(holder: Any) -> bool:
-    return isinstance(holder, dict | list)
+    return isinstance(holder, dict | list | type)
 
 
 def _rows(entries: Iterable[Entry]) -> Iterator[_Row]:
@@ -324,7 +322,16 @@ def _rows(entries: Iterable[Entry]) -> Iterator[_Row]:
     for row in rows.values():
         padded = row * 2 if len(row) == 1 else row  # of one key, itemgetter returns no tuple
         read = operator.itemgetter(*(entry.key for entry in padded))
-        yield read, row[0].holder, tuple(entry.value for entry in padded), row
+        holder = row[0].holder
+        space = vars(holder) if isinstance(holder, type) else holder
+        yield read, space, tuple(entry.value for entry in padded), row
+
+
+def is_equal(old: Any, new: Any) -> bool:
+    """Whether two values are the same object, equal plain values, or tuples of such."""
+    if isinstance(old, tuple) and type(new) is type(old):
+        return len(old) == len(new) and all(map(is_equal, old, new))
+    return old is new or (not isinstance(old, torch.Tensor) and same_value(old, new))
 
 
 def returns_tree(owner: Any) -> bool:

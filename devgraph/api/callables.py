@@ -13,7 +13,6 @@ import enum
 import functools
 import itertools
 import logging
-import operator
 import statistics
 import threading
 import time
@@ -43,12 +42,13 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.modes import current_autocast
+from devgraph.api.named import NamedState
 from devgraph.api.owned import Weights, assignment_count, parameter_names, roots_of
 from devgraph.api.policy import registration
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report
-from devgraph.api.reach import PLAIN, Entry, Named, modules_of
+from devgraph.api.reach import PLAIN, Entry, modules_of
 from devgraph.api.registry import get_backend
 from devgraph.api.tensors import alike_to, overwrite
 from devgraph.api.training import (
@@ -71,6 +71,11 @@ _inference_mode = torch.is_inference_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _NO_HOST: dict[str, Any] = {}
+
+
+def _is_plain(entry: Entry) -> bool:
+    return isinstance(entry.value, PLAIN)
+
 
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes, torch.dtype, torch.device})
 _TIMED = 3
@@ -163,11 +168,7 @@ class Graphed:
         self._watched = Weights(modules_of(fn))
         self._replays = 0
         self._leaves: tuple[int, list[torch.Tensor]] | None = None
-        self._places: list[Entry] | None = None
-        self._values: list[Any] = []
-        """Contents of ``_places`` at the last call."""
-        self._constants: tuple[Any, ...] = ()
-        """The plain values among them."""
+        self._named: NamedState | None = None
         self._host_names = frozenset(options.host_args or ())
         functools.update_wrapper(self, fn, updated=())
 
@@ -285,7 +286,7 @@ class Graphed:
         alike, same_settings = alike_to(tensors), GlobalStateGuard().check
         inference = torch.is_inference_mode_enabled()
         required = [tensor.requires_grad for tensor in tensors]
-        training, named = self._watched.training(), self._constants
+        training, named = self._watched.training(), self._named_constants()
 
         def repeat(step: Graphed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             flat: Sequence[Any] = args
@@ -305,7 +306,7 @@ class Graphed:
             watched = step._watched
             if training and watched.training() != training:
                 return _OTHER
-            if step._places and step._named_constants() != named:
+            if (named or step._named) and step._named_constants() != named:
                 return _OTHER
             if [tensor.requires_grad for tensor in flat] != required:
                 return _OTHER
@@ -334,23 +335,20 @@ class Graphed:
     def _named_constants(self) -> tuple[Any, ...]:
         """Return the plain values that the function names, which are part of the key.
 
-        If it names another tensor than at the last call, all graphs are dropped.
+        If it names another tensor or object than at the last call, all graphs are dropped.
         """
-        if self._places is None:
-            self._places = Named(roots_of(self._fn)).entries
-        values = [entry.now() for entry in self._places]
-        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
-            return self._constants
-        pairs = zip(self._values or values, values, strict=True)
-        if any(a is not b and isinstance(a, torch.Tensor) for a, b in pairs):
+        named = self._named
+        try:
+            if named is not None:
+                named.check()
+        except StateError:
             self._drop_all("recaptures")
             for entry in self._entries.values():
                 entry.calls = 0
-        self._values = values
-        self._constants = tuple(
-            [(type(value), value) for value in values if isinstance(value, PLAIN)]
-        )
-        return self._constants
+            named = None
+        if named is None:
+            named = self._named = NamedState(roots_of(self._fn), _is_plain)
+        return tuple([(type(value), value) for value in map(Entry.now, named.plain)])
 
     def _needs_gradient(self) -> tuple[bool, ...]:
         """Return ``requires_grad`` of each of ``_parameters`` under grad mode."""
@@ -417,6 +415,8 @@ class Graphed:
             versions = [leaf._version for leaf in leaves] if entry.calls == 1 else []
             with self._timed(entry.eager_seconds if timed and entry.calls > 1 else None):
                 result = self._run_eagerly(reason, args, {**kwargs, **host})
+            if self._named is not None:
+                self._named.leave_out_changes()
             entry.written += [p for p, v in zip(leaves, versions, strict=False) if p._version != v]
             if with_gradients and entry.calls == 1:
                 entry.has_gradients = any(t.requires_grad for t in tensors_of(result))

@@ -80,7 +80,7 @@ class Captured:
         self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
         self._checks = job.owned.watch()
-        self._named_checks = job.owned.watch_named()
+        self._named_checks = job.owned.watch_named(regions=policy == "full")
         self._host_names = job.spec.declared.keys()
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
 

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import operator
 import random
+import re
 import sys
 import types
 import warnings
@@ -17,6 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -26,9 +29,10 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
+from torch.utils.hooks import RemovableHandle
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import CHECKED, Bound, bound_in, returns_tree
+from devgraph.api.buffers import CHECKED, Bound, bound_in, is_equal, returns_tree
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphWarning,
@@ -37,8 +41,10 @@ from devgraph.api.errors import (
     brief,
     note,
 )
-from devgraph.api.marks.marks import current_scope
-from devgraph.api.reach import PLAIN, Entry, Named, Watch, entries
+from devgraph.api.marks.host_values import same_value
+from devgraph.api.marks.marks import Mark, current_scope
+from devgraph.api.named import NamedState, content_of
+from devgraph.api.reach import PLAIN, Entry, Named, Watch, entries, is_array
 from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import has_place
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
@@ -95,6 +101,8 @@ class Owned:
         self._state: dict[str, tuple[Any, Any]] = {}
         self._watch: Watch | None = None
         """The places that the step can reach, during a run that is captured."""
+        self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
+        """Plain values that the step changed before the call of a mark, with the call."""
         self._created: dict[str, torch.Tensor] | None = None
         """Tensors that the first run of the step made for later ones."""
         self._keeper: Callable[[Iterable[tuple[str, torch.Tensor]]], Snapshot] | None = None
@@ -102,8 +110,8 @@ class Owned:
         self._after_first: Snapshot | None = None
         self._weights: list[tuple[torch.Tensor, int]] = []
         """Parameters and their versions before the first run."""
-        self._values: dict[tuple[int, Any], Any] = {}
-        """The values of named places before the first run."""
+        self._values: dict[tuple[int, Any], tuple[Any, Any]] = {}
+        """The values of named places before the first run, with their contents."""
         self.is_unsettled = False
         """Whether another warm-up run must show that tensors of the first run do not go on."""
 
@@ -152,11 +160,14 @@ class Owned:
         is_checked = captured or strict or is_first or scope is not None
         watch = Watch(self.roots) if is_checked else None
         outer, self._watch = self._watch, watch if captured else None
+        self._settings.clear()
         count = self.count
         versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
         try:
             yield tuple(copied[:count]), dict(zip(self._kwargs, copied[count:], strict=True))
             changes = watch.changes() if watch else []
+            if watch and self._settings:
+                self._require_settings(watch)
         finally:
             self._watch = outer
         seen = (tensor for tensor in self.given if not tensor.is_inference())
@@ -180,18 +191,37 @@ class Owned:
             raise CaptureError(rebinding(*change))
 
     @contextlib.contextmanager
-    def eager_body(self) -> Iterator[None]:
+    def eager_body(self, mark: Mark, args: tuple[Any, ...]) -> Iterator[None]:
         """Let the block rebind what it likes: a body that every replay runs again.
 
         Raises:
             CaptureError: the captured step rebound a tensor before.
         """
         if self._watch is not None:
-            for verb, path, _ in self._watch.changes():
+            for verb, path, _ in self._watch.changes(
+                lambda path, _, new: self._settings.setdefault(path, (mark, args, new)), empty=True
+            ):
                 raise CaptureError(rebinding(verb, path))
         yield
         if self._watch is not None:
             self._watch.settle()
+
+    def _require_settings(self, watch: Watch) -> None:
+        """Raise CaptureError if the step set a plain value for the eager body of a mark alone."""
+        ends: dict[str, Any] = {}
+        watch.changes(lambda path, _, new: ends.update({path: new}), empty=True)
+        for path, (mark, args, value) in self._settings.items():
+            if path not in ends or same_value(ends[path], value):
+                continue
+            objects = (("self", arg) for arg in args if not isinstance(arg, torch.Tensor))
+            named = Named([(mark.name, mark.fn), *objects])
+            names = named.names | {e.path for e in (*named.entries, *named.objects)}
+            if not names.isdisjoint(re.findall(r"\w+", path)):
+                raise CaptureError(
+                    f"the step sets {path} to {brief(value)} before it calls {mark.name}, and to "
+                    f"{brief(ends[path])} afterwards. A replay runs {mark.name} alone, which would "
+                    f"find the latter. Pass the value to {mark.name} as an argument."
+                )
 
     def _require_settled(self) -> None:
         """Raise CaptureError if tensors that the first run made went on in the second.
@@ -231,7 +261,11 @@ class Owned:
             return saved
 
         self._keeper = keeper
-        self._values = {(id(e.holder), e.key): e.value for e in Named(self.roots).entries}
+        named = Named(self.roots, regions=True)
+        self._values = {
+            (id(entry.holder), entry.key): (entry.value, content_of(entry.value))
+            for entry in (*named.entries, *named.objects)
+        }
         numbers = host_random()
         try:
             yield snapshot.require_places
@@ -320,25 +354,27 @@ class Owned:
             checks.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees).check)
         if modules:
             checks.append(Weights(modules).check_all)
-        arrays = [(path, leaf) for path, leaf in self._inner if _is_array(leaf)]
+        arrays = [(path, leaf) for path, leaf in self._inner if is_array(leaf)]
         if arrays:
             checks.append(functools.partial(_require_arrays, [(*a, a[1].copy()) for a in arrays]))
         return checks
 
-    def watch_named(self) -> list[Callable[[], None]]:
-        """Return the checks that only replays make, because proofs report such changes."""
-        named, checks = Named(self.roots), []
-        places = [entry for entry in named.entries if not self._has_changed(entry)]
-        if places:
-            checks.append(Bound((), {}, values=True, places=places).check)
-        if named.modules:
-            checks.append(Weights(named.modules).check_all)
-        return checks
+    def watch_named(self, *, regions: bool) -> list[Callable[[], None]]:
+        """Return the checks that only replays make, because proofs report such changes.
+
+        Args:
+            regions: whether regions are part of the graph.
+        """
+        named = NamedState(self.roots, self._has_changed, regions=regions)
+        weights = [Weights(named.modules).check_all] if named.modules else []
+        return [named.check, *weights] if named else weights
 
     def _has_changed(self, entry: Entry) -> bool:
-        """Whether the step changed or made the plain value of the place."""
-        before = self._values.get((id(entry.holder), entry.key), _ABSENT)
-        return isinstance(entry.value, PLAIN) and (before is _ABSENT or before != entry.value)
+        """Whether the step changed or made the value of the place. Tensors are compared always."""
+        before = self._values.get((id(entry.holder), entry.key), (_ABSENT, None))
+        if isinstance(entry.value, torch.Tensor):
+            return False
+        return not is_equal(before[0], entry.value) or before[1] != content_of(entry.value)
 
 
 def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) -> list[str]:
@@ -419,6 +455,12 @@ class Weights:
         self._first = [*itertools.islice(tensors, CHECKED)]
         self._addresses = [*map(torch.Tensor.data_ptr, self._first)]
         self._assignments = _assignments[0]
+        self._hooks, self._handles = self._hook_counts(), RemovableHandle.next_id
+
+    def _hook_counts(self) -> list[int]:
+        tables = (_global_forward_hooks, _global_forward_pre_hooks)
+        counts = (len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.modules)
+        return [*map(len, tables), *counts]
 
     def training(self) -> list[bool]:
         """Return ``training`` of each module."""
@@ -427,30 +469,34 @@ class Weights:
     def hold(self) -> bool:
         """Whether the tensors are those of the construction, as far as this replay compares them.
 
-        After an assignment to any module the answer is False until ``check`` has passed.
+        After an assignment to any module, or a new hook of any kind, the answer is False until
+        ``check`` has passed.
         """
         return (
             self._assignments == _assignments[0]
+            and self._handles == RemovableHandle.next_id
             and [*map(torch.Tensor.data_ptr, self._first)] == self._addresses
         )
 
     def check(self) -> None:
-        """Raise StateError if a tensor or a submodule was replaced."""
+        """Raise StateError if a tensor or a submodule was replaced, or a hook was added."""
         if self.hold():
             return
-        assignments = _assignments[0]
+        assignments, handles = _assignments[0], RemovableHandle.next_id
         for table, key, tensor, path in self._held:
             if table.get(key) is not tensor:
                 self._refuse(repr(f"{path}.{key}" if path else key))
         for table, children in self._children:
             if dict(table.items()) != children:
                 raise StateError(f"a module of the step has other submodules {_AGAIN}")
-        self._assignments = assignments
+        if self._hook_counts() != self._hooks:
+            raise StateError(_OTHER_HOOKS)
+        self._assignments, self._handles = assignments, handles
         if not self.hold():
             self._refuse("a parameter or buffer")
 
     def check_all(self) -> None:
-        """Raise as ``check``, and if a module has another mode (train, eval) or other hooks."""
+        """Raise as ``check``, and if a module has another mode (train, eval) or fewer hooks."""
         self.check()
         for module, mode in zip(self._roots, self._modes, strict=True):
             if _mode(module) == mode:
@@ -461,10 +507,7 @@ class Weights:
                     "now, or the other way round: the graph does the work of the mode of capture. "
                     "Call train() or eval() on it, or capture again."
                 )
-            raise StateError(
-                f"a module of the step ({type(module).__name__}) has other forward hooks than at "
-                f"capture, and the graph does the work of those. Capture again."
-            )
+            raise StateError(_OTHER_HOOKS)
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(
@@ -476,6 +519,11 @@ class Weights:
 _AGAIN = (
     "than at capture: the graph would use the old one. Write new data into it with copy_() (as "
     "load_state_dict() without assign=True does), or capture again."
+)
+
+_OTHER_HOOKS = (
+    "a module of the step has other forward hooks than at capture, and the graph does the work of "
+    "those. Capture again."
 )
 
 _assignments = [0]
@@ -503,11 +551,6 @@ _ABSENT = object()
 
 def _mode(module: torch.nn.Module) -> tuple[bool, int, int]:
     return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
-
-
-def _is_array(value: Any) -> bool:
-    """Whether ``value`` is an array of NumPy, whose numbers stay in a graph."""
-    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
 
 
 def _require_arrays(arrays: Iterable[tuple[str, Any, Any]]) -> None:

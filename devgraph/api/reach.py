@@ -8,9 +8,12 @@ import functools
 import gc
 import itertools
 import operator
+import os
 import random
+import sys
 import threading
 import types
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +23,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from devgraph.api.errors import brief
 from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.trees import children_of, fields_of
 
@@ -187,7 +191,8 @@ class _Place:
                 yield Entry(self._at(key), self.holder, key, value)
 
     def _at(self, key: Any) -> str:
-        return self._form.format(path=self._path, key=key)
+        shown = key if isinstance(key, (tuple, *PLAIN)) else brief(key)
+        return self._form.format(path=self._path, key=shown)
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the path, the old and the new value of each key that changed."""
@@ -208,7 +213,7 @@ class _Place:
             put = self.holder.update if isinstance(self.holder, set) else self.holder.extend
             put(self._values)
             return
-        if isinstance(self.holder, _CLOSED):
+        if isinstance(self.holder, _CLOSED) or _is_iterator(self.holder):
             return
         if self._keys is None:
             for key in [key for key in self.holder if key not in self._held]:
@@ -222,8 +227,6 @@ _ATTRIBUTE, _ITEM, _NAME, _WHOLE = "{path}.{key}", "{path}[{key!r}]", "{key}", "
 _CLOSED: tuple[type, ...] = (
     types.GeneratorType,
     functools._lru_cache_wrapper,
-    type(iter([])),
-    type(iter(())),
 )
 """Objects of Python that hold values and cannot be given others."""
 
@@ -254,19 +257,22 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
         yield _Place(path, _ITEM, value)
     elif isinstance(value, types.GeneratorType):
         yield _Place(path, _ATTRIBUTE, value)
+    elif _is_iterator(value):
+        yield _Place(path, _WHOLE, value)
+        yield _Place(path, _WHOLE, value, (_POSITION,))
     elif isinstance(value, (set, *_CLOSED)):
         yield _Place(path, _WHOLE, value)
     elif isinstance(value, contextvars.ContextVar):
         yield _Place(value.name, _WHOLE, value, (_CELL,))
-    elif isinstance(value, itertools.count | random.Random) or _is_generator_of_numpy(value):
+    elif isinstance(value, random.Random) or _is_generator_of_numpy(value):
         yield _Place(path, _WHOLE, value, (_POSITION,))
     elif isinstance(value, threading.local):
         yield _Place(path, _ATTRIBUTE, vars(value))
     elif isinstance(value, type):
         if not is_machinery_module(value.__module__):
-            state = [name for name, child in vars(value).items() if _is_state(child)]
+            state = [n for n, child in vars(value).items() if n[:2] != "__" and _is_state(child)]
             yield _Place(value.__name__, _ATTRIBUTE, value, state)
-    elif not isinstance(value, _PASSIVE) and _has_state(value):
+    elif not isinstance(value, _PASSIVE) and has_state(value):
         yield _Place(path, _ATTRIBUTE, getattr(value, "__dict__", {}))
         yield _Place(path, _ATTRIBUTE, value, _slots_of(type(value)))  # type: ignore[arg-type]
 
@@ -301,17 +307,17 @@ def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
                     yield path, getattr(child, "__func__", child)
     elif isinstance(value, torch.nn.Module) or (
         not isinstance(value, (*_PASSIVE, *_HOLDERS, torch.Tensor, dict, list, deque))
-        and _has_state(value)
+        and has_state(value)
     ):
         yield path, type(value)
 
 
-_HOLDERS = (set, weakref.ref, contextvars.ContextVar, itertools.count, threading.local, *_CLOSED)
+_HOLDERS = (set, weakref.ref, contextvars.ContextVar, threading.local, *_CLOSED)
 _PASSIVE = (types.ModuleType, types.MethodType, functools.partial, tuple, *PLAIN)
 _BUILTINS = frozenset(vars(builtins))
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
     """Whether ``value`` is an object of the user, not of Python, torch or devgraph.
 
     A backend, a pool or a runner of a user's own class is devgraph's: a capture changes it.
@@ -333,13 +339,36 @@ def _is_generator_of_numpy(value: Any) -> bool:
     return hasattr(kind, "bit_generator") and kind.__module__.startswith("numpy.")
 
 
+def is_array(value: Any) -> bool:
+    """Whether ``value`` is an array of NumPy, whose numbers stay in a graph."""
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
 def _position(holder: Any) -> Any:
     """Return a plain value that changes when a counter or a random generator advances."""
     if isinstance(holder, random.Random):
         return hash(holder.getstate())
     if isinstance(holder, itertools.count):
         return repr(holder)
+    if _is_iterator(holder):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return f"position {hash(_reduced(holder)) % 10_000}"
     return hash(repr(holder.bit_generator.state))
+
+
+def _is_iterator(value: Any) -> bool:
+    kind = type(value)
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+
+
+def _reduced(value: Any) -> Any:
+    """Return the position of an iterator of Python in plain values, as far as it shows it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_reduced, value)) if isinstance(value, tuple) else len(value)
+    if _is_iterator(value) and not isinstance(value, types.GeneratorType):
+        return _reduced(value.__reduce__()) if hasattr(type(value), "__reduce__") else repr(value)
+    return value if isinstance(value, (range, *PLAIN)) else id(value)
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
@@ -354,7 +383,7 @@ def _is_users(module: types.ModuleType) -> bool:
 
 
 def _is_state(child: Any) -> bool:
-    return isinstance(child, torch.Tensor | torch.Generator | list | dict | tuple | deque)
+    return isinstance(child, (torch.Tensor, torch.Generator, list, dict, tuple, deque, *PLAIN))
 
 
 def _read(holder: Any, key: Any) -> Any:
@@ -400,17 +429,28 @@ class Named:
     without names, and groups of optimizers. Functions of torch and devgraph are not looked into,
     so that eager bodies of marks keep their state.
 
+    Args:
+        roots: where the search begins, each root behind its name.
+        regions: whether regions are looked into, because they are part of the graph. Regions with
+            a context have their own key.
+
     Attributes:
         entries: places that hold a tensor or a plain value.
+        objects: places that hold something else, except modules of Python.
+        spaces: the attributes of modules and receivers.
         modules: modules in such places.
+        names: the names that the step uses.
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self._names: set[str] = {_CELL}
+    def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
+        self._regions, roots = regions, [*roots]
+        self.names: set[str] = {_CELL, "forward"}
         count = -1
-        while count < len(self._names):  # a name can lead to a function with more names
-            count = len(self._names)
+        while count < len(self.names):  # a name can lead to a function with more names
+            count = len(self.names)
             self.entries: list[Entry] = []
+            self.objects: list[Entry] = []
+            self.spaces: list[dict[str, Any]] = []
             self.modules: list[torch.nn.Module] = []
             self._walk(deque(roots))
 
@@ -421,10 +461,13 @@ class Named:
             if id(value) in seen:
                 continue
             seen.add(id(value))
+            if isinstance(value, torch.nn.Module) or (path == "self" and has_state(value)):
+                self.spaces.append(getattr(value, "__dict__", {}))
             for entry in self._below(path, value):
-                if isinstance(entry.value, (torch.Tensor, *PLAIN)):
-                    if entry.holder is not None and entry.now() is entry.value:
-                        self.entries.append(entry)
+                is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
+                if entry.holder is not None and entry.now() is entry.value:
+                    (self.entries if is_leaf else self.objects).append(entry)
+                if is_leaf or isinstance(entry.value, types.ModuleType):
                     continue
                 if isinstance(entry.value, torch.nn.Module):
                     self.modules.append(entry.value)
@@ -433,30 +476,43 @@ class Named:
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
             yield Entry(path, None, None, {"param_groups": value.param_groups})
-            self._names.update(key for group in value.param_groups for key in group)
-            self._names.add("param_groups")
+            self.names.update(key for group in value.param_groups for key in group)
+            self.names.add("param_groups")
             return
         if isinstance(value, types.FunctionType):
             if is_machinery_module(value.__globals__.get("__name__", "")):
+                mark: Any = getattr(value, "__devgraph_mark__", None)
+                is_region = self._regions and mark is not None and mark.kind == "region"
+                if is_region and mark.context is None:
+                    yield Entry(path, None, None, mark.fn)
                 return
             self._use(value)
+            yield from _environment(value.__code__)
         elif isinstance(value, torch.nn.Module):
-            self._use(type(value).forward)
+            self._use(getattr(type(value), "forward", None))
         elif isinstance(value, torch.Tensor):
             return
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
-            held = () if is_machinery_module(value.__module__) else [*vars(value).items()]
-            yield from (Entry(f"{value.__name__}.{n}", value, n, v) for n, v in held)
+            held = {} if is_machinery_module(value.__module__) else vars(value)
+            names = held.keys() & self.names
+            yield from (Entry(f"{value.__name__}.{n}", value, n, held[n]) for n in sorted(names))
             return
+        is_whole = is_function or self._reads_all(value)
         for entry in _members(path, value, False):
-            if isinstance(entry.value, type) and not isinstance(value, types.FunctionType):
+            if isinstance(entry.value, type) and entry.holder is None and not is_function:
                 yield from self._methods(entry.value, "self")
-            elif is_function or not isinstance(entry.key, str) or entry.key in self._names:
+            elif is_whole or not isinstance(entry.key, str) or entry.key in self.names:
                 yield entry
 
+    def _reads_all(self, value: Any) -> bool:
+        """Whether the step reads entries or attributes of ``value`` without naming them."""
+        if isinstance(value, dict):
+            return self.names.isdisjoint(key for key in value if isinstance(key, str))
+        return not self.names.isdisjoint(("vars", "__dict__", "asdict"))
+
     def _methods(self, kind: type, path: str) -> Iterator[Entry]:
-        wanted, found = self._names | {"forward", "__call__"}, dict[str, Any]()
+        wanted, found = self.names | _IMPLICIT, dict[str, Any]()
         for base in kind.__mro__:
             for name in vars(base).keys() & wanted:
                 found.setdefault(name, vars(base)[name])
@@ -468,7 +524,23 @@ class Named:
     def _use(self, function: Any) -> None:
         code = getattr(function, "__code__", None)
         if code is not None:
-            self._names |= names_in(code) | _strings_in(code)
+            self.names |= names_in(code) | _strings_in(code)
+
+
+_IMPLICIT = frozenset(
+    """__call__ __getattr__ __getitem__ __iter__ __next__ __len__ __contains__ __bool__ __enter__
+    __exit__ __add__ __mul__ __matmul__ __torch_function__""".split()
+)
+"""Methods that Python calls without naming them."""
+
+
+def _environment(code: types.CodeType) -> Iterator[Entry]:
+    """Yield the variables of the environment that ``code`` names."""
+    if not {"environ", "getenv"}.isdisjoint(code.co_names):
+        for name in sorted(_strings_in(code)):
+            if name in os.environ or name.isupper():
+                value = os.environ.get(name, _ABSENT)
+                yield Entry(f"os.environ[{name!r}]", os.environ, name, value)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -502,7 +574,7 @@ class Change(NamedTuple):
 
 
 class Watch:
-    """The places that a step can reach, with what they hold before a run of it."""
+    """The places that a step can reach, with their values before a run of it."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
         self._places: list[_Place] = []
@@ -513,17 +585,25 @@ class Watch:
                 self._places += [_Place(e.path, _ATTRIBUTE, e.value, ("grad",)) for e in leaves]
 
     def changes(
-        self, note_state: Callable[[str, Any, Any], None] = lambda *_: None
+        self,
+        note_state: Callable[[str, Any, Any], object] = lambda *_: None,
+        *,
+        empty: bool = False,
     ) -> list[Change]:
-        """Return the places that hold other tensors than before."""
-        changes = []
+        """Return the places that hold other tensors than before.
+
+        Args:
+            note_state: called with the path, the old and the new value of a changed plain value.
+            empty: whether places that held nothing, or hold nothing now, are noted as well.
+        """
+        changes, plain = [], (_Absent, *PLAIN) if empty else PLAIN
         for place in self._places:
             for path, old, new in place.changes():
                 before, after = tensors_below(path, old), tensors_below(path, new)
                 if [id(tensor) for _, tensor in before] != [id(tensor) for _, tensor in after]:
                     verb = "adds" if not before else "replaces" if after else "removes"
                     changes.append(Change(verb, path, after))
-                elif isinstance(old, PLAIN) and isinstance(new, PLAIN) and old != new:
+                elif isinstance(old, plain) and isinstance(new, plain) and old != new:
                     note_state(path, old, new)
         return changes
 

@@ -432,6 +432,88 @@ def test_outputs_of_a_replay_claim_no_gradients(kit: Kit, cap: Cap) -> None:
     assert out["w"] is module.weight
 
 
+@pytest.mark.parametrize("where", ["inner", "everywhere"])
+def test_new_hook_of_an_inner_module_is_noticed(kit: Kit, cap: Cap, where: str) -> None:
+    """FAULTS 10."""
+    inner = torch.nn.Linear(3, 3).to(kit.device)
+    module, x = torch.nn.Sequential(inner, torch.nn.ReLU()), kit.tensor(2, 3)
+    captured = cap(module, x)
+    kit.tensor(2).requires_grad_().register_hook(lambda g: g)  # of no concern
+    captured.replay()
+    register = torch.nn.modules.module.register_module_forward_hook
+    hook = lambda *_: _[-1] * 3  # noqa: E731
+    handle = inner.register_forward_hook(hook) if where == "inner" else register(hook)
+    try:
+        with pytest.raises(dg.StateError, match="has other forward hooks"):
+            captured.replay()
+    finally:
+        handle.remove()
+    captured.replay()
+
+
+# Settings of the user around a mark.
+
+
+class Setting:
+    """A setting of the user's."""
+
+    on = False
+
+
+SETTINGS: dict[str, Any] = {
+    "class": (Setting, "on", True),
+    "object": (types.SimpleNamespace(on=False), "on", True),
+    "entry": ({"on": False}, "on", True),
+}
+
+
+@pytest.mark.parametrize("kind", [*SETTINGS, "stack"])
+def test_value_that_the_step_sets_for_a_mark_alone_is_refused(
+    kit: Kit, cap: Cap, policy: str, kind: str
+) -> None:
+    """FAULTS 50."""
+    if policy == "full":
+        pytest.skip("policy full has no eager bodies")
+    owner, name, value = SETTINGS.get(kind, ([], 0, 1))
+    read = (lambda: owner.get(name)) if isinstance(owner, dict) else (lambda: len(owner))
+    if kind in ("class", "object"):
+        read = lambda: owner.on  # noqa: E731
+
+    @dg.no_graph
+    def body(x: Any) -> Any:
+        return x * 5 if read() else x
+
+    def put(value: Any) -> None:
+        if isinstance(owner, list):
+            owner.append(value) if value else owner.pop()
+        elif isinstance(owner, dict):
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
+
+    def step(x: Any) -> Any:
+        put(value)
+        y = body(x) + 1
+        put(False)
+        return y
+
+    with pytest.raises(dg.CaptureError, match="before it calls .* as an argument"):
+        cap(step, kit.tensor(3))
+
+    @dg.no_graph
+    def other(x: Any) -> Any:
+        return x * 2
+
+    def scoped(x: Any) -> Any:
+        put(value)
+        y = other(x) + 1
+        put(False)
+        return y
+
+    x = kit.tensor(3)
+    kit.same(cap(scoped, x).replay(), x * 2 + 1)
+
+
 # Random numbers.
 
 

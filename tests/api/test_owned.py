@@ -79,7 +79,7 @@ def test_tensor_that_the_step_names_is_compared(kit: Kit) -> None:
     captured = kit.capture(step, x)
     kit.same(captured.replay(), x * weight)
     weight = kit.tensor(3, seed=5)
-    with pytest.raises(dg.StateError, match="weight among the bound tensors"):
+    with pytest.raises(dg.StateError, match="weight is not the tensor of capture any more"):
         captured.replay()
 
 

@@ -115,6 +115,38 @@ def test_counter_of_python_is_named(kit: Kit) -> None:
         kit.capture(lambda x: x * next(numbers), kit.tensor(3))
 
 
+ITERATORS: dict[str, Any] = {
+    "cycle": lambda: itertools.cycle([1.0, 2.0, 3.0]),
+    "list": lambda: iter([1.0, 2.0, 3.0, 4.0, 5.0]),
+    "map": lambda: map(float, range(9)),
+    "keys": lambda: iter({1.0: 0, 2.0: 0, 3.0: 0, 4.0: 0}),
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_iterator_that_the_step_advances_is_named(kit: Kit, kind: str) -> None:
+    """FAULTS 47."""
+    values = ITERATORS[kind]()
+    with pytest.warns(dg.DeviceGraphWarning, match=r"values from 'position"):
+        kit.capture(lambda x: x * next(values), kit.tensor(3))
+
+
+def test_tensor_as_a_key_is_named_without_its_data(kit: Kit) -> None:
+    key = kit.tensor(3)
+    state = {key: {"n": kit.tensor(3)}}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state[key]["n"].add_(x)
+        return state[key]["n"] * 1
+
+    x = kit.tensor(3, seed=2)
+    captured, want = kit.capture(step, x), state[key]["n"] + x
+    kit.same(captured.replay(), want)
+    state[key]["n"] = kit.tensor(3)
+    with pytest.raises(dg.StateError):
+        captured.replay()
+
+
 class Wrapper(torch.Tensor):
     """A tensor that wraps another."""
 

@@ -207,7 +207,7 @@ class _BreakableScope(Scope):
             self.run_finished()
         else:
             self.finish_segment()
-        with entered(None), job.pool.eager_body(), job.owned.eager_body():
+        with entered(None), job.pool.eager_body(), job.owned.eager_body(mark, args):
             if job.before_break is not None:
                 job.before_break()
             hit = MarkedCall(job.pool, mark, args, kwargs, len(self.segments))

@@ -1,0 +1,172 @@
+"""Named state: values that a step reads by name, compared at each replay."""
+
+from __future__ import annotations
+
+import array
+import enum
+import functools
+import itertools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from devgraph.api.buffers import Bound, is_equal
+from devgraph.api.errors import StateError, brief
+from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array
+
+_SMALL = 1024
+"""Bytes, or elements of a set, that a replay compares. Larger contents are left to ``prove()``."""
+
+
+class NamedState:
+    """The places that a step names, with their values at capture.
+
+    A replay compares identities. If an object is another one, the step is walked again, so that an
+    equal object passes: the same tensors, equal plain values and the same code.
+
+    Args:
+        roots: where the state of the step begins.
+        is_changed: whether the step itself changed a place. Such places are not compared.
+        regions: whether regions are part of the graph.
+
+    Attributes:
+        modules: the modules in such places.
+        plain: the places that hold plain values, compared or not, and were not added by the step.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        is_changed: Callable[[Entry], bool],
+        *,
+        regions: bool = False,
+    ) -> None:
+        self._walk, self._own = functools.partial(Named, [*roots], regions=regions), set[Any]()
+        self._added = set[Any]()
+        named = self._walk()
+        self._own = {_key(entry) for entry in self._places(named) if is_changed(entry)}
+        """The places that the step itself changed."""
+        self._settle(named)
+
+    def _places(self, named: Named) -> list[Entry]:
+        every = [*named.entries, *named.objects]
+        return [entry for entry in every if _key(entry) not in self._own]
+
+    def _settle(self, named: Named) -> None:
+        self.modules, self._held = named.modules, self._places(named)
+        self._keys = {_key(entry) for entry in (*named.entries, *named.objects)}
+        plain = (entry for entry in named.entries if isinstance(entry.value, PLAIN))
+        self.plain = [entry for entry in plain if _key(entry) not in self._added]
+        self._bound = Bound((), {}, values=True, places=self._held)
+        held = [entry.value for entry in self._held]
+        self._sized = [*(value for value in held if isinstance(value, _SIZED)), *named.spaces]
+        self._sizes = [*map(len, self._sized)]
+        contents = ((entry, content_of(entry.value)) for entry in self._held)
+        self._contents = [pair for pair in contents if pair[1] is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def check(self) -> None:
+        """Raise StateError if a place holds another value than at capture."""
+        try:
+            self._bound.check()
+        except StateError:
+            self._renew()
+            self._bound.check()
+        if [*map(len, self._sized)] != self._sizes:
+            self._renew()
+        for entry, content in self._contents:
+            if content_of(entry.value) != content:
+                _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
+
+    def leave_out_changes(self) -> None:
+        """Compare the places no longer that changed since the last check, by the step itself."""
+        contents = {id(entry): content for entry, content in self._contents}
+        changed = {
+            _key(entry)
+            for entry in self._held
+            if entry.now() is not entry.value or content_of(entry.value) != contents.get(id(entry))
+        }
+        if changed or [*map(len, self._sized)] != self._sizes:
+            named = self._walk()
+            added = {_key(entry) for entry in (*named.entries, *named.objects)} - self._keys
+            self._added |= added
+            self._own |= changed | added
+            self._settle(named)
+
+    def _renew(self) -> None:
+        """Accept equal objects in the places of those of capture, or raise StateError."""
+        named, after = self._walk(), dict[str, list[Entry]]()
+        for entry in self._places(named):
+            after.setdefault(entry.path, []).append(entry)
+        for entry in self._held:
+            others = after.get(entry.path)
+            now = others.pop(0).value if others else entry.now()
+            if isinstance(entry.value, torch.Tensor) and entry.value is not now:
+                raise StateError(
+                    f"{entry.path} is not the tensor of capture any more: the graph would use the "
+                    f"old one. Write new data into that tensor with copy_(), or capture again."
+                )
+            if not is_alike(entry.value, now):
+                _refuse(entry, f"is {brief(now)} and was {brief(entry.value)} at capture")
+        for entry, content in self._contents:
+            if isinstance(entry.value, list | deque) and len(entry.value) != content:
+                _refuse(entry, f"has {len(entry.value)} entries and had {content} at capture")
+        spaces = {*map(id, named.spaces)}
+        for entry in itertools.chain(*after.values()):
+            if id(entry.holder) in spaces:
+                _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
+        self._settle(named)
+
+
+def _key(entry: Entry) -> tuple[int, Any]:
+    return id(entry.holder), entry.key
+
+
+def _refuse(entry: Entry, what: str) -> NoReturn:
+    raise StateError(
+        f"{entry.path} {what}, which is in the graph. Capture again, keep changing numbers in a "
+        f"tensor, or make the value a host argument of a marked function."
+    )
+
+
+_SIZED = (list, dict, deque)
+
+
+def is_alike(old: Any, new: Any) -> bool:
+    """Whether two values are equal, except for parts that a walk compares on its own."""
+    if old is new:
+        return True
+    if isinstance(old, torch.Tensor | torch.nn.Module) or type(old) is not type(new):
+        return False
+    if isinstance(old, types.FunctionType):
+        return old.__code__ is new.__code__ and is_alike(old.__defaults__, new.__defaults__)
+    if isinstance(old, functools.partial):
+        parts = [(p.func, *p.args, *itertools.chain(*p.keywords.items())) for p in (old, new)]
+        return is_alike(*parts)
+    if isinstance(old, tuple):
+        return len(old) == len(new) and all(map(is_alike, old, new))
+    if isinstance(old, list | deque):
+        return len(old) == len(new)
+    if isinstance(old, dict) or (has_state(old) and not isinstance(old, enum.Enum)):
+        return True
+    return is_equal(old, new)
+
+
+def content_of(value: Any) -> Any:
+    """Return the length of a list, or the contents of a small set, array or byte string.
+
+    None for all other values, and for large contents.
+    """
+    if isinstance(value, list | deque):
+        return len(value)
+    if isinstance(value, set):
+        return frozenset(value) if len(value) <= _SMALL else len(value)
+    if isinstance(value, bytearray | array.array) or is_array(value):
+        view = memoryview(value)
+        return view.tobytes() if view.nbytes <= _SMALL else None
+    return None

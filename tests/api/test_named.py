@@ -1,0 +1,219 @@
+"""Named state: what a replay compares, and what it lets pass."""
+
+from __future__ import annotations
+
+import array
+import enum
+import functools
+import types
+from collections import Counter
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit
+
+
+class Mode(enum.Enum):
+    """Two ways of a step."""
+
+    A = 1
+    B = 2
+
+
+class Flags:
+    """A class whose attributes a step reads."""
+
+    scale: Any = 2.0
+
+
+class Engine:
+    """An object whose method is a step; ``part`` is replaced."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply(x, self.part)
+
+    def apply(self, x: torch.Tensor, part: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def engine(apply: Any, part: Any) -> Engine:
+    """Return an engine that applies ``part`` to its input."""
+    return type("Own", (Engine,), {"apply": lambda self, x, part: apply(x, part)})(part)
+
+
+REPLACED: dict[str, tuple[Any, Any, Any]] = {
+    "function": (lambda x, part: part(x), torch.relu, torch.sigmoid),
+    "lambda": (lambda x, part: part(x), lambda x: x * 2, lambda x: x * 3),
+    "object": (lambda x, part: x * part.k, types.SimpleNamespace(k=2), types.SimpleNamespace(k=3)),
+    "class": (lambda x, part: part()(x), torch.nn.ReLU, torch.nn.Sigmoid),
+    "enum": (lambda x, part: x * 2 if part is Mode.A else x, Mode.A, Mode.B),
+    "dtype": (lambda x, part: x.to(part) * 2, torch.float32, torch.bfloat16),
+    "tuple": (lambda x, part: x * part[0], (1.0, 2.0), (3.0, 2.0)),
+    "set": (lambda x, part: x * 2 if "a" in part else x, {"a"}, {"b"}),
+    "frozen set": (lambda x, part: x * 2 if "a" in part else x, frozenset("a"), frozenset()),
+    "list": (lambda x, part: x * sum(part), [1.0], [1.0, 2.0]),
+    "mapping": (lambda x, part: x * sum(part.values()), {"p": 1.0}, {"p": 2.0}),
+    "partial": (lambda x, part: part(x), functools.partial(torch.add, other=1), functools.partial(
+        torch.add, other=2)),
+    "module": (lambda x, part: part(x), torch.nn.ReLU(), torch.nn.Sigmoid()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_replaced_object_is_refused(kit: Kit, kind: str) -> None:
+    apply, old, new = REPLACED[kind]
+    x, own = kit.tensor(3), engine(apply, old)
+    captured = kit.capture(own.step, x)
+    kit.same(captured.replay(), apply(x, old))
+    own.part = new
+    with pytest.raises(dg.StateError, match=r"self\.part.* at capture"):
+        captured.replay()
+    own.part = old
+    kit.same(captured.replay(), apply(x, old))
+
+
+EQUAL: dict[str, tuple[Any, Any, Any]] = {
+    "lambda": (lambda x, part: part(x), *((lambda x, k=2: x * k) for _ in range(2))),
+    "object": (lambda x, p: x * p.k, types.SimpleNamespace(k=2), types.SimpleNamespace(k=2, n=1)),
+    "list": (lambda x, part: x * sum(part), [1.0, 2.0], [1.0, 2.0]),
+    "mapping": (lambda x, part: x * part["k"], {"k": 2, "n": 1}, {"k": 2, "n": 3}),
+    "tuple": (lambda x, part: x * part[0], (1.0, 2.0), (1.0, float(2))),
+    "set": (lambda x, part: x * len(part), {"a"}, {"a"}),
+    "partial": (lambda x, part: part(x), *(functools.partial(torch.add, other=1),) * 2),
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_equal_object_passes(kit: Kit, kind: str) -> None:
+    apply, old, new = EQUAL[kind]
+    x, own = kit.tensor(3), engine(apply, old)
+    captured = kit.capture(own.step, x)
+    for seed in (3, 4):
+        own.part = new
+        kit.refill(x, seed)
+        kit.same(captured.replay(), apply(x, new))
+
+
+def test_equal_object_with_another_tensor_is_refused(kit: Kit) -> None:
+    x, weight = kit.tensor(3), kit.tensor(3, seed=1)
+    own = engine(lambda x, part: x * part.weight, types.SimpleNamespace(weight=weight))
+    captured = kit.capture(own.step, x)
+    own.part = types.SimpleNamespace(weight=weight)
+    kit.same(captured.replay(), x * weight)
+    own.part = types.SimpleNamespace(weight=kit.tensor(3, seed=2))
+    with pytest.raises(dg.StateError, match="weight is not the tensor of capture"):
+        captured.replay()
+
+
+def _dropped(values: set[int]) -> None:
+    values.discard(1)
+
+
+CONTENTS: dict[str, tuple[Any, Any, Any]] = {
+    "list": (lambda v, x: x * sum(v), lambda: [1.0], lambda v: v.append(2.0)),
+    "set": (lambda v, x: x * len(v), lambda: {1, 2}, _dropped),
+    "array": (lambda v, x: x * v[0], lambda: array.array("f", [2]), lambda v: v.append(1)),
+    "bytes": (lambda v, x: x * v[0], lambda: bytearray(b"a"), lambda v: v.extend(b"b")),
+    "numpy": (lambda v, x: x * float(v[1]), lambda: numpy.ones(3), lambda v: v.fill(2)),
+}
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_container_with_other_contents_is_refused(kit: Kit, kind: str) -> None:
+    read, make, change = CONTENTS[kind]
+    x, values = kit.tensor(3), make()
+    captured = kit.capture(lambda x: read(values, x), x)
+    kit.same(captured.replay(), read(values, x))
+    change(values)
+    with pytest.raises(dg.StateError, match="entries and had|other contents|was"):
+        captured.replay()
+
+
+def test_class_and_environment_are_compared(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    x = kit.tensor(3)
+    monkeypatch.setenv("DEVGRAPH_TEST_SCALE", "2")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * Flags.scale * float(os.environ["DEVGRAPH_TEST_SCALE"])
+
+    captured = kit.capture(step, x)
+    kit.same(captured.replay(), x * 4)
+    monkeypatch.setenv("DEVGRAPH_TEST_SCALE", "3")
+    with pytest.raises(dg.StateError, match=r"os.environ\['DEVGRAPH_TEST_SCALE'\] is '3'"):
+        captured.replay()
+    monkeypatch.setenv("DEVGRAPH_TEST_SCALE", "2")
+    captured.replay()
+    monkeypatch.setattr(Flags, "scale", 5.0)
+    with pytest.raises(dg.StateError, match=r"Flags\.scale is 5\.0 and was 2\.0"):
+        captured.replay()
+
+
+def test_method_that_an_attribute_comes_to_hide_is_refused(kit: Kit) -> None:
+    x, own = kit.tensor(3), engine(lambda x, part: x * part, 2.0)
+    captured = kit.capture(own.step, x)
+    own.unrelated = 3  # type: ignore[attr-defined]
+    kit.same(captured.replay(), x * 2)
+    own.apply = lambda x, part: x * 7  # type: ignore[method-assign]
+    with pytest.raises(dg.StateError, match=r"apply is .* was not there at capture"):
+        captured.replay()
+
+
+def test_state_that_the_step_only_writes_passes(kit: Kit) -> None:
+    """Counters, statistics, logs and caches of others are no part of a graph."""
+    table, seen = {3: kit.tensor(3, seed=1)}, Counter(calls=0)
+
+    @functools.lru_cache
+    def scale(size: int) -> float:
+        return size * 2.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        seen["calls"] += 1
+        return x * table[x.shape[0]] * scale(x.shape[0])
+
+    x = kit.tensor(3)
+    with pytest.warns(dg.DeviceGraphWarning, match=r"seen\['calls'\]"):
+        captured = kit.capture(step, x)
+    for size in (5, 6):
+        seen["calls"] += 1
+        seen[str(size)] += 1
+        table[size] = kit.tensor(size)
+        scale(size)
+        kit.refill(x, size)
+        kit.same(captured.replay(), x * table[3] * 6.0)
+
+
+def test_region_is_part_of_a_full_graph(kit: Kit) -> None:
+    values = {"scale": 2.0}
+
+    @dg.region
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * values["scale"]
+
+    x = kit.tensor(3)
+    whole = kit.capture(lambda x: scaled(x) + 1, x, policy="full")
+    broken = kit.capture(lambda x: scaled(x) + 1, x, policy="breakable")
+    kit.same(whole.replay(), x * 2 + 1)
+    values["scale"] = 3.0
+    kit.same(broken.replay(), x * 3 + 1)
+    with pytest.raises(dg.StateError, match=r"values\['scale'\] is 3\.0 and was 2\.0"):
+        whole.replay()
+
+
+def test_graphed_captures_again_for_another_object(kit: Kit) -> None:
+    x, own = kit.tensor(3), engine(lambda x, part: part(x), torch.relu)
+    step = dg.graphed(own.step, backend=kit.backend)
+    for part in (torch.relu, torch.sigmoid, lambda x: x * 2, lambda x: x * 3):
+        own.part = part
+        for seed in (1, 2, 3):
+            kit.refill(x, seed)
+            kit.same(step(x), part(x))
+    assert step.stats()["graphs"] == 1
