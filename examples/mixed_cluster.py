@@ -7,7 +7,7 @@
 Rank 0 runs prompts and hands each request over after its first token. Rank 1 continues them. A
 scheduler lets eight requests join and leave, aborts one of them, and prints tokens as they come.
 Each process asserts that it runs what ``devgraph plan --cluster`` foretells for it. On Ascend, add
-``--dtype float16``, the dtype of its attention.
+``--dtype float16``, a dtype of its fused attention.
 """
 
 from __future__ import annotations

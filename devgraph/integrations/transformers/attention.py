@@ -75,8 +75,9 @@ BLOCK_ROWS = 256
 _WINDOW_STEP = 64
 """Granularity of the first row that a windowed layer reads, so that views repeat."""
 
-Scoring = tuple[float, float | None, int | None]
-"""Scale, softcap or None, and window or None of a layer."""
+Scoring = tuple[float, float | None, int | None, bool]
+"""Scale, softcap or None, and window or None of a layer, and whether to call torch's fused
+attention, which not every device can capture."""
 
 
 @attrs.frozen(kw_only=True)
@@ -292,13 +293,14 @@ def _score(
     causal: bool = False,
 ) -> Tensor:
     """Attend ``[B, H, q, D]`` to ``[B, H, k, D]``; ``causal`` requires q and k of equal length."""
-    scale, softcap, _ = scoring
-    if softcap is None:
+    scale, softcap, _, fused = scoring
+    if fused and softcap is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=causal, scale=scale
         )
     scores = torch.matmul(query, keys.transpose(2, 3)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
@@ -408,13 +410,13 @@ def _attend_request(
     scoring: Scoring,
     cached: int,
 ) -> None:
-    _, softcap, window = scoring
+    _, softcap, window, fused = scoring
     new, kv_heads = query.shape[1], keys.shape[0]
     group = query.shape[0] // kv_heads
     grouped = query.view(kv_heads, group, new, query.shape[2])
     target = out.view(new, kv_heads, group, values.shape[-1]).permute(1, 2, 0, 3)
     # The causal mode of kernels fits only a prompt without a cached prefix.
-    plain = cached == 0 and softcap is None and (window is None or new <= window)
+    plain = fused and cached == 0 and softcap is None and (window is None or new <= window)
     step = new if plain else BLOCK_ROWS
     for begin in range(0, new, step):
         count = min(step, new - begin)

@@ -120,6 +120,9 @@ class CausalModel:
         self.bounded = updatable and self.own is None and bool(attention)
         offered = slot_attention if self.bounded else None
         self.slotted = offered and self._choose_slotted(offered)
+        # A backend with attention of its own updates and captures no other attention.
+        self.fused = offered is None
+        self.bounded = self.bounded and (self.fused or self.slotted is not None)
         multiple = self.slotted.row_multiple if self.slotted else ROW_MULTIPLE
         self.max_len = _round_up(self.positions, multiple)
         self.cache = KVCache(
@@ -565,7 +568,7 @@ class CausalModel:
         shape = (1, query.shape[2], query.shape[1], layer.shape.value_dim)
         # Results of padding must not vary, so rows that the kernel does not write are zero.
         out = query.new_empty(shape) if step.decode else query.new_zeros(shape)
-        scoring = (scale, softcap, window)
+        scoring = (scale, softcap, window, self.fused)
         keys, values = layer.keys_by_slot, layer.values_by_slot
         if self.slotted:
             self.slotted.attend(

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -239,7 +239,8 @@ class TorchTransport(StoreTransport):
         owner, rank = owner_of(offer_id)
         with self._reaching(rank, offer_id):
             entry = self._entry(offer_id)
-        direct = entry["device"] == self.device.type != "cpu" and bool(_library(self.device))
+        host = self.device.type == "cpu" or _library(self.device) is None
+        direct = entry["device"] == self.device.type and not host
         handoff = Handoff.from_json(entry["header"], self.device if direct else "cpu")
         with self._lock:
             peer = self._peers.setdefault(f"from {owner}", _Peer())
@@ -360,11 +361,10 @@ class _Peer:
             return self._groups["cpu"]
         torch.accelerator.set_device_index(device.index)  # The setting of this thread.
         if device.type not in self._groups:
-            library = _library(device)
-            options = library.Options()
-            options._timeout = self._timeout
+            connect = _library(device)
+            assert connect is not None  # else both ranks use the host
             store = _prefixed(device.type, self._store)
-            self._groups[device.type] = library(store, self._side, 2, options)
+            self._groups[device.type] = connect(store, self._side, self._name, self._timeout)
         return self._groups[device.type]
 
     def _wait(self, work: Any, device: torch.device) -> None:
@@ -395,10 +395,32 @@ def owner_of(offer_id: str) -> tuple[str, int]:
     return name, int(rank)
 
 
-def _library(device: torch.device) -> Any:
-    """Return torch's process group for devices of this type, or None."""
-    name = dist.get_default_backend_for_device(device)
-    return getattr(dist, f"ProcessGroup{name.upper()}", None)
+def _library(device: torch.device) -> Callable[..., Any] | None:
+    """Return a function that makes torch's process group of two devices of this type, or None.
+
+    It receives the store, the side, a name of the pair and the timeout.
+    """
+    name = dist.get_default_backend_for_device(device).upper()
+    kind, plugin = getattr(dist, f"ProcessGroup{name}", None), dist.Backend._plugins.get(name)
+    if kind is None and plugin is None:
+        return None
+
+    def connect(store: Any, side: int, pair: str, timeout: datetime.timedelta) -> Any:
+        if kind is not None:
+            options = kind.Options()
+            options._timeout = timeout
+            return kind(store, side, 2, options)
+        from torch._C._distributed_c10d import _DistributedBackendOptions
+
+        assert plugin is not None
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, side, 2, timeout)
+        options = _DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, side, 2
+        options.timeout, options.group_id, options.global_ranks_in_group = timeout, pair, [0, 1]
+        return plugin.creator_fn(options, None)
+
+    return connect
 
 
 def _device_of(group: Any) -> torch.device:

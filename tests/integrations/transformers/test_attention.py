@@ -207,7 +207,7 @@ def test_decode_matches_plain_attention(
     positions = torch.cat([torch.arange(f, f + width) for f in firsts])
     mask = decode_mask(positions, torch.arange(192), width, window, torch.float32)
     out = torch.full((1, 3 * width, HEADS, VALUE_DIM), math.nan)
-    views = (query, layer.keys_by_slot, layer.values_by_slot, mask, out, (SCALE, cap, window))
+    views = (query, layer.keys_by_slot, layer.values_by_slot, mask, out, (SCALE, cap, window, True))
     if bounded:
         decode_bounded(*views, kv_len=192, kv_from=0)
     else:
@@ -228,7 +228,7 @@ def test_decode_reads_nothing_outside_its_bounds() -> None:
     query = torch.randn(1, HEADS, 1, KEY_DIM)
     mask = decode_mask(torch.tensor([189]), torch.arange(256), 1, 100, torch.float32)
     out = torch.empty(1, 1, HEADS, VALUE_DIM)
-    views = (query, layer.keys_by_slot, layer.values_by_slot, mask, out, (SCALE, None, 100))
+    views = (query, layer.keys_by_slot, layer.values_by_slot, mask, out, (SCALE, None, 100, True))
     decode_bounded(*views, kv_len=192, kv_from=189)
     want = expected(cache, 0, query[0], 189, 100, None)
     torch.testing.assert_close(out[0].double(), want, atol=1e-5, rtol=1e-5)
@@ -249,7 +249,7 @@ def test_packed_matches_plain_attention(window: int | None, cap: float | None) -
     query[:, :, tokens:] = math.nan
     out = torch.full((1, tokens + 4, HEADS, VALUE_DIM), -7.0)
     flat = tuple(n for span in spans for n in span)
-    scoring, views = (SCALE, cap, window), (layer.keys_by_slot, layer.values_by_slot)
+    scoring, views = (SCALE, cap, window, True), (layer.keys_by_slot, layer.values_by_slot)
     packed_exact(query, *views, torch.arange(640), out, scoring, spans=flat)
     first = 0
     for slot, cached, new in spans:
@@ -274,7 +274,7 @@ def test_fused_kernel_serves_both_phases_on_the_cpu() -> None:
     out = torch.empty(1, 40, HEADS, KEY_DIM)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, acc_events=True) as seen:
-        scoring, spans = (SCALE, None, None), (0, 0, 20, 1, 20, 20)
+        scoring, spans = (SCALE, None, None, True), (0, 0, 20, 1, 20, 20)
         first = (query[:, :, :2], keys, values, mask, out[:, :2])
         decode_bounded(*first, scoring, kv_len=64, kv_from=0)
         packed_exact(query, keys, values, torch.arange(128), out, scoring, spans=spans)

@@ -42,7 +42,7 @@ def case(exits: list[int] | None = None, **environment: str) -> Callable[..., An
 
 HEALTHY = (
     "collectives more groups stream_order graph graph_all graph_first graph_refused "
-    "policies compiled"
+    "policies compiled handoffs"
 ).split()
 """Cases that leave the device usable, so that one set of processes runs all of them."""
 
@@ -488,6 +488,32 @@ def compiled():
         got = model(x.to(device))
     assert torch.allclose(got.cpu(), want, atol=1e-5)
     say("parallelize_module on a mesh of npu devices")
+
+
+@case()
+def handoffs():
+    """Handoffs travel from device to device, or through the host where a rank has no device."""
+    import attrs
+
+    from devgraph.integrations.transformers import TorchTransport
+    from tests.support.handoff_ranks import made_handoff, same
+
+    for turn, place in enumerate((device, device, "cpu")):
+        handoff = made_handoff(turn)
+        done = count()
+        with TorchTransport(device=place) as transport:
+            names = [""]
+            if rank == 0:
+                names = [transport.offer(attrs.evolve(handoff, data=handoff.data.to(device)))]
+            dist.broadcast_object_list(names, 0, group=gloo)
+            if rank == 1:
+                received = transport.fetch(names[0])
+                assert received.data.device == torch.device(place)
+                assert same(attrs.evolve(received, data=received.data.cpu()), handoff)
+                transport.release(names[0])
+            dist.barrier(group=gloo)
+        assert (count() > done) == (place == device and rank < 2), (place, done, count())
+    say("handoffs from device to device")
 
 
 # --- faults: nothing hangs, everyone who is left learns it -------------------------------------
