@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,8 @@ def say(text: str = "", *, style: str = "") -> None:
     """Print a text wrapped at words; ``style`` is a key of ``STYLES``."""
     width = _console().width
     for line in text.splitlines() or [""]:
-        indent = " " * (len(line) - len(line.lstrip()))
+        marker = re.match(r" *([*-] )?", line)  # of an item in a list
+        indent = " " * (marker.end() if marker else 0)
         wrapped = textwrap.wrap(
             line,
             width,

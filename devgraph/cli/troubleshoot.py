@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         say(args.section)
         say()
-        say(re.sub(r"(?<=\S)\n(?=[^\s|-])", " ", text))
+        say(re.sub(r"(?<=\S)\n *(?=[^\s|-])", " ", text))
     return 0
 
 
