@@ -112,7 +112,6 @@ class _Item:
     owner: weakref.ref[Owner]
     recording: Any  # a recording, or the owner's executable
     used: int = 0  # stamp of the last use of a recording; an executable has its own
-    charged: int = 0
 
     @property
     def last_use(self) -> int:
@@ -150,14 +149,12 @@ class Recordings:
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
-        self.bytes = 0
         self.hits = 0
         self.misses = 0
         self.evictions = 0
         """Number of evicted recordings."""
         self.clock = itertools.count(1)
         """Stamps of uses; a later use has a larger stamp."""
-        self._own_bytes = 0
         self._made = 0
         self._dropped = 0
         self._seconds = 0.0
@@ -178,10 +175,16 @@ class Recordings:
         return max(-self._excess, 0)
 
     @property
+    def bytes(self) -> int:
+        """Memory of all recordings and executables."""
+        return sum(item.recording.bytes for item in [*self._items.values()])
+
+    @property
     def _excess(self) -> int:
-        if self.budget_bytes is None:
-            return self.bytes - self._own_bytes - DEFAULT_BUDGET_BYTES
-        return self.bytes - self.budget_bytes
+        if self.budget_bytes is not None:
+            return self.bytes - self.budget_bytes
+        items = [*self._items.items()]
+        return sum(i.recording.bytes for (_, k), i in items if k is not _OWN) - DEFAULT_BUDGET_BYTES
 
     def limit(self, budget_bytes: int) -> None:
         """Lower the budget to ``budget_bytes``, unless it is lower already."""
@@ -219,9 +222,7 @@ class Recordings:
         """Keep ``recording`` and bring the others within the budget."""
         place = (id(owner), key)
         self._remove(place)
-        self._items[place] = _Item(
-            weakref.ref(owner), recording, used=next(self.clock), charged=recording.bytes
-        )
+        self._items[place] = _Item(weakref.ref(owner), recording, used=next(self.clock))
         self.trim()
 
     def drop_excess(self, owner: object) -> None:
@@ -274,21 +275,8 @@ class Recordings:
                 "runner that was suspended, or restore() of the pool, first."
             )
 
-    def recharge(self, recording: Recording) -> None:
-        """Update the size of ``recording``, and bring the others within the budget."""
-        for item in self._items.values():
-            if item.recording is recording:
-                item.used = next(self.clock)
-                self._charge(item, recording.bytes)
-                self.trim()
-                return
-
     def trim(self) -> None:
         """Shrink, then evict, the least recently used items until the budget holds."""
-        charges = [(place, item.charged) for place, item in list(self._items.items())]
-        # An interrupt may have stopped an earlier method before it updated the sums.
-        self.bytes = sum(charged for _, charged in charges)
-        self._own_bytes = sum(charged for (_, key), charged in charges if key is _OWN)
         if self._excess <= 0:
             return
         newest = self._by_use()[-1:]
@@ -337,24 +325,15 @@ class Recordings:
             self._remove(place)
             self._dropped += 1
         elif item is not None:
-            before = item.charged
+            before = item.recording.bytes
             item.recording.shrink()
-            if place in self._items:
-                self._charge(item, item.recording.bytes)
-            self._dropped += item.charged < before
-
-    def _charge(self, item: _Item, size: int, *, own: bool = False) -> None:
-        change, item.charged = size - item.charged, size
-        self.bytes += change
-        if own:
-            self._own_bytes += change
+            self._dropped += item.recording.bytes < before
 
     def _remove(self, place: tuple[int, Hashable]) -> None:
         item = self._items.get(place)
         if item is not None:
             item.recording.shrink()  # first, so that an interrupt leaves no executable without item
-            if self._items.pop(place, None) is item:
-                self._charge(item, 0, own=place[1] is _OWN)
+            self._items.pop(place, None)
             item.recording.close()
 
 

@@ -129,7 +129,7 @@ def test_recordings_of_an_owner_that_is_gone_are_no_other_owners() -> None:
     assert not kept.holds(owner, 0)
 
 
-def test_recharge_counts_what_a_recording_takes_now() -> None:
+def test_trim_counts_what_a_recording_takes_now() -> None:
     owner: Any = _Owner()
     kept = Recordings(10)
     grown, old = _Thick(1), _Thick(8)
@@ -137,7 +137,7 @@ def test_recharge_counts_what_a_recording_takes_now() -> None:
     kept.put(owner, "grown", grown)
     assert kept.get(owner, "grown") is grown
     grown.bytes = 9
-    kept.recharge(grown)
+    kept.trim()
     assert (old.bytes, grown.bytes) == (1, 9)
     assert kept.bytes == 10
     assert kept.room == 0

@@ -401,7 +401,7 @@ class NodeGraph(TorchGraph):
                 recording.shrink()  # the graph's own executable is updated instead
                 logger.info("no executable for recording %d: %s", recording.number, error)
                 return
-        recordings.recharge(recording)
+        recordings.trim()
 
     def _build(self, recording: NodeRecording) -> Executable:
         own = self._own
