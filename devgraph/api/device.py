@@ -7,7 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,20 +38,6 @@ class CaptureLock:
         return self.recording and self.is_held_here
 
 
-class _LossAware(Protocol):
-    def give_up(self) -> None:
-        """Refuse further launches: the device is lost."""
-
-
-class _Checked(Protocol):
-    @property
-    def idle(self) -> bool:
-        """Whether all launches have ended."""
-
-    def check(self) -> None:
-        """Raise the error of an earlier replay, if any."""
-
-
 class Device(abc.ABC):
     """A vendor's device as pools, graphs and sessions see it; the base of every backend.
 
@@ -70,10 +56,10 @@ class Device(abc.ABC):
         """Reason for which the device is lost; empty while it works."""
         self.keeps_memory = False
         """Whether memory of graphs is never freed."""
-        self.graphs: weakref.WeakSet[_LossAware] = weakref.WeakSet()
-        """Living graphs, which are notified when the device is lost."""
-        self.gate_sets: weakref.WeakSet[_Checked] = weakref.WeakSet()
-        """Gates at which the device waits; ``synchronize`` raises their errors."""
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Living graphs; ``give_up`` of each is called when the device is lost."""
+        self.gate_sets: weakref.WeakSet[Any] = weakref.WeakSet()
+        """``Gates`` at which the device waits; ``synchronize`` raises their errors."""
 
     def after_fork(self) -> None:
         """Replace the capture lock: the child process has no other thread that could hold it."""

@@ -110,13 +110,13 @@ class Owner(Protocol):
 @attrs.define
 class _Item:
     owner: weakref.ref[Owner]
-    recording: Any  # a recording, or the owner's executable
+    recording: Recording  # or the executable of the owner
     used: int = 0  # stamp of the last use of a recording; an executable has its own
 
     @property
     def last_use(self) -> int:
-        own = isinstance(self.recording, EvictableExecutable)
-        return int(self.recording.used) if own else self.used
+        item = self.recording
+        return item.used if isinstance(item, EvictableExecutable) else self.used
 
 
 @attrs.frozen(kw_only=True)

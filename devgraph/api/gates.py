@@ -12,14 +12,12 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
 from torch.utils._python_dispatch import _disable_current_modes
 
-from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import (
     CaptureError,
     ExecutableError,
@@ -206,16 +204,6 @@ class Gate:
         return f"<Gate {self.name!r} of {self._gates.owner}, epoch {self.epoch}>"
 
 
-class _Gated(Protocol):
-    """What gates need of a backend."""
-
-    capabilities: Capabilities
-    gate_sets: weakref.WeakSet[Any]
-
-    def make_gate_channel(self, gates: Gates) -> GateChannel:
-        """Return the device's side of ``gates``."""
-
-
 class Gates(Mapping[str, Gate]):
     """The gates of one capture or runner, by name.
 
@@ -227,7 +215,7 @@ class Gates(Mapping[str, Gate]):
     """
 
     def __init__(
-        self, backend: _Gated, owner: str, *, timeout: float | None = None, turns: int = 1
+        self, backend: Any, owner: str, *, timeout: float | None = None, turns: int = 1
     ) -> None:
         self._backend = backend
         self.owner = owner

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from devgraph.api.buffers import StaticBuffers
 
 
-def _replay_lock(backend: Device) -> threading.RLock:
-    """Return the lock that a new pool holds while it replays.
-
-    On backends where other threads must not use the device during a capture, this is the capture
-    lock, so that replays wait until the capture has ended.
-    """
-    concurrent = backend.capabilities.concurrent_threads
-    return threading.RLock() if concurrent else backend.capture_lock.lock
-
-
 class Pool:
     """Graph memory of one backend: blocks, one capture stream, recordings and replay order.
 
@@ -54,7 +44,9 @@ class Pool:
         self.backend = backend
         self.recordings = Recordings()
         self.releasable = releasable
-        self._lock = _replay_lock(backend)
+        # Where other threads must not use the device during a capture, replays wait for its end.
+        concurrent = backend.capabilities.concurrent_threads
+        self._lock = threading.RLock() if concurrent else backend.capture_lock.lock
         self._process = identity.token
         self.occupied = False
         """Whether the thread that holds ``lock`` runs an eager body between segments of the pool,

@@ -12,14 +12,9 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 from devgraph.api.errors import StateError
-
-
-class _ForkAware(Protocol):
-    def after_fork(self) -> None:
-        """Reset the state that belongs to threads of the parent process."""
 
 
 class _Identity:
@@ -30,8 +25,8 @@ class _Identity:
 
     def __init__(self) -> None:
         self.token = object()
-        self.devices: weakref.WeakSet[_ForkAware] = weakref.WeakSet()
-        """Devices to reset in a forked child, which has one thread."""
+        self.devices: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Devices whose ``after_fork`` a forked child calls, because it has one thread."""
 
     def renew(self) -> None:
         self.token = object()

@@ -9,7 +9,6 @@ This module does not import torch, because configurations are read without it.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import TYPE_CHECKING
 
@@ -83,12 +82,7 @@ def compiles(name: str) -> bool:
 
 def get_policy(name: str) -> Policy:
     """Return the policy of that name; see ``registration``."""
-    return _loaded(registration(name).module)
-
-
-@functools.cache
-def _loaded(module: str) -> Policy:
-    policy: Policy = importlib.import_module(module).POLICY
+    policy: Policy = importlib.import_module(registration(name).module).POLICY
     return policy
 
 
