@@ -78,9 +78,9 @@ class Device(abc.ABC):
         """Return (free, total) bytes of device memory, or None if they are unknown."""
         return None
 
-    def elsewhere(self) -> bool:
-        """Whether another device is the current one of this thread."""
-        return False
+    def is_current(self) -> bool:
+        """Whether the backend's device is the current one of this thread."""
+        return True
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device the current one of this thread for a block."""
@@ -95,7 +95,7 @@ class Device(abc.ABC):
         """
         yield
 
-    def off_stuck_stream(self) -> contextlib.AbstractContextManager[None]:
+    def on_working_stream(self) -> contextlib.AbstractContextManager[None]:
         """Run the block on a working stream if a failed capture left the current one recording."""
         return contextlib.nullcontext()
 

@@ -273,7 +273,7 @@ class Owned:
         except BaseException as error:
             watch.put_back()
             try:
-                with backend.off_stuck_stream():
+                with backend.on_working_stream():
                     snapshot.restore()
             except Exception as lost:
                 note(error, f"and the arguments could not be given their contents back: {lost}")

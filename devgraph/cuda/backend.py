@@ -117,8 +117,8 @@ class CudaBackend(NodeBackend):
     def make_pages(self) -> Pages:
         return MappedPages.of_process()
 
-    def elsewhere(self) -> bool:
-        return bool(torch._C._cuda_getDevice() != self._device.index)
+    def is_current(self) -> bool:
+        return bool(torch._C._cuda_getDevice() == self._device.index)
 
     def prepare_stream(self) -> None:
         # cuBLAS cannot create its handle for this thread and stream inside a capture.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from ctypes import addressof, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,7 @@ class DeviceGates(FlagGates):
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:
         backend = self._backend
-        with backend.on_device() if backend.elsewhere() else contextlib.nullcontext():
+        with backend.on_device():
             for start in range(0, len(ops), MOST_OPS):
                 batch = _batch(ops[start : start + MOST_OPS])
                 self._runtime.call("StreamBatchMemOp", stream, len(batch), addressof(batch), 0)

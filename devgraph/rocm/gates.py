@@ -29,7 +29,7 @@ class ValueGates(FlagGates):
         self._runtime = backend.driver
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:
-        with self._backend.on_device() if self._backend.elsewhere() else contextlib.nullcontext():
+        with self._backend.on_device():
             queue(self._runtime, stream, ops)
 
     def fill(self, stream: int, address: int, value: int, count: int) -> None:

@@ -361,7 +361,7 @@ class Runner:
             variant = dict(decision.key.variant)
         options = self.graphs.asked(variant)
         if inputs is None:
-            return self._run_without_requests(decision, options)
+            return self._join_agreed_step(decision, options)
         shown = self._steps.measured(inputs)
         size = self.graphs.counting.size(*shown, options)
         agreed = None if decision is None else decision.bucket
@@ -375,9 +375,9 @@ class Runner:
                     f"the decision is for an empty batch, but the batch has {size.requests} "
                     f"requests and {size.tokens} tokens; decide for this batch"
                 )
-            return self._run_empty(options)
+            return self._handle_empty_batch(options)
         if self._options.idle_dummy and not decision.ok and not (size.requests and size.tokens):
-            self._run_without_requests(decision, options)
+            self._join_agreed_step(decision, options)
             return self._empty(options)
         if decision.ok:
             assert decision.key is not None
@@ -454,7 +454,7 @@ class Runner:
         options = self.graphs.of_pads(options)
         return self._step.empty_result(options, self.graphs.counting.some(1, options))
 
-    def _run_empty(self, options: Mapping[str, Any]) -> Any:
+    def _handle_empty_batch(self, options: Mapping[str, Any]) -> Any:
         """Run nothing for an empty batch, or the declared idle dummy; return an empty result."""
         if not self._options.idle_dummy:
             self._counters.reasons[Reason.EMPTY_BATCH] += 1
@@ -466,10 +466,10 @@ class Runner:
             decision = self.graphs.launchable(Decision.graph(usable[-1].key))
         else:
             decision = Decision.eager(Reason.EMPTY_BATCH)
-        self._run_pads(decision, options)
+        self._run_on_pads(decision, options)
         return self._empty(options)
 
-    def _run_without_requests(self, decision: Decision | None, options: Mapping[str, Any]) -> None:
+    def _join_agreed_step(self, decision: Decision | None, options: Mapping[str, Any]) -> None:
         """Take part in an agreed step on a rank that has no requests."""
         options = self.graphs.of_pads(options)
         if decision is None:
@@ -485,9 +485,9 @@ class Runner:
         if self._config.strict and self.graphs and not decision.ok:
             # The ranks with requests raise the same error.
             raise refusal(decision, f"{self._name}: a step of no requests here")
-        self._run_pads(decision, options)
+        self._run_on_pads(decision, options)
 
-    def _run_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:
+    def _run_on_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:
         """Run a step on pad values only."""
         self.pool.order()
         if decision.ok:

@@ -79,7 +79,7 @@ def test_work_off_a_stuck_stream_is_never_on_it():
         be.runtime.begin_capture(stuck.cuda_stream)
         with be.namespace.stream(stuck):
             for _ in be.namespace._streams:
-                with be.off_stuck_stream():
+                with be.on_working_stream():
                     assert be.namespace.current_stream() != stuck
         be.runtime.end_capture(stuck.cuda_stream)
 

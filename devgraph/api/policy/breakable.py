@@ -86,14 +86,6 @@ class BreakablePlan:
 
         See ``Plan.run`` for the requirements.
         """
-        backend = self._backend
-        if backend.elsewhere():
-            with backend.on_device():
-                self._run()
-        else:
-            self._run()
-
-    def _run(self) -> None:
         pool = self._pool
         if self._epoch != pool.epoch:
             self._steps, self._epoch = {}, pool.epoch
@@ -101,8 +93,9 @@ class BreakablePlan:
         ran = 0
         pool.occupied = True
         try:
-            for ran, step in enumerate(steps):  # noqa: B007
-                step()
+            with self._backend.on_device():
+                for ran, step in enumerate(steps):  # noqa: B007
+                    step()
         except Exception as error:
             index, count = ran // (1 + self._check), len(self.segments)
             if isinstance(error, ExecutableError):

@@ -547,13 +547,12 @@ class TorchBackend(Backend):
 
         return stop
 
-    def elsewhere(self) -> bool:
-        namespace: Any = self.namespace
-        return bool(namespace.current_device() != self._device.index)
+    def is_current(self) -> bool:
+        return bool(self.namespace.current_device() == self._device.index)
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = self.namespace.device(self._device)
-        return context
+        device = self.namespace.device
+        return contextlib.nullcontext() if self.is_current() else device(self._device)
 
     def register_generators(self, native: Any, generators: Iterable[torch.Generator]) -> None:
         """Register the caller's random generators, so that each replay advances them.
@@ -608,7 +607,7 @@ class TorchBackend(Backend):
         return True
 
     @contextlib.contextmanager
-    def off_stuck_stream(self) -> Iterator[None]:
+    def on_working_stream(self) -> Iterator[None]:
         if not self.namespace.is_current_stream_capturing():
             yield
             return

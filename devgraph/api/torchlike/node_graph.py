@@ -475,7 +475,7 @@ class NodeGraph(TorchGraph):
     def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]
         backend = self.backend
         recording.uses += 1
-        with backend.on_device() if backend.elsewhere() else contextlib.nullcontext():
+        with backend.on_device():
             if not recording.direct and self.update_strategy.deserves_executable(self, recording):
                 self._give_executable(recording)
             if not recording.direct and self._own and self._own.held is not recording:
@@ -566,14 +566,14 @@ class NodeBackend(TorchBackend):
 
     def guarded(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Return ``launch`` in a form that is safe while another device is current."""
-        elsewhere, on_device = self.elsewhere, self.on_device
+        is_current, on_device = self.is_current, self.on_device
 
         def run() -> None:
-            if elsewhere():
+            if is_current():
+                launch()
+            else:
                 with on_device():
                     launch()
-            else:
-                launch()
 
         return run
 

@@ -54,8 +54,8 @@ class FakeBackend(RocmBackend):
         with Recorder(self.namespace), super().side_stream(pool, stream):
             yield
 
-    def elsewhere(self) -> bool:
-        return False
+    def is_current(self) -> bool:
+        return True
 
     def bind_worker(self, index: int) -> None:
         """Do nothing: every worker has a fake of its own."""
