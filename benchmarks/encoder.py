@@ -24,8 +24,7 @@ import devgraph as dg
 from devgraph.api.config.phase import RUNNER_POLICY
 from devgraph.api.policy import policies
 from devgraph.cli.arguments import DTYPES
-from devgraph.cli.bench import chart
-from devgraph.cli.measure import Contender, time_in_turns
+from devgraph.cli.bench import Contender, chart, time_in_turns
 from devgraph.cli.tables import print_table, ratio, time_text, write_file
 from devgraph.runners.report import format_bytes
 

@@ -121,7 +121,7 @@ class _Parser(argparse.ArgumentParser):
         """Parse all arguments. The error for an unknown option names the help of its command."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            (commands,) = (one for one in self._actions if one.dest == "command")
+            (commands,) = (action for action in self._actions if action.dest == "command")
             assert isinstance(commands.choices, Mapping)
             command = commands.choices[parsed.command]
             close = difflib.get_close_matches(unknown[0], command._option_string_actions, n=1)

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import attrs
 import torch
 from torch import Tensor
 
 from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import CapabilityError, CaptureError
+from devgraph.api.errors import CapabilityError, CaptureError, UpdateError
 from devgraph.api.policy import breaks, compiles, policies
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES, check_compilers
 from devgraph.cli.decoder import Decoder
-from devgraph.cli.measure import Contender, time_in_turns
 from devgraph.cli.tables import (
     CommandError,
     print_json,
@@ -34,6 +34,7 @@ from devgraph.cli.tables import (
     working,
     write_file,
 )
+from devgraph.cli.timing import Timing, median, seconds_per_call
 from devgraph.runners.report import format_bytes
 
 _BUSY = 1.25
@@ -41,6 +42,68 @@ _BUSY = 1.25
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
 """Captures the step with another package; returns its replay, or None if it cannot run."""
+
+
+@attrs.define(kw_only=True)
+class Contender:
+    """One implementation of the work and its timings."""
+
+    name: str
+    call: Callable[..., Tensor]
+    """Runs the work once with the host argument ``kv_len`` of the step."""
+    lengths: Callable[[], Iterator[int]]
+    """Returns an iterator over the host arguments of a repeat."""
+    figures: Mapping[str, Any] = attrs.field(factory=dict)
+    exact: bool = True
+    """Outputs must equal eager bit for bit. Otherwise they may differ by the square root of the
+    precision of the dtype, because a compiler chose other kernels."""
+    timings: list[Timing] = attrs.field(init=False, factory=list)
+
+    def compare(self, expected: Tensor, got: Tensor) -> None:
+        """Record the difference from eager, relative to the largest value of eager."""
+        difference = ((got - expected).abs().max() / expected.abs().max()).item()
+        close = difference <= torch.finfo(expected.dtype).eps ** 0.5
+        equal = torch.equal(got, expected) if self.exact else close
+        self.figures = {**self.figures, "difference": difference, "equal": equal}
+
+    def time(self, backend: Backend, steps: int) -> None:
+        """Time one repeat of ``steps`` steps."""
+        lengths, call = self.lengths(), self.call
+        self.timings.append(
+            seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
+        )
+
+    def row(self, eager: Contender) -> dict[str, Any]:
+        """Return the medians over all repeats, and the ratios of eager to them, as JSON values."""
+        own, other = median(self.timings), median(eager.timings)
+        return {
+            "name": self.name,
+            **attrs.asdict(own),
+            "repeats": [attrs.asdict(timing) for timing in self.timings],
+            **self.figures,
+            "host_ratio": other.host / own.host,
+            "wall_ratio": other.wall / own.wall,
+        }
+
+
+def time_in_turns(
+    backend: Backend, contenders: Sequence[Contender], *, steps: int, repeats: int
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Time contenders in turns, eager first."""
+    running: list[Contender] = []
+    refused: dict[str, str] = {}
+    for contender in contenders:
+        try:
+            contender.time(backend, min(steps, 3))
+        except UpdateError as error:
+            refused[contender.name] = str(error)
+        else:
+            contender.timings.clear()
+            running.append(contender)
+    for _ in range(repeats):
+        for contender in running:
+            contender.time(backend, steps)
+    return [contender.row(running[0]) for contender in running], refused
 
 
 def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> int:
@@ -236,13 +299,9 @@ def _print(report: dict[str, Any]) -> None:
         f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "
         f"call returns, wall: until the device has finished"
     )
-    name, fastest, slowest = max(
-        (
-            (row["name"], *(pick(one["wall"] for one in row["repeats"]) for pick in (min, max)))
-            for row in rows
-        ),
-        key=lambda spread: spread[2] / spread[1],
-    )
+    walls = {row["name"]: [repeat["wall"] for repeat in row["repeats"]] for row in rows}
+    name = max(walls, key=lambda name: max(walls[name]) / min(walls[name]))
+    fastest, slowest = min(walls[name]), max(walls[name])
     if slowest > _BUSY * fastest:
         say(
             f"repeats of {name} spread from {time_text(fastest)} to {time_text(slowest)}: this "
@@ -275,8 +334,8 @@ _STYLE = """
 def chart(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return an SVG chart of host and wall times, for light and dark pages and narrow screens."""
     kinds = [kind for kind in _KINDS if kind in rows[0]]
-    timed = [one for row in rows for one in (row, *row.get("repeats", ()))]
-    scale = (_WIDTH - 2 * _EDGE - _FIGURE) / max(one[kind] for one in timed for kind in kinds)
+    timed = [times for row in rows for times in (row, *row.get("repeats", ()))]
+    scale = (_WIDTH - 2 * _EDGE - _FIGURE) / max(times[kind] for times in timed for kind in kinds)
     row_height = len(kinds) * _STEP + 28
     titles = textwrap.wrap(title, 58)
     legend = 30 + 20 * len(titles)
@@ -303,7 +362,7 @@ def chart(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f'<text x="{_EDGE}" y="{top + 13}">{escape(row["name"])}</text>')
         for number, kind in enumerate(kinds):
             y, width = top + 18 + number * _STEP, row[kind] * scale
-            spread = [one[kind] * scale for one in row.get("repeats", ())] or [width]
+            spread = [repeat[kind] * scale for repeat in row.get("repeats", ())] or [width]
             lines += [
                 f'<rect class="{kind}" x="{_EDGE}" y="{y}" width="{width:.1f}" height="{_BAR}"/>',
                 f'<path d="M{_EDGE + min(spread):.1f} {y + 7}H{_EDGE + max(spread):.1f}"/>',

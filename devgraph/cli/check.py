@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
                 for finding in check_target(target)
                 if finding["kind"] not in {*args.ignore, *_ignored_kinds(finding["source"])}
             ]
-    together = [{"target": name, **one} for name, rows in findings.items() for one in rows]
+    together = [{"target": name, **row} for name, rows in findings.items() for row in rows]
     if args.json:
         print_json({"targets": args.target, "ok": not together, "findings": together})
     elif args.output_format == "github":

@@ -40,7 +40,6 @@ from devgraph.api.registry import (
     get_backend,
     installed_version,
 )
-from devgraph.cli.measure import seconds_per_call
 from devgraph.cli.tables import (
     CommandError,
     print_json,
@@ -49,6 +48,7 @@ from devgraph.cli.tables import (
     time_text,
     working,
 )
+from devgraph.cli.timing import seconds_per_call
 from devgraph.runners.report import format_bytes
 
 # Distribution, purpose and installation.
@@ -87,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
         _print_capabilities([info.name for info in wanted])
         return 0
     checked = [_check(info, probe=not args.no_probe) for info in wanted]
-    asked_and_missing = [one for one in checked if args.backend and not one["available"]]
-    failed = [probe for one in checked for probe in one["probes"] if not probe["ok"]]
+    asked_and_missing = [entry for entry in checked if args.backend and not entry["available"]]
+    failed = [probe for entry in checked for probe in entry["probes"] if not probe["ok"]]
     report = _report(checked)
     if args.json:
-        for one in checked:
-            kind = declaration(one["name"])
-            one["declared"] = None if kind is None else attrs.asdict(kind.capabilities)
+        for entry in checked:
+            kind = declaration(entry["name"])
+            entry["declared"] = None if kind is None else attrs.asdict(kind.capabilities)
         print_json(report)
     else:
         _print(report, probed=not args.no_probe)
@@ -261,9 +261,9 @@ def _report(checked: list[dict[str, Any]]) -> dict[str, Any]:
         if packages[name] is None
     ]
     missing += [
-        {"what": f"backend {one['name']}", "for": "device graphs there", "get": one["reason"]}
-        for one in checked
-        if not one["available"]
+        {"what": f"backend {entry['name']}", "for": "device graphs there", "get": entry["reason"]}
+        for entry in checked
+        if not entry["available"]
     ]
     return {
         "devgraph": __version__,
@@ -289,36 +289,36 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
         ("name", "available", "device", "memory", "version"),
         [
             (
-                one["name"],
-                one["available"],
-                one["torch_device"] or None,
-                one["memory"]
+                entry["name"],
+                entry["available"],
+                entry["torch_device"] or None,
+                entry["memory"]
                 and "{free} free of {total}".format(
-                    **{name: format_bytes(size) for name, size in one["memory"].items()}
+                    **{name: format_bytes(size) for name, size in entry["memory"].items()}
                 ),
-                one["version"] or None,
+                entry["version"] or None,
             )
-            for one in checked
+            for entry in checked
         ],
     )
-    for one in checked:
-        name, probes = one["name"], one["probes"]
+    for entry in checked:
+        name, probes = entry["name"], entry["probes"]
         if probes:
             print_table(
                 f"{name}: captured, replayed and compared with eager",
                 ("capability", "declared", "probed", "detail"),
                 [(p["name"], p["declared"], p["verdict"], p["detail"]) for p in probes],
             )
-        for lacking, need in one["lacks"].items():
+        for lacking, need in entry["lacks"].items():
             say(f"  {name}: {lacking} is reduced here; it needs {need}")
-        for topic, told in one["details"].items():
+        for topic, told in entry["details"].items():
             say(f"  {name}, {topic}: {told}")
     present = [(name, version) for name, version in report["packages"].items() if version]
     print_table("packages", ("package", "version"), present)
-    missing = [tuple(one.values()) for one in report["missing"]]
+    missing = [tuple(entry.values()) for entry in report["missing"]]
     print_table("missing packages and backends", ("missing", "purpose", "installation"), missing)
-    if probed and all(probe["ok"] for one in checked for probe in one["probes"]):
-        usable = ", ".join(one["name"] for one in checked if one["available"])
+    if probed and all(probe["ok"] for entry in checked for probe in entry["probes"]):
+        usable = ", ".join(entry["name"] for entry in checked if entry["available"])
         if usable:
             say(f"all declared capabilities work on: {usable}")
         else:

@@ -17,9 +17,9 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.names import NodeRange, nodes_text
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import check_compilers
-from devgraph.cli.measure import median, seconds_per_call
 from devgraph.cli.tables import print_json, print_table, say, time_text, write_file
 from devgraph.cli.target import Target, find_target, user_code
+from devgraph.cli.timing import median, seconds_per_call
 from devgraph.runners.report import format_bytes
 
 _RUNS = 10
@@ -79,7 +79,10 @@ def _timed(captured: Captured, target: Target) -> list[float]:
     """Return the median seconds of each segment, with a synchronisation after each."""
     captured.replay(**target.host_args)
     runs = [
-        [seconds_per_call(one.replay, captured.backend, calls=1) for one in captured.segments]
+        [
+            seconds_per_call(segment.replay, captured.backend, calls=1)
+            for segment in captured.segments
+        ]
         for _ in range(_RUNS)
     ]
     return [median(column).wall for column in zip(*runs, strict=True)]
@@ -122,9 +125,9 @@ def _page(captured: Captured, target: Target, parts: list[_Part], report: Any) -
         for part in parts
     ]
     ranges = [
-        (part.index, "\u2003" * one.depth + one.name, nodes_text(one.first, one.stop))
+        (part.index, "\u2003" * span.depth + span.name, nodes_text(span.first, span.stop))
         for part in parts
-        for one in part.ranges
+        for span in part.ranges
     ]
     memory = [
         ("pool", format_bytes(captured.pool.bytes)),
@@ -162,8 +165,8 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
         numbers=("#", "nodes", "bytes", "replay"),
     )
     for part in parts:
-        for one in part.ranges:
-            say(f"{part.index}: {'  ' * one.depth}{one}")
+        for span in part.ranges:
+            say(f"{part.index}: {'  ' * span.depth}{span}")
     nodes = "an unknown number of" if info.nodes is None else info.nodes
     say(
         f"{info.segments} segment{'s' * (info.segments != 1)}, {nodes} nodes, "

@@ -245,7 +245,7 @@ def run_all(
                 status.update(f"comparing with eager ({number} of {total})")
                 repeats["eager"].append(run_engine(engines["eager"], task))
         runs = [_summary(name, engine, repeats[name]) for name, engine in engines.items()]
-    runs[0]["capture_seconds"] = sum(one["capture_seconds"] for one in runs[0]["phases"])
+    runs[0]["capture_seconds"] = sum(phase["capture_seconds"] for phase in runs[0]["phases"])
     return runs
 
 
@@ -277,15 +277,15 @@ def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str,
     Seconds are the time in steps, without printing.
     """
     done, stats = repeats[0]
-    seconds = statistics.median(one.seconds for _, one in repeats)
-    decode_seconds = statistics.median(one.decode_seconds for _, one in repeats)
-    generated = sum(len(one.token_ids) for one in done)
+    seconds = statistics.median(stats.seconds for _, stats in repeats)
+    decode_seconds = statistics.median(stats.decode_seconds for _, stats in repeats)
+    generated = sum(len(completion.token_ids) for completion in done)
     fusion = engine.model.fusion
     return {
         "name": name,
-        "tokens": [one.token_ids for one in done],
-        "texts": [one.text for one in done],
-        "finish": [one.finish_reason.value for one in done],
+        "tokens": [completion.token_ids for completion in done],
+        "texts": [completion.text for completion in done],
+        "finish": [completion.finish_reason.value for completion in done],
         "generated": generated,
         "seconds": seconds,
         "decode_seconds": decode_seconds,
@@ -317,28 +317,29 @@ def _print_phases(report: dict[str, Any]) -> None:
     phases = report["runs"][0]["phases"]
     requested = report["mode"]["requested"]
     rows = {
-        "requested": [requested[one["phase"]]["policy"] for one in phases],
-        "effective": [one["effective"] for one in phases],
-        "steps": [one["steps"] for one in phases],
+        "requested": [requested[phase["phase"]]["policy"] for phase in phases],
+        "effective": [phase["effective"] for phase in phases],
+        "steps": [phase["steps"] for phase in phases],
         "steps in graphs": [
-            f"{one['graph_steps']} ({percent(one['hit_ratio'])})" for one in phases
+            f"{phase['graph_steps']} ({percent(phase['hit_ratio'])})" for phase in phases
         ],
-        "eager steps": [one["eager"] for one in phases],
-        "padding": [percent(one["padding_ratio"]) for one in phases],
-        "buckets": [_buckets(one) for one in phases],
-        "capture": [time_text(one["capture_seconds"]) for one in phases],
-        "memory": [format_bytes(one["graph_bytes"]) for one in phases],
+        "eager steps": [phase["eager"] for phase in phases],
+        "padding": [percent(phase["padding_ratio"]) for phase in phases],
+        "buckets": [_buckets(phase) for phase in phases],
+        "capture": [time_text(phase["capture_seconds"]) for phase in phases],
+        "memory": [format_bytes(phase["graph_bytes"]) for phase in phases],
     }
     print_table(
         f"phases on {report['backend']} ({report['device']})",
-        ("", *(one["name"] for one in phases)),
+        ("", *(phase["name"] for phase in phases)),
         [(name, *cells) for name, cells in rows.items()],
     )
 
 
 def _buckets(phase: dict[str, Any]) -> str | None:
     """Return the captured buckets of a phase as text, or None."""
-    sizes = [one["bucket"] for one in reversed(phase["buckets"]) if one["state"] == "captured"]
+    captured = [row for row in reversed(phase["buckets"]) if row["state"] == "captured"]
+    sizes = [row["bucket"] for row in captured]
     unit = "tokens" if phase["phase"] == "prefill" else "requests"
     return f"{ranges(sizes)} {unit}" if sizes else None
 
@@ -350,14 +351,14 @@ def _print_speed(runs: Sequence[dict[str, Any]]) -> None:
         ("", "tokens", "time", "tokens/s", "decode tokens/s", "vs eager"),
         [
             (
-                one["name"],
-                one["generated"],
-                time_text(one["seconds"]),
-                number(one["tokens_per_second"]),
-                number(one["decode_tokens_per_second"]),
-                None if len(runs) == 1 else ratio(one["tokens_per_second"] / eager),
+                row["name"],
+                row["generated"],
+                time_text(row["seconds"]),
+                number(row["tokens_per_second"]),
+                number(row["decode_tokens_per_second"]),
+                None if len(runs) == 1 else ratio(row["tokens_per_second"] / eager),
             )
-            for one in runs
+            for row in runs
         ],
         numbers=("tokens", "time", "tokens/s", "decode tokens/s", "vs eager"),
     )

@@ -212,11 +212,11 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
         _print_settings(plan.resolution)
         if plan.error is not None:
             say(f"{plan.title}: error: {_one_line(plan.error)}", style="error")
-        for one in plan.estimates:
-            if one.uncovered:
+        for estimate in plan.estimates:
+            if estimate.uncovered:
                 say(
-                    f"{one.phase} steps of {one.uncovered} run eagerly: no bucket holds them with "
-                    f"little enough padding"
+                    f"{estimate.phase} steps of {estimate.uncovered} run eagerly: no bucket holds "
+                    f"them with little enough padding"
                 )
         say()
     if not estimated:
@@ -229,23 +229,23 @@ def _print_phases(plan: _Plan, *, estimated: bool) -> None:
     """Print a table with one column per phase."""
     assert plan.resolution is not None
     rows: list[list[Any]] = [[name] for name in _LINES]
-    for one in plan.estimates:
-        asked = phase_config(None, one.phase)
-        if one.phase in PHASES:
-            asked = plan.resolution.requested.phase(one.phase)
+    for estimate in plan.estimates:
+        asked = phase_config(None, estimate.phase)
+        if estimate.phase in PHASES:
+            asked = plan.resolution.requested.phase(estimate.phase)
         cells = (
             asked.policy + ("" if "policy" in asked.explicit else " (default)"),
-            one.policy,
-            ranges(one.buckets) or None,
-            one.variants,
-            one.graphs,
-            one.streams,
-            None if one.bytes is None else format_bytes(one.bytes),
+            estimate.policy,
+            ranges(estimate.buckets) or None,
+            estimate.variants,
+            estimate.graphs,
+            estimate.streams,
+            None if estimate.bytes is None else format_bytes(estimate.bytes),
         )
         for row, cell in zip(rows, cells, strict=True):
             row.append(cell)
     title = plan.title + (", graphs and memory estimated" if estimated else "")
-    print_table(title, ("", *(one.phase for one in plan.estimates)), rows)
+    print_table(title, ("", *(estimate.phase for estimate in plan.estimates)), rows)
 
 
 _LINES = ("requested", "effective", "buckets", "variants", "graphs", "streams", "memory")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from devgraph.cli.measure import Timing, median
+from devgraph.cli.timing import Timing, median
 
 
 def test_medians_are_taken_of_each_figure():
