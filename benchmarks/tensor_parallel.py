@@ -152,7 +152,7 @@ def bare_loop(segments: list[Any]) -> Callable[[], None]:
     steps = [
         segment.bound()
         if isinstance(segment, dg.DeviceGraph)
-        else functools.partial(segment.mark.fn, *segment.hit.args, **segment.hit.kwargs)
+        else functools.partial(segment.mark.fn, *segment.call.args, **segment.call.kwargs)
         for segment in segments
     ]
 

@@ -288,7 +288,7 @@ class Captured:
         for index, segment in enumerate(self.segments):
             if isinstance(segment, DeviceGraph):
                 info = segment.info()
-                regions = ", ".join(hit.mark.name for hit in segment.hits)
+                regions = ", ".join(call.mark.name for call in segment.calls)
                 rows.append((index, "graph", info.nodes, regions or None, info.bytes))
             else:
                 rows.append((index, repr(segment).strip("<>"), None, None, None))
@@ -473,12 +473,12 @@ def _about(graph: DeviceGraph) -> list[str]:
     """Return a line for the graph, and one for each region and each named range of nodes."""
     info = graph.info()
     line = f"graph, {_counted(info.nodes, 'node')}, {info.bytes} bytes"
-    if graph.hits:
+    if graph.calls:
         line += f", {_counted(info.recordings, 'recording')}"
     lines = [line]
-    for hit in graph.hits:
-        nodes = "? nodes" if hit.nodes is None else nodes_text(hit.nodes.start, hit.nodes.stop)
-        lines.append(f"    region {hit.index}: {hit.mark.name}, {nodes}")
+    for call in graph.calls:
+        nodes = "? nodes" if call.nodes is None else nodes_text(call.nodes.start, call.nodes.stop)
+        lines.append(f"    region {call.index}: {call.mark.name}, {nodes}")
     return [*lines, *(f"    {'  ' * one.depth}{one}" for one in graph.ranges)]
 
 

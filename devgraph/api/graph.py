@@ -134,7 +134,7 @@ class DeviceGraph(abc.ABC):
     def __init__(self, backend: Device, pool: Pool) -> None:
         self.backend = backend
         self.pool = pool
-        self.hits: list[MarkedCall] = []
+        self.calls: list[MarkedCall] = []
         """The updatable regions in capture order."""
         self.arguments: tuple[torch.Tensor, ...] = ()
         """The caller's tensors that regions may access, even if the capture did not."""
@@ -188,13 +188,13 @@ class DeviceGraph(abc.ABC):
     def _size(self) -> tuple[int | None, int]:
         """Return the number of nodes (None if unknown) and the graph's own bytes."""
 
-    def _region_begin(self, hit: MarkedCall) -> None:  # noqa: B027
+    def _region_begin(self, call: MarkedCall) -> None:  # noqa: B027
         """Mark the start of an updatable region."""
 
-    def _region_end(self, hit: MarkedCall) -> None:  # noqa: B027
+    def _region_end(self, call: MarkedCall) -> None:  # noqa: B027
         """Mark the end of an updatable region.
 
-        A vendor may use ``hit.note`` freely and sets ``hit.nodes``.
+        A vendor may use ``call.note`` freely and sets ``call.nodes``.
         """
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
@@ -296,11 +296,11 @@ class DeviceGraph(abc.ABC):
         return GraphInfo(
             state=self._state.value,
             nodes=nodes,
-            regions=len(self.hits),
+            regions=len(self.calls),
             segments=1,
             bytes=size,
             capture_seconds=self._capture_seconds,
-            recordings=self.pool.recordings.count(self) if self.hits else 0,
+            recordings=self.pool.recordings.count(self) if self.calls else 0,
         )
 
     def give_up(self) -> None:
@@ -320,7 +320,7 @@ class DeviceGraph(abc.ABC):
         A change of ``pool.epoch`` invalidates bound launches of earlier executables.
         """
         self._slot[0] = executable
-        if not self.hits:  # launches of graphs with regions are never bound
+        if not self.calls:  # launches of graphs with regions are never bound
             self.pool.epoch += 1
 
     def bound(self, stream: int | None = None) -> Callable[[], None]:
@@ -339,7 +339,7 @@ class DeviceGraph(abc.ABC):
             StateError: the graph is not ready.
         """
         self.require_ready()
-        return self.replay if self.hits else self.executable.bound(stream)
+        return self.replay if self.calls else self.executable.bound(stream)
 
     @property
     def recorded_nothing(self) -> bool:
@@ -409,7 +409,7 @@ class DeviceGraph(abc.ABC):
                     f"({self.backend.device}) and inside the with block."
                 )
             executable = _NOTHING
-        if self.hits:
+        if self.calls:
             self.key = self.key_of(self._host)
             if (own := self._own_recording()) is not None:
                 self.pool.recordings.put(self, self.key, own)
@@ -436,13 +436,13 @@ class DeviceGraph(abc.ABC):
     ) -> Any:
         """Capture one call of an updatable region and return its result."""
         self._refuse_spoiled()
-        hit = MarkedCall(self.pool, mark, args, kwargs, len(self.hits))
+        call = MarkedCall(self.pool, mark, args, kwargs, len(self.calls))
         self._host[mark] = host
-        self._region_begin(hit)
-        result = hit.first_run(args, kwargs, host)
-        self._region_end(hit)
-        hit.alias_bridges()
-        self.hits.append(hit)
+        self._region_begin(call)
+        result = call.first_run(args, kwargs, host)
+        self._region_end(call)
+        call.alias_bridges()
+        self.calls.append(call)
         return result
 
     def capture_loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
@@ -504,7 +504,7 @@ class DeviceGraph(abc.ABC):
     @property
     def marks(self) -> list[Mark]:
         """The distinct marks of the updatable regions, in capture order."""
-        return list(dict.fromkeys(hit.mark for hit in self.hits))
+        return list(dict.fromkeys(call.mark for call in self.calls))
 
     # Implementation.
 
@@ -553,7 +553,7 @@ class DeviceGraph(abc.ABC):
         """Free the captured work; called under the pool's lock."""
         self._leave_for(GraphState.DIRTY)  # after an interrupt, the next call frees the rest
         self.pool.recordings.drop(self)
-        self.hits, self.ranges = [], []
+        self.calls, self.ranges = [], []
         self.arguments, self.reached, self.generators = (), (), ()
         self.names = None
         self._host = {}

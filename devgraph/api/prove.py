@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Draw = Callable[[tuple[int, ...], torch.Generator], Any]
 """Returns legal data of a shape, drawn with a generator of the host."""
 
-Named = list[tuple[str, torch.Tensor]]
+NamedTensors = list[tuple[str, torch.Tensor]]
 _Compare = Callable[[torch.Tensor, torch.Tensor], str]
 _DRAWS = 16
 """Number of values drawn for a host argument. The smallest and the largest become cases."""
@@ -445,16 +445,16 @@ class State:
 
 
 @attrs.frozen(kw_only=True)
-class Seen:
+class RunResult:
     """Outputs and changed state after a run."""
 
-    outputs: Named
+    outputs: NamedTensors
     state: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
     draws: bool = False
     """Whether the run drew random numbers from the default generator of the backend."""
 
 
-Run = Callable[[], Named]
+Run = Callable[[], NamedTensors]
 
 Rows = Callable[[torch.Tensor, "torch.Tensor | None"], Sequence[int]]
 """Returns positions in a tensor; the second argument has the numbers of its rows if only some rows
@@ -486,7 +486,7 @@ class Comparison:
         self.tolerated: dict[str, None] = {}
         """Names that were compared within tolerance, because eager differs from itself."""
 
-    def seen(self, run: Run) -> Seen:
+    def result_of(self, run: Run) -> RunResult:
         """Return the outputs of ``run`` and the state after it."""
         self.state.begin()
         outputs = run()
@@ -495,7 +495,7 @@ class Comparison:
         draws = self.state.draws()
         self.draws |= draws
         state = self.state.changes() if self._with_state else {}
-        return Seen(outputs=outputs, state=state, draws=draws)
+        return RunResult(outputs=outputs, state=state, draws=draws)
 
     def failures(
         self,
@@ -506,8 +506,8 @@ class Comparison:
         exact: bool,
         shared: Rows = no_rows,
         scratch: Rows = no_rows,
-        want: Seen | None = None,
-        got: Seen | None = None,
+        want: RunResult | None = None,
+        got: RunResult | None = None,
     ) -> list[Failure]:
         """Return the failures of a case; a difference repeats both runs.
 
@@ -529,23 +529,23 @@ class Comparison:
             return compare_near if name in unstable else compare if exact else self._near
 
         def differ(
-            other: Seen, how: Callable[[str], _Compare] = how, shared: Rows = no_rows
+            other: RunResult, how: Callable[[str], _Compare] = how, shared: Rows = no_rows
         ) -> list[tuple[str, str]]:
             return self.differences(expected, other, how, shared, scratch)
 
         unstable: set[str] = set()
-        expected = want or self.seen(eager)
-        got = got or self.seen(graph)
+        expected = want or self.result_of(eager)
+        got = got or self.result_of(graph)
         differing = differ(got)
         if not self.agreed(bool(differing)):
             return []
-        again = self.seen(eager)
+        again = self.result_of(eager)
         if not differ(again, lambda _: compare):
             shared = no_rows
         differing = differ(got, how, shared)
         repeats = differ(again, lambda _: compare, shared)
         beyond = differ(again, lambda _: compare_near, shared)
-        repeated = self.seen(graph)
+        repeated = self.result_of(graph)
 
         if beyond:
             return [case.failure(where, message, "eager") for where, message in beyond]
@@ -562,8 +562,8 @@ class Comparison:
 
     def differences(
         self,
-        want: Seen,
-        got: Seen,
+        want: RunResult,
+        got: RunResult,
         how: Callable[[str], _Compare],
         shared: Rows = no_rows,
         scratch: Rows = no_rows,
@@ -598,7 +598,7 @@ class Comparison:
         return [(name, message) for name, message in named if message]
 
 
-def _twins(want: Named, got: Named) -> dict[str, str]:
+def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:
     """Return the outputs of a replay that equal another one, unlike those of eager."""
     expected, twins = dict(want), {}
     for (name, one), (twin, other) in itertools.permutations(got, 2):
@@ -750,12 +750,12 @@ class _Prover:
                 for leaf, value in data:
                     leaf.copy_(value)
 
-        def eager() -> Named:
+        def eager() -> NamedTensors:
             enter()
             with self._captured.settings.restored():
                 return copies_of(self._job.call(host))
 
-        def graph() -> Named:
+        def graph() -> NamedTensors:
             enter()
             self._poison_outputs()
             pool = self._job.pool
@@ -775,17 +775,17 @@ class _Prover:
                     poison(unexpanded(output))
 
 
-def copies_of(tree: Any) -> Named:
+def copies_of(tree: Any) -> NamedTensors:
     """Return copies of the tensors in outputs, by name."""
     return [(name, tensor.detach().clone()) for name, tensor in named_tensors(tree, "output ")]
 
 
-def named_tensors(tree: Any, prefix: str) -> Named:
+def named_tensors(tree: Any, prefix: str) -> NamedTensors:
     """Return the tensors of a tree, each behind its path with a prefix.
 
     Tensors that wrap others are taken apart.
     """
-    named: Named = []
+    named: NamedTensors = []
     for path, leaf in leaves_of("", tree):
         name = prefix + (path or "0")
         if is_traceable_wrapper_subclass(leaf):

@@ -104,7 +104,7 @@ class Outputs:
             return outputs
         return pytree.tree_unflatten(map(self._move, leaves, warm_up[0]), spec)
 
-    def own(self, tensor: torch.Tensor) -> bool:
+    def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of an output was allocated by the capture.
 
         A pool without memory of its own cannot distinguish it from a tensor in a closure.
@@ -123,7 +123,7 @@ class Outputs:
             and (source.dtype, source.shape) == (target.dtype, target.shape)
             and effective_strides(source) == effective_strides(target)
             and source.data_ptr() != target.data_ptr()  # the step reuses a tensor of its own
-            and self.own(source)
+            and self.owns(source)
         ):
             return source
         overwrite(target, source)
@@ -161,7 +161,7 @@ class Outputs:
         is_mixed = origins.setdefault(memory_of(target), origin) != origin
         if not origin[1] and effective_strides(source) == effective_strides(target):
             return
-        if is_mixed or not self.own(target):
+        if is_mixed or not self.owns(target):
             raise RegionError(
                 f"the step returned {describe(source)} for these host arguments. At capture it "
                 f"returned an argument there, or memory of another output, which would change as "

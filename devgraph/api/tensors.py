@@ -148,7 +148,7 @@ def alike_to(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
-def seen_by(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+def with_bits_of(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """Return ``plain`` with the conjugate and negative bits of ``tensor``."""
     plain = plain.conj() if tensor.is_conj() and not plain.is_conj() else plain
     return torch._neg_view(plain) if tensor.is_neg() and not plain.is_neg() else plain

@@ -97,7 +97,7 @@ def _part(index: int, segment: Any, seconds: float) -> _Part:
         kind="graph",
         name=f"graph {index}",
         nodes=info.nodes,
-        regions=tuple(hit.mark.name for hit in segment.hits),
+        regions=tuple(call.mark.name for call in segment.calls),
         ranges=tuple(segment.ranges),
         bytes=info.bytes,
         seconds=seconds,

@@ -129,7 +129,7 @@ class CpuGraph(DeviceGraph):
         recorder = self._leave()
         assert recorder is not None
         self._tape = tape = recorder.tape()
-        self._touched = recorder.touched if self.hits else {}
+        self._touched = recorder.touched if self.calls else {}
         tape.drop()
 
         def make() -> Executable:
@@ -166,15 +166,15 @@ class CpuGraph(DeviceGraph):
         count = 0 if self._tape is None else len(self._tape)
         return count, count * ENTRY_BYTES
 
-    def _region_begin(self, hit: MarkedCall) -> None:
+    def _region_begin(self, call: MarkedCall) -> None:
         assert self._recorder is not None
-        hit.note = self._recorder.begin_span(f"region {hit.mark.name}")
+        call.note = self._recorder.begin_span(f"region {call.mark.name}")
 
-    def _region_end(self, hit: MarkedCall) -> None:
+    def _region_end(self, call: MarkedCall) -> None:
         assert self._recorder is not None
-        self._recorder.end_span(hit.note)
+        self._recorder.end_span(call.note)
         count = self._recorder.count
-        hit.nodes = range(count - len(hit.note.entries), count)
+        call.nodes = range(count - len(call.note.entries), count)
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         assert self._recorder is not None
@@ -184,7 +184,7 @@ class CpuGraph(DeviceGraph):
         return None if self._recorder is None else self._recorder.count
 
     def _own_recording(self) -> Recording:
-        return CpuRecording(changes={hit.note: hit.note.entries for hit in self.hits})
+        return CpuRecording(changes={call.note: call.note.entries for call in self.calls})
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> Recording:
         recorder = Recorder(
@@ -195,20 +195,20 @@ class CpuGraph(DeviceGraph):
         )
         changes: dict[Span, tuple[Entry, ...]] = {}
         with recorder:
-            for hit in self.hits:
-                span = recorder.begin_span(hit.note.label)
-                with entered(Absorbed(hit.mark, "full")):
-                    hit.run(host[hit.mark])
+            for call in self.calls:
+                span = recorder.begin_span(call.note.label)
+                with entered(Absorbed(call.mark, "full")):
+                    call.run(host[call.mark])
                 recorder.end_span(span)
-                check_topology(hit.note, span.entries)
-                changes[hit.note] = span.entries
+                check_topology(call.note, span.entries)
+                changes[call.note] = span.entries
         return CpuRecording(changes=changes)
 
     def _bound_addresses(self, host: Mapping[Mark, dict[str, Any]]) -> set[int]:
         """Return the start addresses of the memory that a recording for ``host`` may touch."""
         tensors = [*self.arguments, *self.pool.registered]
-        for hit in self.hits:
-            tensors.extend(hit.tensors)
+        for call in self.calls:
+            tensors.extend(call.tensors)
         keyed = {value for value in pytree.tree_leaves(list(host.values())) if type(value) is int}
         return {*self._touched, *keyed, *(t.untyped_storage().data_ptr() for t in tensors)}
 

@@ -22,7 +22,7 @@ import attrs
 import torch
 
 from devgraph.api.errors import ResourceError
-from devgraph.api.tensors import seen_by
+from devgraph.api.tensors import with_bits_of
 
 _Result = TypeVar("_Result")
 
@@ -119,16 +119,16 @@ class _Slab:
 class Hold:
     """A claim on a pool's memory, which ends with ``release`` or with the object."""
 
-    __slots__ = ("__weakref__", "_known", "_pool")
+    __slots__ = ("__weakref__", "_pool", "_reference")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._known = weakref.ref(self, pool._holds.discard)
-        pool._holds.add(self._known)
+        self._reference = weakref.ref(self, pool._holds.discard)
+        pool._holds.add(self._reference)
 
     def release(self) -> None:
         """End the claim. Idempotent."""
-        self._pool._holds.discard(self._known)
+        self._pool._holds.discard(self._reference)
         self._pool._tidy()
 
 
@@ -248,7 +248,7 @@ class BlockPool:
             plain = torch.empty(0, dtype=tensor.dtype).set_(
                 block.shared, tensor.storage_offset(), tensor.size(), tensor.stride()
             )
-            return seen_by(tensor, plain)
+            return with_bits_of(tensor, plain)
 
     def hold(self) -> Hold:
         """Return a claim that keeps all reserved memory.

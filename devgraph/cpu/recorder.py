@@ -330,7 +330,7 @@ class Recorder:
         """Note the tensors that the code returns as its last uses."""
         for tensor in outputs:
             if tensor.is_cpu and has_place(tensor):
-                self._held(tensor)
+                self._alias_of(tensor)
 
     def _refuse_foreign_writes(self) -> None:
         """Refuse tensors of the caller that were written more often than the recording shows."""
@@ -504,7 +504,7 @@ class Recorder:
             layouts, lambda item: empty(item.size, item.stride, item.dtype, origin=origin)
         )
 
-    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         for pool in self._pools:
             alias = pool.alias(tensor)
             if alias is not tensor:
@@ -542,7 +542,7 @@ class Recorder:
 
             def held(tensor: torch.Tensor) -> torch.Tensor:
                 if id(tensor) not in aliases:
-                    aliases[id(tensor)] = self._held(tensor)
+                    aliases[id(tensor)] = self._alias_of(tensor)
                 return aliases[id(tensor)]
 
             if isinstance(value, dict):

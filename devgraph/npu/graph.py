@@ -15,7 +15,7 @@ from devgraph.api.executable import Call, Executable, Recording, call_weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark
-from devgraph.api.tensors import seen_by
+from devgraph.api.tensors import with_bits_of
 from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard
 from devgraph.npu.channel import Job
@@ -40,7 +40,7 @@ class NpuPool(TorchPool):
 
     def bare(self, tensor: torch.Tensor) -> torch.Tensor:
         # A plain torch storage lacks the memory format that torch_npu's operators read.
-        return seen_by(tensor, self.backend.native_module._weak_ref_tensor(tensor))
+        return with_bits_of(tensor, self.backend.native_module._weak_ref_tensor(tensor))
 
     def fence(self) -> Callable[[], bool]:
         """Return a callable that reports, without blocking, whether all replays have ended."""
@@ -88,7 +88,7 @@ class NpuGraph(TorchGraph):
 
     def bound(self, stream: int | None = None) -> Callable[[], None]:
         launch = super().bound(stream)
-        if self.hits or stream is not None:
+        if self.calls or stream is not None:
             return launch
         order = self.pool.order
 
@@ -138,23 +138,23 @@ class NpuGraph(TorchGraph):
         with RandomGuard(reason):
             return super().capture_region(mark, args, kwargs, host)
 
-    def _region_begin(self, hit: MarkedCall) -> None:
+    def _region_begin(self, call: MarkedCall) -> None:
         backend = self.backend
         if self._regions is None:
             backend.channel.start()
             self._regions = TaskGroups(backend.channel, backend.namespace, self.pool.region_memory)
         stream = backend.namespace.current_stream(backend.device)
-        hit.note = event = backend.take_event()
+        call.note = event = backend.take_event()
         event.wait(stream)
         event.reset(stream)
         backend.namespace.graph_task_group_begin(stream)
         self._group_open = stream
 
-    def _region_end(self, hit: MarkedCall) -> None:
+    def _region_end(self, call: MarkedCall) -> None:
         stream, self._group_open = self._group_open, None
         handle = self.backend.namespace.graph_task_group_end(stream)
         assert self._regions is not None
-        self._regions.groups.append(Group(hit, hit.note, handle))
+        self._regions.groups.append(Group(call, call.note, handle))
 
     # Updates.
 

@@ -146,7 +146,7 @@ class VerifiedUpdates(UpdateStrategy):
         *,
         own: bool,
     ) -> Executable:
-        if not graph.hits:
+        if not graph.calls:
             return executable
         verified = _VerifiedLaunch(graph, self, executable, recording)
         if own:

@@ -17,10 +17,10 @@ from devgraph.api.prove import (
     Case,
     Comparison,
     Failure,
-    Named,
+    NamedTensors,
     Report,
     Rows,
-    Seen,
+    RunResult,
     State,
     Terms,
     addresses,
@@ -251,20 +251,20 @@ class Proof:
             for name, data in marks.items():
                 views[name].copy_(data)
 
-        def eager(change: Callable[[], None] = lambda: None) -> Named:
+        def eager(change: Callable[[], None] = lambda: None) -> NamedTensors:
             load()
             change()
             write(step.function(static.batch(static.prepared(padded_host))))
             return copies_of(bound.result(given))
 
-        def replay(change: Callable[[], None] = lambda: None) -> Named:
+        def replay(change: Callable[[], None] = lambda: None) -> NamedTensors:
             load()
             step.outputs.poison(poison)
             change()
             bound.replay(padded_host)
             return copies_of(bound.result(given))
 
-        def unpadded() -> Named:
+        def unpadded() -> NamedTensors:
             renew()
             views = step.inputs.eager_views(inputs, real)
             mark(views)
@@ -291,8 +291,8 @@ class Proof:
             for values in self._shared_values(inputs, graph, real)
         )
 
-        def compared_with(shared: Rows) -> tuple[Seen, Seen, list[Failure]]:
-            want, got = compared.seen(eager), compared.seen(replay)
+        def compared_with(shared: Rows) -> tuple[RunResult, RunResult, list[Failure]]:
+            want, got = compared.result_of(eager), compared.result_of(replay)
             exact = bool(graph.captured and graph.captured.exact)
             failures = compared.failures(
                 case, eager, replay, exact=exact, shared=shared, scratch=scratch, want=want, got=got
@@ -308,7 +308,7 @@ class Proof:
         is_suspect = compared.agreed(bool(suspects))
         if self._terms.quick and not is_suspect:
             return failures
-        alone = compared.seen(unpadded)
+        alone = compared.result_of(unpadded)
         for name, row, slots in suspects:
             culprit = self._culprit(name, row, slots, want, alone, eager, graph, real, inputs)
             if culprit:
@@ -321,7 +321,7 @@ class Proof:
             return failures
         if case.padded:
             nan = functools.partial(self._fill_padding, graph, real, lambda slot: _NAN)
-            poisoned = compared.seen(lambda: replay(nan))
+            poisoned = compared.result_of(lambda: replay(nan))
             for (name, one), (_, other) in zip(got.outputs, poisoned.outputs, strict=True):
                 message = compare(one, other)
                 if message and collides:
@@ -336,7 +336,7 @@ class Proof:
         collides = collides or self._collides(inputs, alone)
         if compared.agreed(bool(sized) and collides and not has_equal_rows):
             equalize()
-            got, alone = compared.seen(replay), compared.seen(unpadded)
+            got, alone = compared.result_of(replay), compared.result_of(unpadded)
             sized = self._sized(alone, got, shared)
         failures += (
             case.failure(where, f"against eager on the real batch {message}", "size")
@@ -344,7 +344,7 @@ class Proof:
         )
         return failures
 
-    def _sized(self, alone: Seen, got: Seen, shared: Rows) -> list[tuple[str, str]]:
+    def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
         """Return the differences of a graph from eager on the unpadded batch.
 
         Of state, only elements count that the unpadded batch wrote and that one row wrote alone.
@@ -359,8 +359,8 @@ class Proof:
                 now, other = now[written], other[written]
             state[name], graphs[name] = (now, now, rows), (other, other, rows)
         return self._compared.differences(
-            Seen(outputs=alone.outputs, state=state),
-            Seen(outputs=got.outputs, state=graphs),
+            RunResult(outputs=alone.outputs, state=state),
+            RunResult(outputs=got.outputs, state=graphs),
             lambda name: self._terms.near,
         )
 
@@ -453,7 +453,7 @@ class Proof:
                         scratch.add(pad)
         return shared, scratch
 
-    def _collides(self, inputs: Mapping[str, torch.Tensor], seen: Seen) -> bool:
+    def _collides(self, inputs: Mapping[str, torch.Tensor], seen: RunResult) -> bool:
         """Whether real rows write one row of state, because a slot has its pad value in all."""
         pads = {
             int(slot.pad.value)
@@ -467,7 +467,7 @@ class Proof:
         )
 
     def _suspects(
-        self, want: Seen, inputs: Mapping[str, torch.Tensor], graph: BucketGraph, real: Size
+        self, want: RunResult, inputs: Mapping[str, torch.Tensor], graph: BucketGraph, real: Size
     ) -> Iterator[tuple[str, int, list[InputSlot]]]:
         """Yield rows of state that changed and that are pad values of slots.
 
@@ -509,9 +509,9 @@ class Proof:
         name: str,
         row: int,
         slots: Sequence[InputSlot],
-        want: Seen,
-        alone: Seen,
-        eager: Callable[..., Named],
+        want: RunResult,
+        alone: RunResult,
+        eager: Callable[..., NamedTensors],
         graph: BucketGraph,
         real: Size,
         inputs: Mapping[str, torch.Tensor],
@@ -538,7 +538,7 @@ class Proof:
                     if padded_slot.name == slot.name:
                         part.fill_(other)
 
-            moved = self._compared.seen(functools.partial(eager, change))
+            moved = self._compared.result_of(functools.partial(eager, change))
             after = moved.state[name][0][at] if name in moved.state else saved[at]
             if not self._terms.near(right, after):
                 return slot.name

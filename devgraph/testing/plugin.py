@@ -268,26 +268,30 @@ class _Plugin:
                 for name in names:
                     rows.setdefault(name, _Row()).count(outcome, report)
                 if names and outcome in ("failed", "error"):
+                    lines = report.longreprtext.strip().splitlines()
+                    errors = [line for line in lines if line.startswith("E ")]
                     failures.append(
                         {
                             "test": report.nodeid,
                             "capabilities": names,
                             "hooks": sorted({hook for name in names for hook in _hooks(name)}),
                             "faults": next((v for kind, v in properties if kind == _FAULTS), ""),
-                            "text": _essence(report.longreprtext),
+                            "text": errors[:8] + lines[-1:],
                         }
                     )
         if not rows or not self._concerned:
             return
-        declared = self.backend(self.name).capabilities
+        capabilities = self.backend(self.name).capabilities
+        rows = dict(sorted(rows.items(), key=lambda item: (item[0] != _CORE, item[0])))
+        for name, row in rows.items():
+            row.declared = name == _CORE or bool(getattr(capabilities, name))
         if self._report is not None:
             self._write_report(self._report, rows, failures)
         write = terminalreporter.write_line
         terminalreporter.section(f"devgraph: what {self.name!r} proved", sep="-")
         write(f"{'capability':<20} {'declared':<8} {'proved':>6} {'failed':>6} {'skipped':>7}")
-        for name in sorted(rows, key=lambda name: (name != _CORE, name)):
-            row, claimed = rows[name], name == _CORE or bool(getattr(declared, name))
-            says = "yes" if claimed else "no"
+        for name, row in rows.items():
+            says = "yes" if row.declared else "no"
             figures = f"{row.proved:>6} {row.failed:>6} {row.skipped:>7}"
             write(f"{name:<20} {says:<8} {figures}  {'; '.join(row.reasons)}".rstrip())
             if row.failed:
@@ -303,7 +307,7 @@ class _Plugin:
                 if rows_of_table:
                     links = ", ".join(f"#row-{number}" for number in rows_of_table)
                     write(f"{'':<20} likely causes: docs/faults.md {links}")
-            elif not claimed and row.proved and not row.skipped:
+            elif not row.declared and row.proved and not row.skipped:
                 write(
                     f"devgraph: backend {self.name!r} does not declare {name} and passes all "
                     f"{row.proved} tests of it; consider declaring it"
@@ -318,23 +322,15 @@ class _Plugin:
         import devgraph
 
         backend = self.backend(self.name)
-        results = {
-            name: {
-                "declared": name == _CORE or bool(getattr(backend.capabilities, name)),
-                "proved": row.proved,
-                "failed": row.failed,
-                "skipped": row.skipped,
-                "reasons": [*row.reasons],
-            }
-            for name, row in sorted(rows.items(), key=lambda item: (item[0] != _CORE, item[0]))
-        }
         report = {
             "devgraph": devgraph.__version__,
             "torch": torch.__version__,
             "backend": backend.name,
             "device": backend.device_name,
             "version": backend.version,
-            "capabilities": results,
+            "capabilities": {
+                name: {**attrs.asdict(row), "reasons": [*row.reasons]} for name, row in rows.items()
+            },
             "failures": failures,
         }
         Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -345,27 +341,30 @@ class _Plugin:
             "| capability | badge | proved | failed | skipped |",
             "| --- | --- | --- | --- | --- |",
         ]
-        for name, result in results.items():
-            figures = f"{result['proved']} | {result['failed']} | {result['skipped']}"
-            lines.append(f"| {name} | {_badge(result)} | {figures} |")
+        for name, row in rows.items():
+            figures = f"{row.proved} | {row.failed} | {row.skipped}"
+            lines.append(f"| {name} | {row.badge} | {figures} |")
         text = "\n".join(lines) + "\n"
         Path(path).with_suffix(".md").write_text(text, encoding="utf-8")
 
 
-def _badge(result: Mapping[str, Any]) -> str:
-    if not result["declared"]:
-        return "⚪ not declared"
-    if result["failed"]:
-        return "🔴 fails"
-    return "🟢 proved" if result["proved"] and not result["skipped"] else "🟡 not fully run"
-
-
+@attrs.define
 class _Row:
     """Outcomes of the tests of one capability."""
 
-    def __init__(self) -> None:
-        self.proved = self.failed = self.skipped = 0
-        self.reasons: dict[str, None] = {}
+    declared: bool = False
+    proved: int = 0
+    failed: int = 0
+    skipped: int = 0
+    reasons: dict[str, None] = attrs.field(factory=dict)
+
+    @property
+    def badge(self) -> str:
+        if not self.declared:
+            return "⚪ not declared"
+        if self.failed:
+            return "🔴 fails"
+        return "🟢 proved" if self.proved and not self.skipped else "🟡 not fully run"
 
     def count(self, outcome: str, report: Any) -> None:
         self.proved += outcome in ("passed", "xfailed")
@@ -373,12 +372,6 @@ class _Row:
         self.skipped += outcome == "skipped"
         if outcome == "skipped" and isinstance(report.longrepr, tuple):
             self.reasons[str(report.longrepr[2]).removeprefix("Skipped: ")] = None
-
-
-def _essence(text: str) -> list[str]:
-    """Return the error of a failure and its place, without source lines."""
-    lines = text.strip().splitlines()
-    return [line for line in lines if line.startswith("E ")][:8] + lines[-1:]
 
 
 def _hooks(name: str) -> Sequence[str]:

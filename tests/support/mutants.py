@@ -296,7 +296,7 @@ class RecordingsOutliveTheCapture(CpuGraph):
 
     def _apply(self, recording: CpuRecording) -> None:
         entries = recording.changes.values()
-        spans = [hit.note for hit in self.hits]
+        spans = [call.note for call in self.calls]
         super()._apply(CpuRecording(changes=dict(zip(spans, entries, strict=False))))
 
 
@@ -318,16 +318,16 @@ class HalfAnUpdateIsApplied(CpuGraph):
     """Applies each region as soon as it is recorded, and stays ready when a later one fails."""
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> CpuRecording:
-        hits = self.hits
+        calls = self.calls
         changes = {}
         try:
-            for hit in hits:
-                self.hits = [hit]
+            for call in calls:
+                self.calls = [call]
                 recording = super()._record(host)
                 super()._apply(recording)
                 changes.update(recording.changes)
         finally:
-            self.hits = hits
+            self.calls = calls
         return CpuRecording(changes=changes)
 
 

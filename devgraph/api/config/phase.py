@@ -192,7 +192,7 @@ def number(kind: type[int] | type[float], least: int, *, above: bool = False) ->
     return {"kind": f"{what} of {wanted}", "shape": "integer", "read": read}
 
 
-def _read_memory(value: object, path: str) -> float:
+def _read_budget(value: object, path: str) -> float:
     budget = number(float, 0)["read"](value, path)
     if budget == 1 or (budget > 1 and budget != int(budget)):
         raise ConfigError(
@@ -366,7 +366,7 @@ class PhaseConfig:
         default=None,
     )
     executable_budget: float | None = _key(
-        optional({**number(float, 0), "read": _read_memory}),
+        optional({**number(float, 0), "read": _read_budget}),
         "Maximum bytes of executables and recordings of the pool, or, below 1, a share of the "
         "device's memory. The least recently used are evicted and rebuilt at their next launch. "
         "The lowest budget of the phases that share a pool applies. None: no limit.",

@@ -26,9 +26,9 @@ from devgraph.api.tensors import (
     memory_of,
     place_of,
     rewrite,
-    seen_by,
     tensors_in,
     unexpanded,
+    with_bits_of,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         made = torch.empty_strided(
             first.shape, first.stride(), dtype=first.dtype, device=first.device
         )
-        copies = [seen_by(first, made)]
+        copies = [with_bits_of(first, made)]
     else:
         ranges = [byte_range(tensor) for tensor in tensors]
         start = min(begin for begin, _ in ranges) // _ALIGNMENT * _ALIGNMENT
@@ -91,7 +91,7 @@ def _seen_as(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Te
     """Return ``tensor`` moved to ``start`` bytes after the begin of ``memory``."""
     flat = memory if memory.dtype is tensor.dtype else memory.view(tensor.dtype)
     seen = flat.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
-    return seen_by(tensor, seen)
+    return with_bits_of(tensor, seen)
 
 
 def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,9 @@ class EagerSegment:
     The plan refreshes the dictionary ``host`` in place.
     """
 
-    def __init__(self, hit: MarkedCall, host: dict[str, Any]) -> None:
-        self.mark = hit.mark
-        self.hit: MarkedCall | None = hit
+    def __init__(self, call: MarkedCall, host: dict[str, Any]) -> None:
+        self.mark = call.mark
+        self.call: MarkedCall | None = call
         self._host = host
 
     def replay(self) -> None:
@@ -38,12 +38,12 @@ class EagerSegment:
 
     def reset(self) -> None:
         """Drop all tensors."""
-        self.hit = None
+        self.call = None
 
     def _held(self) -> MarkedCall:
-        if self.hit is None:
+        if self.call is None:
             raise StateError(f"the eager segment of {self.mark.name} was reset; capture again")
-        return self.hit
+        return self.call
 
     def __repr__(self) -> str:
         return f"<eager {self.mark.name}>"
@@ -203,11 +203,11 @@ class _BreakableScope(Scope):
         with entered(None), job.pool.eager_body(), job.owned.eager_body(mark, args):
             if job.before_break is not None:
                 job.before_break()
-            hit = MarkedCall(job.pool, mark, args, kwargs, len(self.segments))
+            call = MarkedCall(job.pool, mark, args, kwargs, len(self.segments))
             memory = job.pool.graph_memory
-            result = hit.first_run(args, kwargs, host, body=stub, memory=memory)
-        hit.alias_bridges()
-        segment = EagerSegment(hit, host)
+            result = call.first_run(args, kwargs, host, body=stub, memory=memory)
+        call.alias_bridges()
+        segment = EagerSegment(call, host)
         self._session.on_failure(segment.reset)
         self.segments.append(segment)
         self.open()

@@ -81,7 +81,7 @@ class FullPlan:
         self._targets = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
         self.marks: list[Mark] = graph.marks
         self.run = graph.launch
-        self.notes: dict[str, Any] = dict.fromkeys(_COUNTED if graph.hits else (), 0)
+        self.notes: dict[str, Any] = dict.fromkeys(_COUNTED if graph.calls else (), 0)
         self._job = job
         self._settings = Settings.current()
         self._budget = job.budget or UpdateBudget()

@@ -25,7 +25,7 @@ from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
 from devgraph.api.process import keep_forever
-from devgraph.api.tensors import seen_by
+from devgraph.api.tensors import with_bits_of
 from devgraph.api.torchlike.guards import RandomGuard
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class TorchPool(Pool):
         )
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         plain = empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
-        return seen_by(tensor, plain)
+        return with_bits_of(tensor, plain)
 
     def owns(self, address: int) -> bool:
         """Whether a device address lies in this pool's graph memory."""

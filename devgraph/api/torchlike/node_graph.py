@@ -243,7 +243,7 @@ class NodeGraph(TorchGraph):
 
     def _end(self) -> Executable:
         runtime, stream = self._runtime, self.backend.current_stream_id()
-        if self.hits:
+        if self.calls:
             self._find_region_nodes()
         unjoined = []
         if (capture := runtime.capture_of(stream)) is not None:
@@ -269,8 +269,8 @@ class NodeGraph(TorchGraph):
         else:  # torch's executable of the empty graph is never launched
             native, self._native = self._native, None
             native.reset()
-        if self._nodes and self.hits:
-            regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
+        if self._nodes and self.calls:
+            regions = [(call.mark.name, call.note.nodes) for call in self.calls]
             regions.append(("(after the regions)", self._closing))
             self._pattern = RegionPattern(runtime, own.raw.graph, regions)
         size = executable_bytes(self._nodes)
@@ -327,15 +327,15 @@ class NodeGraph(TorchGraph):
 
     # Regions in a capture.
 
-    def _region_begin(self, hit: MarkedCall) -> None:
-        hit.note = self._captured_so_far()
+    def _region_begin(self, call: MarkedCall) -> None:
+        call.note = self._captured_so_far()
 
-    def _region_end(self, hit: MarkedCall) -> None:
-        (start, before), (stop, last) = hit.note, self._captured_so_far()
+    def _region_end(self, call: MarkedCall) -> None:
+        (start, before), (stop, last) = call.note, self._captured_so_far()
         stream = self.backend.namespace.current_stream(self.backend.device)
         lane = None if stream == self._stream else stream
-        hit.nodes = range(start + self._repeated, stop + self._repeated)
-        hit.note = _Call(lane, frozenset(last).difference(before), start)
+        call.nodes = range(start + self._repeated, stop + self._repeated)
+        call.note = _Call(lane, frozenset(last).difference(before), start)
 
     def _captured_so_far(self) -> tuple[int, Sequence[int]]:
         """Return the capture's number of nodes and the nodes that precede its next work."""
@@ -348,14 +348,14 @@ class NodeGraph(TorchGraph):
         self.update_strategy.close_regions(self, 0)
         capture = self._runtime.capture_of(self.backend.stream_handle(self._stream))
         nodes = [] if capture is None else self._runtime.nodes(capture[1])
-        for hit in self.hits:
-            assert hit.nodes is not None
-            start, last = hit.note.start, hit.note.last
-            hit.note.nodes = region_nodes = tuple(nodes[start : start + len(hit.nodes)])
+        for call in self.calls:
+            assert call.nodes is not None
+            start, last = call.note.start, call.note.last
+            call.note.nodes = region_nodes = tuple(nodes[start : start + len(call.nodes)])
             if region_nodes and last and last.isdisjoint(region_nodes):
                 raise CaptureError(
                     f"the driver does not list captured nodes in capture order, so the nodes of "
-                    f"region {hit.mark.name} cannot be identified. Use policy='breakable'."
+                    f"region {call.mark.name} cannot be identified. Use policy='breakable'."
                 )
         self._closing = tuple(nodes[before:])
 
@@ -427,10 +427,10 @@ class NodeGraph(TorchGraph):
         try:
             capture = runtime.capture_of(stream)
             assert capture is not None
-            for mark, hits in itertools.groupby(self.hits, _mark_of):
+            for mark, calls in itertools.groupby(self.calls, _mark_of):
                 with entered(Absorbed(mark, "full")):
-                    for hit in hits:
-                        self._run_again(hit, host[mark])
+                    for call in calls:
+                        self._run_again(call, host[mark])
                         bounds.append(runtime.count(capture[1]))
             self._last_number += 1
             self.update_strategy.close_regions(self, self._last_number)
@@ -442,34 +442,34 @@ class NodeGraph(TorchGraph):
         try:
             return runtime.end_capture(stream), bounds
         except RuntimeCallError as error:
-            names = ", ".join(dict.fromkeys(hit.mark.name for hit in self.hits))
+            names = ", ".join(dict.fromkeys(call.mark.name for call in self.calls))
             raise UpdateError(
                 f"recording {names} again failed: {error}. A region must join every stream that "
                 f"it forks, and must not use a stream that was forked before the region."
             ) from error
 
-    def _run_again(self, hit: MarkedCall, host: dict[str, Any]) -> None:
+    def _run_again(self, call: MarkedCall, host: dict[str, Any]) -> None:
         try:
-            self._run_in_lane(hit, host)
+            self._run_in_lane(call, host)
         except RuntimeError:
             # torch refuses random numbers in a capture that it did not begin, with a message that
             # depends on its version. A second run under a guard names the operation.
             reason = (
-                f"an update of region {hit.mark.name} cannot keep their order. Draw them outside "
+                f"an update of region {call.mark.name} cannot keep their order. Draw them outside "
                 f"the region and pass the tensor, or use policy='breakable'."
             )
             with contextlib.suppress(RuntimeError), RandomGuard(reason, UpdateError):
-                self._run_in_lane(hit, host)
+                self._run_in_lane(call, host)
             raise
 
-    def _run_in_lane(self, hit: MarkedCall, host: dict[str, Any]) -> None:
-        lane = hit.note.lane
+    def _run_in_lane(self, call: MarkedCall, host: dict[str, Any]) -> None:
+        lane = call.note.lane
         if lane is None:
-            hit.run(host)
+            call.run(host)
             return
         lane.wait_stream(self._stream)
         with self.backend.namespace.stream(lane):
-            hit.run(host)
+            call.run(host)
         self._stream.wait_stream(lane)
 
     def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]

@@ -187,7 +187,7 @@ SCRATCH = ROWS
 
 @dg.region()
 def mixed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Add one, as a break in the middle of a step."""
+    """Multiply, as a break in the middle of a step."""
     return hidden @ weight
 
 

@@ -16,13 +16,12 @@ from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, declar
 
 @dg.region()
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """Scale and shift; a region without host arguments."""
     return x * 2
 
 
 @dg.no_graph(fake=torch.empty_like)
 def summed_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Add one; work that cannot be captured."""
+    """Read the host, which no capture can."""
     return x + float(x.detach().cpu().sum())
 
 
@@ -140,12 +139,10 @@ def test_region_runs_again_under_the_autocast_of_capture(
 
 @dg.region(host_args=("length",))
 def prefix_sum(x: torch.Tensor, *, length: int) -> torch.Tensor:
-    """Sum the first ``length`` columns; the length is a kernel argument."""
     return x[:, :length].sum(1)
 
 
 def step(x: torch.Tensor, *, length: int) -> torch.Tensor:
-    """Run a region between two pieces of captured work."""
     return prefix_sum(x * 2, length=length) + 1
 
 

@@ -146,7 +146,7 @@ def prefix_mean(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
 
 @dg.no_graph(fake=torch.empty_like)
 def scaled_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Add one; work that cannot be captured."""
+    """Read the host, which no capture can."""
     return x / max(1.0, float(x.detach().abs().max().cpu()))
 
 

@@ -52,7 +52,7 @@ def test_decode_equals_eager_for_every_size_in_any_order(kit: Kit, policy: str) 
 
 @dg.region(host_args=("length",), mutates=("cache", "out"))
 def attended(cache: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
-    """Append the rows of ``x`` to the cache and return the sum of the cache."""
+    """Write ``x`` into the cache, and the sum of the cache so far into ``out``."""
     cache[length - 1].copy_(x[0])
     out.copy_(cache[:length].sum(0, keepdim=True) + x)
 

@@ -20,25 +20,22 @@ WIDTH = 16
 
 @dg.region(host_args=("n",))
 def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Scale by ``n``; every value runs the same kernels with other arguments."""
+    """Sum ``n`` columns; every value runs the same kernels with other arguments."""
     return x[:, :n].sum(1, keepdim=True) * 2
 
 
 @dg.region(host_args=("m",))
 def tail(x: torch.Tensor, *, m: int) -> torch.Tensor:
-    """Shift by a second host argument."""
     return x[:, m:].sum(1, keepdim=True) + 1
 
 
 def layers(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Call one region three times with captured work in between."""
     for _ in range(3):
         x = x * 0.5 + head(x + 1, n=n)
     return x
 
 
 def both(x: torch.Tensor, *, n: int, m: int) -> torch.Tensor:
-    """Call two regions with different host arguments."""
     h = x * 2
     return head(h, n=n) * 10 + tail(h, m=m)
 
@@ -247,7 +244,6 @@ class _Refused(Exception):
 
 @dg.region(host_args=("n",))
 def picky(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Raise for one value."""
     if n == 13:
         raise _Refused("n is 13")
     return x[:, :n].sum(1, keepdim=True) - 1
