@@ -96,10 +96,7 @@ class Backend(Device):
         return {}
 
     def make_pool(self, *, releasable: bool = False) -> Pool:
-        """Return a new pool.
-
-        Args:
-            releasable: make a pool whose memory ``Pool.release`` can give back to the device.
+        """Return a new pool; ``Pool.release`` can give the memory of a ``releasable`` one back.
 
         Raises:
             CapabilityError: this backend has no releasable pools.

@@ -59,10 +59,7 @@ class GateChannel(Protocol):
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
         """Begin a launch on the current stream; the waits at ``opened`` pass in it.
 
-        Args:
-            launch: its number; None if nobody opens its gates.
-            opened: places.
-            signals: whether the step has signals.
+        The number ``launch`` is None if nobody opens its gates.
         """
 
     def end(self, launch: int) -> None:
@@ -399,10 +396,7 @@ class Gates(Mapping[str, Gate]):
     def launch(self, recorded: Recorded | None = None) -> Iterator[None]:
         """Run one step in the block, under the lock of its pool.
 
-        An eager step without marks is no epoch.
-
-        Args:
-            recorded: the marks of its capture; None for an eager step.
+        Without ``recorded`` marks of a capture the step is eager, and no epoch if it has no marks.
 
         Raises:
             GateTimeoutError: a gate of an earlier replay was not opened.
@@ -622,10 +616,7 @@ class Gates(Mapping[str, Gate]):
 class HostGates:
     """A channel that waits on the host, for the CPU reference and for breaks.
 
-    Args:
-        gates: the gates.
-        fence: ``Backend.fence``.
-        record: records a callable in the capture of this thread.
+    ``fence`` is ``Backend.fence``. ``record`` records a callable in the capture of this thread.
     """
 
     delayed = False

@@ -367,15 +367,9 @@ class DeviceGraph(abc.ABC):
         arguments: tuple[torch.Tensor, ...],
         names: Names | None,
     ) -> None:
-        """Start recording into an empty graph.
+        """Start recording into an empty graph; see ``Session.begin``.
 
         The caller must call ``end`` or ``cancel`` afterwards, also on failure.
-
-        Args:
-            mode: capture error mode.
-            spec: see ``Session.begin``.
-            arguments: see ``Session.begin``.
-            names: see ``Session.begin``.
         """
         self.arguments, self.names = arguments, names
         self.spec = spec or NO_HOST_ARGS

@@ -69,11 +69,8 @@ class Session:
     ) -> None:
         """Start recording into ``graph``, an empty graph of the pool.
 
-        Args:
-            graph: the graph.
-            spec: the host arguments of its regions.
-            arguments: tensors of the caller that regions may touch, whether captured or not.
-            names: assigns the captured nodes to named calls, if that was requested.
+        Regions take host arguments of ``spec`` and may touch ``arguments`` of the caller, captured
+        or not. ``names`` assigns the captured nodes to named calls.
         """
         graph.require_empty()
         self.on_failure(graph.cancel)

@@ -154,11 +154,7 @@ class Randomness:
     """The generators of a recording.
 
     Only one recording at a time follows torch's default generator. The others record draws from it
-    and do not see changes of its state.
-
-    Args:
-        record: records a call under a name.
-        known: generators of the caller.
+    and do not see changes of its state. The caller owns the ``known`` generators.
     """
 
     def __init__(self, record: Record, known: Iterable[torch.Generator] = ()) -> None:

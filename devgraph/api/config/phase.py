@@ -409,15 +409,7 @@ class PhaseConfig:
         self._settle()
 
     def with_checked(self, values: Mapping[str, Any], explicit: frozenset[str]) -> PhaseConfig:
-        """Return a copy with new values, which must have been checked.
-
-        Args:
-            values: values by key.
-            explicit: the explicitly chosen keys of the copy.
-
-        Raises:
-            ConfigError: two values contradict each other.
-        """
+        """Return a copy with new values, which must have been checked one at a time."""
         config = object.__new__(PhaseConfig)
         for name in KEYS:
             value = values[name] if name in values else getattr(self, name)

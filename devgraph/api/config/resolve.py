@@ -26,8 +26,6 @@ from devgraph.api.policy import registration
 
 logger = logging.getLogger(__name__)
 
-_RECOMMENDED = "recommended"  # name of the preference for the policy that the backend recommends
-
 
 @attrs.frozen(kw_only=True)
 class FiredRule:
@@ -134,10 +132,8 @@ def resolve(
     fired: list[FiredRule] = []
     refused: list[str] = []
     for phase in phases:
-        asked = requested.phase(phase)
-        recommended, first = _recommended(phase, asked, facts)
-        effective[phase], applied, conflicts = _apply(phase, recommended, facts, asked.explicit)
-        fired += first + applied
+        effective[phase], applied, conflicts = _apply(phase, requested.phase(phase), facts)
+        fired += applied
         refused += conflicts
     if refused:
         lines = "".join(f"\n- {line}" for line in refused)
@@ -157,58 +153,40 @@ def resolve(
     )
 
 
-def _recommended(
-    phase: str, config: PhaseConfig, facts: EngineFacts
-) -> tuple[PhaseConfig, list[FiredRule]]:
-    """Apply the policy that the backend recommends for a phase, if it recommends one."""
-    policy = facts.recommended.get(phase, config.policy)
-    if config.policy in (policy, "disabled"):
-        return config, []
-    chosen = "policy" in config.explicit
-    fired = FiredRule(
-        phase=phase,
-        rule=_RECOMMENDED,
-        kind="preference",
-        outcome="kept" if chosen else "changed",
-        key="policy",
-        before=config.policy,
-        after=policy,
-        explanation="the backend recommends this policy for the phase",
-        source="devgraph: Backend.recommended_mode",
-    )
-    return (config if chosen else _decided(config, "policy", policy)), [fired]
-
-
-def _decided(config: PhaseConfig, key: str, value: Any) -> PhaseConfig:
-    return config.with_checked({key: value}, config.explicit | {key})
-
-
 def _apply(
-    phase: str, config: PhaseConfig, facts: EngineFacts, chosen: frozenset[str]
+    phase: str, config: PhaseConfig, facts: EngineFacts
 ) -> tuple[PhaseConfig, list[FiredRule], list[str]]:
     """Apply the table to a phase until no rule fires; each rule fires once."""
-    holds = config
+    chosen, recommended = config.explicit, facts.recommended.get(phase, config.policy)
+    first = Rule(
+        name="recommended",
+        kind="preference",
+        when=lambda *_: True,
+        explanation="the backend recommends this policy for the phase",
+        source="devgraph: Backend.recommended_mode",
+        value=recommended,
+    )
     fired: list[FiredRule] = []
     conflicts: list[str] = []
-    done: set[str] = set()
+    done = {first.name} if config.policy in (recommended, "disabled") else set[str]()
     changed = True
     while changed:
         changed = False
-        for rule in _rules_for(holds.policy, phase):
-            if rule.name in done or not rule.when(facts, holds):
+        for rule in (first, *_rules_for(config.policy, phase)):
+            if rule.name in done or not rule.when(facts, config):
                 continue
             if rule.kind == "note":
                 done.add(rule.name)
                 fired.append(_fired(phase, rule, "noted", None, None))
                 continue
-            before, after = getattr(holds, rule.key), rule.result(facts, holds)
-            if rule.key == "policy" and before in WEAKER[WEAKER.index(after) :]:
+            before, after = getattr(config, rule.key), rule.result(facts, config)
+            if after in WEAKER and before in WEAKER[WEAKER.index(after) :]:
                 continue  # the policy is already as weak
             done.add(rule.name)
             if rule.kind == "scope" or rule.key not in chosen:
                 outcome = "set aside" if rule.kind == "scope" else "changed"
                 fired.append(_fired(phase, rule, outcome, before, after))
-                holds = _decided(holds, rule.key, after)
+                config = config.with_checked({rule.key: after}, config.explicit | {rule.key})
                 changed = True  # earlier rules may apply to the new value
                 break
             if rule.kind == "safety":
@@ -219,8 +197,8 @@ def _apply(
             else:
                 fired.append(_fired(phase, rule, "kept", before, after))
     # A note about a policy that a later rule replaced is no longer true.
-    true = {rule.name for rule in _rules_for(holds.policy, phase)}
-    return holds, [rule for rule in fired if rule.kind != "note" or rule.rule in true], conflicts
+    true = {rule.name for rule in _rules_for(config.policy, phase)}
+    return config, [rule for rule in fired if rule.kind != "note" or rule.rule in true], conflicts
 
 
 def _rules_for(policy: str, phase: str) -> list[Rule]:

@@ -213,17 +213,10 @@ class NodeRuntime:
         raise NotImplementedError
 
     def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
-        """Judge whether an executable's node can take the parameters of ``node``.
+        """Judge whether an executable's node with ``fixed`` properties can take those of ``node``.
 
-        Args:
-            kind: kind of both nodes.
-            fixed: fixed properties of the executable's node.
-            node: the node with the new parameters.
-            params: parameters of ``node``.
-
-        Returns:
-            The parameters, whether the executable's node accepts them, and whether they point to
-            host memory.
+        Return its parameters, whether the other node accepts them, and whether they point to host
+        memory.
         """
         raise NotImplementedError
 
@@ -238,16 +231,11 @@ class NodeRuntime:
     def looping(
         self, stream: int, body: int, going: int, prepare: Callable[[], None]
     ) -> contextlib.AbstractContextManager[Callable[[], int]]:
-        """Record the launches of the block as a loop in the capture on ``stream``.
+        """Record the launches of the block on stream ``body`` as a loop in a capture on ``stream``.
 
-        Args:
-            stream: the capturing stream.
-            body: the stream for the launches of the block.
-            going: address of a byte; replays repeat the loop while the byte is not zero.
-            prepare: called before ``body`` captures; it may allocate.
-
-        Yields:
-            A callable that returns the number of nodes of the body after the block.
+        Replays repeat the loop while the byte at the address ``going`` is not zero. ``prepare`` is
+        called before ``body`` captures, so that it may allocate. Yield a callable that returns the
+        number of nodes of the body after the block.
         """
         raise NotImplementedError
 

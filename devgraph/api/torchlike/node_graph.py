@@ -161,12 +161,7 @@ class UpdateStrategy:
         """Prepare for a capture that may have updatable regions."""
 
     def close_regions(self, graph: NodeGraph, number: int) -> None:
-        """Launch device work that each recording includes after its regions.
-
-        Args:
-            graph: the graph.
-            number: number of the recording; 0 is the capture.
-        """
+        """Launch the work after the regions of recording ``number``; 0 is the capture."""
 
     def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
         """Whether to create a separate executable for ``recording``, which has none."""
@@ -189,13 +184,10 @@ class UpdateStrategy:
         *,
         own: bool,
     ) -> Executable:
-        """Return the launch target for a new executable.
+        """Return the launch target for an executable with the parameters of ``recording``.
 
-        Args:
-            graph: the graph.
-            executable: the new executable.
-            recording: the recording whose parameters it holds; None for the capture's.
-            own: whether it is the graph's own executable, into which other recordings are written.
+        Without a recording, it has those of the capture. With ``own`` it is the graph's own
+        executable, into which other recordings are written.
         """
         return executable
 
@@ -585,12 +577,8 @@ class NodeBackend(TorchBackend):
         Called in the session after the capture. A replay of ``native`` launches no captured work.
         Before such a graph, torch writes the generators' offsets by operations. A version of torch
         that registers the default generator with every capture always writes them. There, only a
-        changed offset shows that the capture draws numbers.
-
-        Args:
-            native: torch's graph.
-            pool: the pool, whose keeper draws no random numbers.
-            own: the caller's generators.
+        changed offset, of that generator or of the caller's ``own``, shows that the capture draws
+        numbers. The keeper of ``pool`` draws none, which tells the versions of torch apart.
         """
         # After a failed capture there is no keeper, so the version of torch stays undetermined.
         if self._lazy_generators is None and pool.keeper is not None:

@@ -83,11 +83,7 @@ class Kit:
     ) -> tuple[dg.DeviceGraph, Any]:
         """Capture ``body`` without a policy and return the graph and the result of ``body``.
 
-        Args:
-            body: the function to capture.
-            host_args: host arguments at capture.
-            pool: memory of the graph; None makes a pool.
-            warm: run ``body`` eagerly first, because libraries initialise at their first use.
+        A ``warm`` run comes first, because libraries initialise at their first use.
         """
         if warm:
             body()
