@@ -98,18 +98,9 @@ class Recording(abc.ABC):
         """Free the recording; safe while a replay that used it is in flight."""
 
 
-class Owner(Protocol):
-    """The owner of recordings: a graph."""
-
-    pinned: bool
-    """Whether its own executable is never evicted."""
-    key: Hashable
-    """Key of the host values that the next launch uses."""
-
-
 @attrs.define
 class _Item:
-    owner: weakref.ref[Owner]
+    owner: weakref.ref[Any]  # a graph
     recording: Recording  # or the executable of the owner
     used: int = 0  # stamp of the last use of a recording; an executable has its own
 
@@ -218,7 +209,7 @@ class Recordings:
         item.used = next(self.clock)
         return item.recording
 
-    def put(self, owner: Owner, key: Hashable, recording: Recording | EvictableExecutable) -> None:
+    def put(self, owner: object, key: Hashable, recording: Recording | EvictableExecutable) -> None:
         """Keep ``recording`` and bring the others within the budget."""
         place = (id(owner), key)
         self._remove(place)
@@ -316,8 +307,8 @@ class Recordings:
         if graph is None:
             return False
         if place[1] is not _OWN:
-            return graph.key == place[1]
-        return self.budget_bytes is None or graph.pinned
+            return bool(graph.key == place[1])
+        return self.budget_bytes is None or bool(graph.pinned)
 
     def _shrink(self, place: tuple[int, Hashable]) -> None:
         item = self._items.get(place)
@@ -347,7 +338,7 @@ class EvictableExecutable(Recording):
 
     def __init__(
         self,
-        graph: Owner,
+        graph: Any,
         recordings: Recordings,
         *,
         make: Callable[[], Executable],

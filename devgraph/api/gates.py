@@ -241,6 +241,7 @@ class Gates(Mapping[str, Gate]):
         self.complete = False
         """Whether a capture has shown all names."""
         self.breaks = not backend.capabilities.gates
+        """Whether marks break a capture, because the backend has no gates inside a graph."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -301,7 +302,7 @@ class Gates(Mapping[str, Gate]):
     # Marks.
 
     def reach(self, kind: str, name: str, timeout: float | None, *, recording: bool) -> None:
-        """See ``GateSet.reach``."""
+        """Record a mark, run it now, or do nothing, as the state of the step requires."""
         place = (self._gates.get(name) or self._named(name)).number * self._turns
         place += current_turn.get()
         seconds = self.timeout if timeout is None else _timeout(timeout)
@@ -348,7 +349,7 @@ class Gates(Mapping[str, Gate]):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """See ``GateSet.recording``."""
+        """Record the marks of the block, which names no gate twice."""
         self.recorded, self._unopened, self._records = Recorded(), [], True
         try:
             yield
@@ -356,7 +357,7 @@ class Gates(Mapping[str, Gate]):
             self._records = False
 
     def open_recorded(self) -> None:
-        """See ``GateSet.open_recorded``."""
+        """Let the waits that were recorded since the last call pass once."""
         places, self._unopened = self._unopened, []
         if self._now is None and places:
             self.channel.begin(None, places, False)

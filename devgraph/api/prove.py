@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.backend import Backend, poison
 from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, whole
-from devgraph.api.modes import Settings
 from devgraph.api.reach import Watch, entries
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot, same_bytes
 from devgraph.api.tensors import has_place, unexpanded
@@ -607,21 +606,6 @@ def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:
     return twins
 
 
-class Provable(Protocol):
-    """A captured step, as ``Captured`` is one."""
-
-    settings: Settings
-    exact: bool
-    places: Mapping[str, int]
-
-    @property
-    def outputs(self) -> Any:
-        """The outputs of a replay."""
-
-    def run(self, host: Mapping[str, Any]) -> None:
-        """Run the captured work; the caller makes the checks of a replay."""
-
-
 def addresses(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Return the address of each tensor by its name."""
     return {name: tensor.data_ptr() for name, tensor in named}
@@ -693,9 +677,7 @@ def drawn(draw: Draw, tensor: torch.Tensor, generator: torch.Generator) -> torch
 class _Prover:
     """The proof of one capture."""
 
-    def __init__(
-        self, captured: Provable, job: Job, sample: Mapping[str, Draw], limit: int
-    ) -> None:
+    def __init__(self, captured: Any, job: Job, sample: Mapping[str, Draw], limit: int) -> None:
         self._captured = captured
         self._job = job
         self._generator = torch.Generator().manual_seed(0)
@@ -796,7 +778,7 @@ def named_tensors(tree: Any, prefix: str) -> NamedTensors:
     return named
 
 
-def prove(captured: Provable, job: Job, terms: Terms) -> Report:
+def prove(captured: Any, job: Job, terms: Terms) -> Report:
     """Implement ``Captured.prove``."""
     declared = job.spec.declared
     paths = [path for path, _ in job.owned.tensors]

@@ -10,36 +10,20 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from devgraph.api.errors import CaptureError, InputTypeError, brief
 from devgraph.api.marks.marks import current_scope, is_here, no_graph
 from devgraph.api.marks.source import user_line
 
-
-class GateSet(Protocol):
-    """The gates of one capture or runner, as marks see them."""
-
-    breaks: bool
-    """Whether the backend has no gates inside a graph, so that marks break the capture."""
-
-    def reach(self, kind: str, name: str, timeout: float | None, *, recording: bool) -> None:
-        """Record a mark, run it now, or do nothing, as the state of the step requires."""
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Record the marks of the block, which names no gate twice."""
-
-    def open_recorded(self) -> None:
-        """Let the waits that were recorded since the last call pass once."""
-
-
-current_gates: ContextVar[GateSet | None] = ContextVar("devgraph_gates", default=None)
+current_gates: ContextVar[Any] = ContextVar("devgraph_gates", default=None)
+"""The ``Gates`` of the capture or runner whose step runs."""
 _refuses: ContextVar[bool] = ContextVar("devgraph_refuses_gates", default=False)
 current_turn: ContextVar[int] = ContextVar("devgraph_turn", default=0)
 
 
 @contextlib.contextmanager
-def entered_gates(gates: GateSet) -> Iterator[None]:
+def entered_gates(gates: Any) -> Iterator[None]:
     """Make ``gates`` those of the marks in the block."""
     token = current_gates.set(gates)
     try:
@@ -72,7 +56,10 @@ def turns(count: int) -> Iterator[int]:
 def recording_gates() -> AbstractContextManager[None]:
     """Return a context that records the marks of the current gates, if any."""
     gates = current_gates.get()
-    return contextlib.nullcontext() if gates is None else gates.recording()
+    recording: AbstractContextManager[None] = (
+        contextlib.nullcontext() if gates is None else gates.recording()
+    )
+    return recording
 
 
 def open_recorded() -> None:
