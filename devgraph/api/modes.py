@@ -15,7 +15,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch.overrides import _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
@@ -69,8 +69,8 @@ _flash, _efficient, _math, _cudnn, _override = (get for get, _ in _SWITCHES[:5])
 
 
 @attrs.frozen(eq=False)
-class _Stack:
-    """One of torch's stacks of user modes on a thread, lowest mode first."""
+class Stack:
+    """One of torch's stacks of modes on a thread, lowest mode first."""
 
     read: Callable[[], list[Any]]
     height: Callable[[], int]
@@ -90,11 +90,19 @@ class _Stack:
             return
         below = list(itertools.takewhile(_is_own, before))
         above = filter(_is_own, before[len(below) :])  # a guard sees operations before the user's
-        self._rebuild([*below, *modes, *above])
+        self.rebuild([*below, *modes, *above])
         try:
             yield
         finally:
-            self._rebuild(before)
+            self.rebuild(before)
+
+    def rebuild(self, modes: Sequence[Any]) -> None:
+        """Replace all modes; an interrupt leaves no half of them."""
+        try:
+            self._rebuild(modes)
+        except BaseException:
+            self._rebuild(modes)
+            raise
 
     def _rebuild(self, modes: Sequence[Any]) -> None:
         while self.height():
@@ -108,20 +116,40 @@ def _is_own(mode: object) -> bool:
     return getattr(mode, "is_devgraph_mode", False)
 
 
-_STACKS = (
-    _Stack(
+STACKS = (
+    Stack(
         _get_current_function_mode_stack,
         torch._C._len_torch_function_stack,
         _push_function_mode,
         _pop_function_mode,
     ),
-    _Stack(
+    Stack(
         _get_current_dispatch_mode_stack,
         torch._C._len_torch_dispatch_stack,
         _push_dispatch_mode,
         _pop_dispatch_mode,
     ),
 )
+"""The stack of function modes and that of dispatch modes."""
+
+
+class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode of devgraph, which is none of the user's; subclasses take each operation."""
+
+    is_devgraph_mode = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.take(func, args, kwargs or {})
 
 
 @attrs.define(eq=False)
@@ -143,7 +171,7 @@ class Settings:
         return Settings(
             Modes.current(),
             tuple(get() for get, _ in _SWITCHES),
-            tuple(stack.users() for stack in _STACKS),
+            tuple(stack.users() for stack in STACKS),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -180,7 +208,7 @@ class Settings:
                     if (now := get()) != value:
                         stack.callback(put, now)
                         put(value)
-                for modes, users in zip(_STACKS, self.stacks, strict=True):
+                for modes, users in zip(STACKS, self.stacks, strict=True):
                     stack.enter_context(modes.holding(users))
                 stack.enter_context(self.modes.restored())
                 yield

@@ -16,15 +16,12 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.overrides import _pop_mode as _pop_function_mode
-from torch.overrides import _push_mode as _push_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import CaptureError
 from devgraph.api.marks.source import user_line
+from devgraph.api.modes import STACKS, Stack
 
 _mode_of = torch._C._get_dispatch_mode
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
@@ -34,17 +31,10 @@ Report = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _BottomMode:
-    """A mode at the bottom of its stack of modes.
-
-    Subclasses are modes of torch and set the functions of their stack: ``stack`` returns the modes,
-    lowest first.
-    """
+    """A mode at the bottom of its stack of modes; subclasses are modes of torch."""
 
     is_devgraph_mode = True
-    stack: Callable[[], list[Any]]
-    pop: Callable[[], Any]
-    push: Callable[[Any], None]
-    height: Callable[[], int]
+    stack: Stack
 
     def __init__(self, report: Report, recorder: Any) -> None:
         super().__init__()
@@ -58,51 +48,36 @@ class _BottomMode:
     def install(self) -> None:
         """Start, below all modes except a default device."""
         self.clear()
-        stack = self.stack()
+        stack = self.stack.read()
         # torch requires the mode of set_default_device to be the lowest.
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         stack.insert(1 if stack and stack[0] is default else 0, self)
-        self._arrange(stack)
+        self.stack.rebuild(stack)
 
     @classmethod
     def clear(cls) -> None:
         """Take removed modes off the thread's stack, because torch compiles nothing under them."""
-        stack = cls.stack()
+        stack = cls.stack.read()
         rest = [mode for mode in stack if not (isinstance(mode, _BottomMode) and mode.is_over)]
         if len(rest) < len(stack):
-            cls._arrange(rest)
+            cls.stack.rebuild(rest)
 
     def remove(self, leftovers: Collection[object] = ()) -> None:
         """Stop, and take this mode and ``leftovers`` off the stack. Idempotent."""
         self.is_over = True
-        stack = self.stack()
+        stack = self.stack.read()
         rest = [mode for mode in stack if mode is not self and mode not in leftovers]
         if len(rest) < len(stack):
-            self._arrange(rest)
-
-    @classmethod
-    def _arrange(cls, stack: list[Any]) -> None:
-        try:
-            cls._rebuild(stack)
-        except BaseException:  # An interrupt must not leave half of the stack.
-            cls._rebuild(stack)
-            raise
-
-    @classmethod
-    def _rebuild(cls, stack: list[Any]) -> None:
-        while cls.height():
-            cls.pop()
-        for mode in stack:
-            cls.push(mode)
+            self.stack.rebuild(rest)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Report calls of the block, which is in a report, too."""
-        type(self).push(self)
+        self.stack.push(self)
         try:
             yield
         finally:
-            type(self).pop()
+            self.stack.pop()
 
 
 def _cond(predicate: Any, yes: Any, no: Any, operands: Any) -> Any:
@@ -126,9 +101,7 @@ _RULES: dict[str, Callable[..., Any]] = {
 class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reports every operation of the thread."""
 
-    stack = staticmethod(_get_current_dispatch_mode_stack)
-    pop, push = staticmethod(_pop_dispatch_mode), staticmethod(_push_dispatch_mode)
-    height = staticmethod(torch._C._len_torch_dispatch_stack)
+    stack = STACKS[1]
     supports_higher_order_operators = True
 
     def __torch_dispatch__(
@@ -164,9 +137,7 @@ class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-ca
 class Functions(_BottomMode, TorchFunctionMode):
     """Reports every call of a torch function by the thread."""
 
-    stack = staticmethod(_get_current_function_mode_stack)
-    pop, push = staticmethod(_pop_function_mode), staticmethod(_push_function_mode)
-    height = staticmethod(torch._C._len_torch_function_stack)
+    stack = STACKS[0]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -218,13 +189,13 @@ def _has_override(values: Any) -> bool:
     The fast paths of torch.nn's transformer layers are taken only if no mode is active, and on a
     device none is.
     """
-    stack = Functions.stack()
+    stack = Functions.stack.read()
     if len(stack) == 1 and isinstance(stack[0], Functions):
-        mode = Functions.pop()
+        mode = Functions.stack.pop()
         try:
             return _has_torch_function(values)
         finally:
-            Functions.push(mode)
+            Functions.stack.push(mode)
     return _has_torch_function(values)
 
 
@@ -259,7 +230,7 @@ def restore_torch(recording: object) -> None:
 
 def current_recorder() -> Any:
     """Return the recorder of this thread's operations, or None."""
-    modes = (mode for mode in Dispatching.stack() if isinstance(mode, Dispatching))
+    modes = (mode for mode in Dispatching.stack.read() if isinstance(mode, Dispatching))
     return next((mode.recorder for mode in modes if not mode.is_over), None)
 
 
@@ -267,5 +238,5 @@ def is_recording() -> bool:
     """Whether operations of this thread are recorded."""
     return any(
         isinstance(mode, _BottomMode) and not mode.is_over
-        for mode in (*Functions.stack(), *Dispatching.stack())
+        for mode in (*Functions.stack.read(), *Dispatching.stack.read())
     )

@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import DeviceGraphError
+from devgraph.api.modes import OwnMode
 
 
 class Kind(enum.Enum):
@@ -282,20 +282,16 @@ def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
     return tuple(getattr(home, name) for home in homes if hasattr(home, name))
 
 
-class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Probe(OwnMode):
     """A mode that collects the operations of a call and runs none."""
 
-    is_devgraph_mode = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.seen.append((func, args, kwargs or {}))
-        return (kwargs or {}).get("out", args[0] if args else None)
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.seen.append((func, args, kwargs))
+        return kwargs.get("out", args[0] if args else None)
 
 
 def _is_same(

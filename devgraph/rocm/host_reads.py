@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.marks.host_reads import host_read_error
+from devgraph.api.modes import OwnMode
 from devgraph.api.tensors import tensors_in
 
 _READS = frozenset(
@@ -24,7 +24,7 @@ _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 """Operations whose second argument is a list of indices; the host counts the hits of masks."""
 
 
-class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HostReadGuard(OwnMode):
     """A mode that refuses this thread's operations that read device data, while it is ``on``.
 
     Before HIP 7.14 such a call inside a capture raises no error: the host reads the previous
@@ -32,10 +32,8 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     costs a capture a few microseconds per operation and does not affect replays.
     """
 
-    is_devgraph_mode = True
-
     def __init__(self, is_device: Callable[[torch.Tensor], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._is_device = is_device
         self.on = False
 
@@ -49,14 +47,7 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return True; newer versions of torch call this instead of ``is_infra_mode``."""
         return True
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.on and _is_composed(func):
             with self:
                 return func.decompose(*args, **kwargs)

@@ -34,7 +34,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as shape_config
 from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import (
     CapabilityError,
@@ -50,7 +49,7 @@ from devgraph.api.marks.host_values import HostSpec, frozen, taken_from
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
 from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_line
-from devgraph.api.modes import Modes, Settings, autocast_uncached
+from devgraph.api.modes import Modes, OwnMode, Settings, autocast_uncached
 from devgraph.api.owned import Owned
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Plan, Policy
@@ -133,25 +132,21 @@ def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
     return mode.shape_env.ignore_fresh_unbacked_symbols()
 
 
-class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Closed(OwnMode):
     """A mode that replaces real tensors, which the block reaches by closure, by fake ones.
 
     FakeTensorMode can accept real tensors itself, but then writes some of them.
     """
 
-    is_devgraph_mode = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             # A tracer's mode would create a symbol that the step does not define.
             raise HostReadError("it reads device data on the host")
-        args, kwargs = pytree.tree_map(self._leaf, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(self._leaf, (args, kwargs))
         return func(*args, **kwargs)
 
     def stand_in(self, result: Any) -> Any:

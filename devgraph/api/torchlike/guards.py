@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import CaptureError, DeviceGraphError
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.source import user_line
+from devgraph.api.modes import OwnMode
 from devgraph.api.torchlike.node_calls import Capture, NodeRuntime
 
 MOST_STREAMS = 64
@@ -29,32 +29,24 @@ def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return True
 
 
-class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomGuard(OwnMode):
     """A mode that refuses operations that draw random numbers while this thread captures.
 
     A graph would repeat the numbers of the capture in every replay. Warm-up runs and the eager
     bodies of breaks may draw random numbers.
     """
 
-    is_devgraph_mode = True
-
     def __init__(self, why: str, error: type[DeviceGraphError] = CaptureError) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._why = why
         self._error = error
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if is_capturing() and draws(func, args, kwargs or {}):
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_capturing() and draws(func, args, kwargs):
             raise self._error(
                 f"{func} draws random numbers inside a capture, at {user_line()}, and {self._why}"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class SideStreams:

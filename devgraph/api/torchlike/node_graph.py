@@ -18,7 +18,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import (
     CaptureError,
@@ -32,6 +31,7 @@ from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Absorbed, Mark, entered
 from devgraph.api.marks.scopes import LoopError
+from devgraph.api.modes import OwnMode
 from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
@@ -595,20 +595,19 @@ class NodeBackend(TorchBackend):
         return after != before
 
 
-class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Refusing(OwnMode):
     """A mode that refuses the first operation and remembers it."""
 
-    is_devgraph_mode = True
     refused = False
 
-    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+    def take(self, *_: Any) -> Any:
         self.refused = True
         raise RuntimeError("this replay only tests whether it calls operations")
 
 
 def _replay_calls_operations(native: Any) -> bool:
     """Replay ``native`` up to its first torch operation; return whether there was one."""
-    refusing = _Refusing()  # type: ignore[no-untyped-call]
+    refusing = _Refusing()
     try:
         with refusing:
             native.replay()
