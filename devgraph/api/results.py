@@ -30,7 +30,7 @@ class ResultCheck:
         function: subject of the error.
         before: introduces the earlier result, such as "at capture it returned".
         error: class of the error.
-        now: when it returned the later result; may be empty.
+        now: condition of the later result, such as "for these host arguments"; may be empty.
         remedy: what the user should do.
     """
 

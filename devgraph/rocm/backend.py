@@ -18,7 +18,7 @@ from devgraph.api.torchlike.base import FULL_BUILD, TorchPool
 from devgraph.api.torchlike.guards import MOST_STREAMS
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
 from devgraph.rocm.gates import ValueGates, captures_values
-from devgraph.rocm.host_reads import HostReadGuard
+from devgraph.rocm.guards import HostReadGuard
 from devgraph.rocm.runtime import Runtime
 from devgraph.rocm.verification import Verification, VerifiedUpdates
 

@@ -25,7 +25,7 @@ CAPACITY = 4096
 """Maximum number of places, names times turns, of one capture or runner."""
 
 WRITE, AT_LEAST, EQUAL = -1, 0, 1
-"""Kinds of operations: a write, and waits with the drivers' values of their comparisons."""
+"""Kinds of operations: a write, and two waits, whose numbers are the drivers' comparisons."""
 
 NON_BLOCKING = 1
 """The drivers' flag of streams that do not wait for the default stream."""

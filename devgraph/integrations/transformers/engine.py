@@ -200,7 +200,7 @@ class Engine:
         self.closed = False
         self._captured = False
         self._handoffs: dict[int, Handoff] = {}
-        """Handoffs of held requests, of ``_exports``, and those to copy into a slot."""
+        """Handoffs by request: held ones, those of ``_exports``, and those to copy into a slot."""
         self._exports: set[int] = set()
         """Requests that a layer-wise handoff exports when their prompt has run."""
         facts = EngineFacts(debug_hooks=has_hooks(model)) if facts is None else facts

@@ -91,7 +91,7 @@ class RecurrentLayers:
     def __init__(self, layers: Mapping[int, Any]) -> None:
         self.layers = dict(layers)
         self.carries = True
-        """Whether mixers carry a state through several tokens; else they continue one by one."""
+        """Whether mixers carry a state through several tokens; else they take a token at a time."""
         self.slots: list[StateSlot] = []
         """The state slots of the runners."""
         self.names: dict[str, str] = {}

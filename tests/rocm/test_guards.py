@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.rocm.host_reads import HostReadGuard
+from devgraph.rocm.guards import HostReadGuard
 from tests.support.fake_hip import (
     assert_usable,
     captured,
