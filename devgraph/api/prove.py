@@ -347,10 +347,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare_near(
-    expected: torch.Tensor,
-    got: torch.Tensor,
-    rtol: float | None = None,
-    atol: float | None = None,
+    expected: torch.Tensor, got: torch.Tensor, rtol: float | None = None, atol: float | None = None
 ) -> str:
     """Return "" if the tensors are equal within tolerance, else the difference as text.
 
@@ -700,11 +697,7 @@ class _Prover:
         self._state = [*reached, *arguments]  # of two names of a tensor, the last counts
         given = sum(leaf.nbytes for _, leaf in self._inputs)
         self.state = State(
-            job.backend,
-            self._state,
-            owned.roots,
-            owned.generators(),
-            limit=limit + given,
+            job.backend, self._state, owned.roots, owned.generators(), limit=limit + given
         )
 
     def not_varied(self) -> list[str]:

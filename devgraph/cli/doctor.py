@@ -40,14 +40,7 @@ from devgraph.api.registry import (
     get_backend,
     installed_version,
 )
-from devgraph.cli.tables import (
-    CommandError,
-    print_json,
-    print_table,
-    say,
-    time_text,
-    working,
-)
+from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
 from devgraph.cli.timing import seconds_per_call
 from devgraph.runners.report import format_bytes
 
@@ -454,9 +447,5 @@ def _host_read(backend: Backend) -> str:
     raise _AnswerIsNo("a host read inside a capture freezes its value")
 
 
-_PROBES = {
-    "region_update": _region_update,
-    "rng": _rng,
-    "refuses_host_reads": _host_read,
-}
+_PROBES = {"region_update": _region_update, "rng": _rng, "refuses_host_reads": _host_read}
 """Probes by capability."""

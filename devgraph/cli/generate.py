@@ -149,8 +149,7 @@ def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
         args.seed = secrets.randbelow(1 << 31)
     return [
         SamplingParams(
-            temperature=args.temperature,
-            seed=None if args.seed is None else args.seed + index,
+            temperature=args.temperature, seed=None if args.seed is None else args.seed + index
         )
         for index in range(prompts)
     ]

@@ -24,14 +24,7 @@ from devgraph.api.errors import BackendUnavailableError, ConfigError
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
 from devgraph.cli.arguments import by_name, check_model
-from devgraph.cli.tables import (
-    CommandError,
-    print_json,
-    print_lines,
-    print_table,
-    ranges,
-    say,
-)
+from devgraph.cli.tables import CommandError, print_json, print_lines, print_table, ranges, say
 from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.options import settings_of
 from devgraph.runners.report import format_bytes

@@ -57,11 +57,7 @@ def say(text: str = "", *, style: str = "") -> None:
         marker = re.match(r" *([*-] )?", line)  # of an item in a list
         indent = " " * (marker.end() if marker else 0)
         wrapped = textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
         print_lines(*(wrapped or [""]), style=style)
 
