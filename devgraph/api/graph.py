@@ -480,12 +480,8 @@ class DeviceGraph(abc.ABC):
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
         """Return the values of all regions as one hashable tuple."""
-        pairs = []
         try:
-            for kwargs in host.values():
-                for name, value in kwargs.items():
-                    kind = type(value)
-                    pairs.append((name, value if kind is int or kind is str else exact(value)))
+            pairs = [(name, exact(v)) for kwargs in host.values() for name, v in kwargs.items()]
             key = tuple(pairs)
             hash(key)
         except TypeError:

@@ -61,14 +61,7 @@ def _map(value: Any, change: Callable[[Any], Any], *, kind: type) -> Any:
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
-        items = [
-            change(item)
-            if isinstance(item, kind)
-            else _map(item, change, kind=kind)
-            if isinstance(item, (list, tuple))
-            else item
-            for item in value
-        ]
+        items = [_map(item, change, kind=kind) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value
 

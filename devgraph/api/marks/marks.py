@@ -217,9 +217,7 @@ class Mark:
         Args:
             values: plain values of the host arguments of this mark, by name.
         """
-        out = {}
-        for name in self.host_args:
-            out[name] = values[name]
+        out = {name: values[name] for name in self.host_args}
         try:
             for name, rule in self.derive.items():
                 out[name] = rule(*(values[source] for source in self._derive_inputs[name]))
