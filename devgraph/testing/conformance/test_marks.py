@@ -16,6 +16,7 @@ from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, declar
 
 @dg.region()
 def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Double ``x``; a region without host arguments."""
     return x * 2
 
 
