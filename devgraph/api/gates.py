@@ -138,7 +138,6 @@ class Recorded:
 
     @property
     def signals(self) -> bool:
-        """Whether there are signals."""
         return any(kind == "signal" for kind, _ in self.marks)
 
 

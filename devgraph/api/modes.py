@@ -32,7 +32,6 @@ class Modes(NamedTuple):
 
     @staticmethod
     def current() -> Modes:
-        """Return the modes of this thread."""
         return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_autocast())
 
     @contextlib.contextmanager
@@ -167,7 +166,6 @@ class Settings:
 
     @staticmethod
     def current() -> Settings:
-        """Return the settings of this thread."""
         return Settings(
             Modes.current(),
             tuple(get() for get, _ in _SWITCHES),
@@ -263,7 +261,6 @@ def autocast_uncached() -> Iterator[None]:
 
 
 def current_autocast() -> Autocast:
-    """Return the autocast of this thread."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     return tuple(

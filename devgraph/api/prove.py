@@ -73,7 +73,6 @@ class Case:
     def failure(
         self, where: str, message: str, kind: str = "graph", *, lasting: bool = True
     ) -> Failure:
-        """Return a failure of this case."""
         return Failure(
             case=self.number,
             host_args=self.host_args,
@@ -604,7 +603,6 @@ def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:
 
 
 def addresses(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Return the address of each tensor by its name."""
     return {name: tensor.data_ptr() for name, tensor in named}
 
 

@@ -72,7 +72,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def place_of(tensor: torch.Tensor) -> Place:
-    """Return the current place of ``tensor``."""
     return (tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 

@@ -84,7 +84,6 @@ class StaticInputs:
             self._copy(tensors)
 
     def _grouped_copy(self) -> Callable[[Sequence[torch.Tensor]], Any]:
-        """Return the copy as one operator."""
         targets, indices = [t for _, t in self._copied], [index for index, _ in self._copied]
         copy = torch._foreach_copy_
         if not targets:

@@ -78,7 +78,6 @@ class Options:
         self(flag, text, type=_count, default=default, metavar="N")
 
     def backend(self) -> None:
-        """Add ``--backend``."""
         self(
             "--backend",
             "name of the backend (default: %(default)s)",

@@ -67,7 +67,6 @@ class Contender:
         self.figures = {**self.figures, "difference": difference, "equal": equal}
 
     def time(self, backend: Backend, steps: int) -> None:
-        """Time one repeat of ``steps`` steps."""
         lengths, call = self.lengths(), self.call
         self.timings.append(
             seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)

@@ -109,7 +109,6 @@ def _github(finding: Mapping[str, Any]) -> str:
 
 
 def _sarif(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return findings in the format SARIF 2.1.0."""
     results = [
         {
             "ruleId": finding["kind"],

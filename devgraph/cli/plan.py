@@ -348,7 +348,6 @@ def estimate(
     capabilities: Capabilities,
     facts: EngineFacts | None = None,
 ) -> Estimate:
-    """Estimate the captures of a phase."""
     if config.policy == "disabled":
         return Estimate(phase=phase, policy=config.policy)
     facts = EngineFacts() if facts is None else facts

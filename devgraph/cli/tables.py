@@ -75,12 +75,10 @@ def note(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print data as JSON."""
     print(json.dumps(data, indent=2, default=str), flush=True)  # noqa: T201 - works without stdout
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a text to a file."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # a zero byte in the name, or a lone surrogate
@@ -95,7 +93,6 @@ def print_table(
     *,
     numbers: Sequence[str] = (),
 ) -> None:
-    """Print a table with a title."""
     console = _console()
     cells = [[_text(value) for value in row] for row in rows]
     widths = _widths([Text(name) for name in columns], cells, console.width)

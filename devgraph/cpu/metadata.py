@@ -52,7 +52,6 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """Return the layout of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 

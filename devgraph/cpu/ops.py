@@ -115,7 +115,6 @@ _FACTORY_KEYWORDS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 @functools.cache
 def plan_of(func: OpOverload) -> OpPlan:
-    """Return the plan for ``func``."""
     schema = func._schema
     positions = {
         name: at

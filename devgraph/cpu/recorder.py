@@ -206,7 +206,6 @@ class Recorder:
         return self.open_span
 
     def end_span(self, span: Span) -> None:
-        """End ``span``."""
         span.entries = tuple(self._inside)
         self.parts.append(span)
         self.open_span = None
@@ -306,7 +305,6 @@ class Recorder:
     def _call_operation(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record an operation and return its result."""
         plan = plan_of(func)
         try:
             for position in plan.writes:
@@ -593,7 +591,6 @@ class Recorder:
 
 
 def _is_over(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether ``tensor`` lies in ``storage``."""
     try:
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
     except (NotImplementedError, RuntimeError):

@@ -31,7 +31,6 @@ class Violation:
 
     @classmethod
     def at(cls, where: SourceLine, *, kind: str, op: str, text: str) -> Violation:
-        """Return a violation at ``where``."""
         return cls(kind=kind, op=op, file=where.file, line=where.line, text=text)
 
 

@@ -8,7 +8,6 @@ from devgraph.api.marks.source import SourceLine, user_line
 
 
 def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -> HostReadError:
-    """Return the error for a host read."""
     line = at or user_line()
     text = f"{what}, at {line}. A replay would not do it again. {host_read_cure()} {vendor}"
     return refused(HostReadError(text.rstrip()))

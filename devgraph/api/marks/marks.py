@@ -322,7 +322,6 @@ _marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def marked_functions() -> list[Callable[..., Any]]:
-    """Return the live marked functions."""
     return list(_marked)
 
 

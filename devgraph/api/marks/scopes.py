@@ -145,7 +145,6 @@ class GraphScope(Scope):
         """Counts of loops and of their nodes."""
 
     def repeater(self, unrolls: str) -> Repeat | None:
-        """See ``repeater``."""
         if why := self._unrolls or unrolls:
             self.loops[f"loops_unrolled_{why}"] += 1
             return None

@@ -89,7 +89,6 @@ class Job:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The bound tensors."""
         return tuple(tensor for _, tensor in self.owned.tensors)
 
     def make_graph(self) -> DeviceGraph:

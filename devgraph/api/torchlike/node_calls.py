@@ -194,7 +194,6 @@ class NodeRuntime:
             self.refuse(error, name)
 
     def refuse(self, error: int, name: str) -> NoReturn:
-        """Raise the error of a call."""
         kind = DriverMemoryError if error == _OUT_OF_MEMORY else RuntimeCallError
         raise kind(f"{self.prefix}{name} failed ({error}: {self.error_text(error)})", error)
 
@@ -281,7 +280,6 @@ class NodeRuntime:
     # Graphs.
 
     def count(self, graph: int) -> int:
-        """Return the number of nodes."""
         count = c_size_t()
         self.call("GraphGetNodes", graph, None, addressof(count))
         return count.value
@@ -307,7 +305,6 @@ class NodeRuntime:
         return sources[:], targets[:], kinds[:]
 
     def destroy(self, graph: int) -> None:
-        """Free a graph."""
         self.call("GraphDestroy", graph)
 
     # Nodes.

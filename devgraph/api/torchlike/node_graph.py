@@ -541,7 +541,6 @@ class NodeBackend(TorchBackend):
         self.use_runtime(self.runtime)  # drops streams of the previous device
 
     def stream_handle(self, stream: Any) -> int:
-        """Return the driver's handle of a stream."""
         return int(getattr(stream, self.stream_handle_name))
 
     def _make_current_stream_id(self) -> Callable[[], int]:
