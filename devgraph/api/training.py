@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, InputTypeError, StateError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
@@ -25,15 +24,7 @@ from devgraph.api.tensors import overwrite
 from devgraph.api.trees import leaves_of, mapped
 
 _GROUPED = frozenset(
-    {
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.bool,
-    }
+    getattr(torch, name) for name in "float64 float32 float16 bfloat16 int64 int32 bool".split()
 )
 """Dtypes that one grouped copy takes on every device."""
 
@@ -468,8 +459,11 @@ def make_graphed_callables(
             wrong = [name for name, b in function.named_buffers() if b.requires_grad]
             if wrong:
                 raise InputError(f"buffer {wrong[0]!r} requires gradients; make it a parameter")
-        if pool is None:
-            pool = _backend_of(leaves).make_pool()
+        if pool is None:  # of the backend of the first tensor's device
+            backend = get_backend("auto")
+            if leaves and leaves[0][1].device.type != backend.device.type:
+                backend = get_backend(leaves[0][1].device.type)
+            pool = backend.make_pool()
         is_module = isinstance(function, torch.nn.Module)
         target = function.forward if is_module else function
         parameters = [leaf for leaf in differentiable_leaves(target) if leaf.requires_grad]
@@ -487,14 +481,6 @@ def make_graphed_callables(
     capture_steps(steps, num_warmup_iters)
     made = tuple(map(_callable_of, functions, steps))
     return made[0] if single else made
-
-
-def _backend_of(leaves: Sequence[tuple[str, torch.Tensor]]) -> Backend:
-    """Return the backend of the first tensor's device."""
-    backend = get_backend("auto")
-    if leaves and leaves[0][1].device.type != backend.device.type:
-        return get_backend(leaves[0][1].device.type)
-    return backend
 
 
 def _callable_of(function: Any, step: TrainingGraphs) -> Any:

@@ -187,11 +187,16 @@ class CpuGraph(DeviceGraph):
         return CpuRecording(changes={call.note: call.note.entries for call in self.calls})
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> Recording:
+        tensors = [*self.arguments, *self.pool.registered]
+        for call in self.calls:
+            tensors.extend(call.tensors)
+        keyed = {value for value in pytree.tree_leaves(list(host.values())) if type(value) is int}
+        bound = {*self._touched, *keyed, *(t.untyped_storage().data_ptr() for t in tensors)}
         recorder = Recorder(
             self.pool.regions,
             others=(self.pool.blocks,),
             knowledge=self._knowledge,
-            bound=self._bound_addresses(host),
+            bound=bound,
         )
         changes: dict[Span, tuple[Entry, ...]] = {}
         with recorder:
@@ -203,14 +208,6 @@ class CpuGraph(DeviceGraph):
                 check_topology(call.note, span.entries)
                 changes[call.note] = span.entries
         return CpuRecording(changes=changes)
-
-    def _bound_addresses(self, host: Mapping[Mark, dict[str, Any]]) -> set[int]:
-        """Return the start addresses of the memory that a recording for ``host`` may touch."""
-        tensors = [*self.arguments, *self.pool.registered]
-        for call in self.calls:
-            tensors.extend(call.tensors)
-        keyed = {value for value in pytree.tree_leaves(list(host.values())) if type(value) is int}
-        return {*self._touched, *keyed, *(t.untyped_storage().data_ptr() for t in tensors)}
 
     def _apply(self, recording: Recording) -> None:
         assert self._tape is not None

@@ -148,19 +148,23 @@ class Mark:
                 f"@dg.{kind} marks a function, got {brief(fn)}. What the mark declares goes into "
                 f"keywords: @dg.{kind}(mutates=('out',))"
             )
-        later = (
-            inspect.isgeneratorfunction,
-            inspect.iscoroutinefunction,
-            inspect.isasyncgenfunction,
-        )
+        later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
         if any(works_later(fn) for works_later in later):
             raise InputTypeError(
                 f"@dg.{kind} marks a function that has done its work when it returns, and "
                 f"{getattr(fn, '__qualname__', fn)} is a generator or async: its body would run "
                 f"outside of the mark. Mark a function that it calls."
             )
-        _require_rules(derive=derive, reduce=reduce)
-        _require_functions(context=context, fake=fake, capture_stub=capture_stub)
+        for what, rules in (("derive", derive), ("reduce", reduce)):
+            fits = isinstance(rules, Mapping) and all(map(callable, rules.values()))
+            if rules is not None and not fits:
+                raise InputTypeError(
+                    f"{what} of a mark is a mapping of names to functions, got {brief(rules)}"
+                )
+        given = {"context": context, "fake": fake, "capture_stub": capture_stub}
+        for what, function in given.items():
+            if function is not None and not callable(function):
+                raise InputTypeError(f"{what} of a mark must be a function, got {brief(function)}")
         self.fn = fn
         self.raises_before_launch = False
         """Whether the function raises only before it launches device work.
@@ -362,21 +366,6 @@ def _names(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise InputTypeError(f"{what} of a mark are names of parameters, got {brief(value)}")
     return names
-
-
-def _require_rules(**given: object) -> None:
-    for what, rules in given.items():
-        fits = isinstance(rules, Mapping) and all(map(callable, rules.values()))
-        if rules is not None and not fits:
-            raise InputTypeError(
-                f"{what} of a mark is a mapping of names to functions, got {brief(rules)}"
-            )
-
-
-def _require_functions(**functions: object) -> None:
-    for what, function in functions.items():
-        if function is not None and not callable(function):
-            raise InputTypeError(f"{what} of a mark must be a function, got {brief(function)}")
 
 
 def _marking(kind: str, fn: Callable[..., Any] | None, **declared: Any) -> Any:
