@@ -122,7 +122,7 @@ class _Launch:
 
 
 @attrs.define
-class Recorded:
+class RecordedMarks:
     """The marks of one recording."""
 
     waits: dict[int, float] = attrs.field(factory=dict)
@@ -233,7 +233,7 @@ class Gates(Mapping[str, Gate]):
         self.untold: GateTimeoutError | None = None
         """The last error, until other ranks know of it."""
         self._watch: threading.Thread | None = None
-        self.recorded = Recorded()
+        self.recorded = RecordedMarks()
         """The marks of the last recording."""
         self._unopened: list[int] = []
         self._records = False
@@ -349,7 +349,7 @@ class Gates(Mapping[str, Gate]):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the marks of the block, which names no gate twice."""
-        self.recorded, self._unopened, self._records = Recorded(), [], True
+        self.recorded, self._unopened, self._records = RecordedMarks(), [], True
         try:
             yield
         finally:
@@ -393,7 +393,7 @@ class Gates(Mapping[str, Gate]):
             self._held_open -= 1
 
     @contextlib.contextmanager
-    def launch(self, recorded: Recorded | None = None) -> Iterator[None]:
+    def launch(self, recorded: RecordedMarks | None = None) -> Iterator[None]:
         """Run one step in the block, under the lock of its pool.
 
         Without ``recorded`` marks of a capture the step is eager, and no epoch if it has no marks.
@@ -402,7 +402,7 @@ class Gates(Mapping[str, Gate]):
             GateTimeoutError: a gate of an earlier replay was not opened.
         """
         self.check()
-        marks = recorded or Recorded()
+        marks = recorded or RecordedMarks()
         if self._held_open:
             if recorded:
                 self.channel.begin(None, marks.waits, False)

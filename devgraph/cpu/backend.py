@@ -29,7 +29,7 @@ from devgraph.api.gates import GateChannel, Gates, HostGates
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec, exact_types_refused
-from devgraph.api.marks.marks import Absorbed, Mark, Scope, entered
+from devgraph.api.marks.marks import Mark, RegionScope, Scope, entered
 from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward
 from devgraph.api.marks.source import line_of, raising_line, user_line
 from devgraph.api.owned import Owned, host_random, rebinding, without_history
@@ -202,7 +202,7 @@ class CpuGraph(DeviceGraph):
         with recorder:
             for call in self.calls:
                 span = recorder.begin_span(call.note.label)
-                with entered(Absorbed(call.mark, "full")):
+                with entered(RegionScope(call.mark, "full")):
                     call.run(host[call.mark])
                 recorder.end_span(span)
                 check_topology(call.note, span.entries)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from devgraph.api.errors import HostReadError
-from devgraph.api.marks.marks import Absorbed, current_scope, refused
+from devgraph.api.marks.marks import RegionScope, current_scope, refused
 from devgraph.api.marks.source import SourceLine, user_line
 
 
@@ -16,7 +16,7 @@ def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -
 def host_read_cure() -> str:
     """Return the remedy for a host read inside this capture."""
     scope = current_scope()
-    if isinstance(scope, Absorbed):
+    if isinstance(scope, RegionScope):
         where = f"Region {scope.outer.name} is" if scope.outer else "It is"
         return (
             f"{where} part of the graph under policy {scope.policy!r}: keep the value in a device "

@@ -283,7 +283,7 @@ class Mark:
         return f"<{self.kind} {self.name}>"
 
 
-class Absorbed(Scope):
+class RegionScope(Scope):
     """The scope inside a captured region, in which marks call their functions directly.
 
     The name of the ``policy`` is for messages.

@@ -12,8 +12,8 @@ import torch
 from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked, taken_from
 from devgraph.api.marks.marks import (
-    Absorbed,
     Mark,
+    RegionScope,
     Scope,
     current_scope,
     entered,
@@ -173,7 +173,7 @@ class GraphScope(Scope):
             refuse_no_graph(mark, "full")
         names = self._graph.names
         name = contextlib.nullcontext() if names is None else names.named(mark.name)
-        with entered(Absorbed(mark, "full", self)), name:
+        with entered(RegionScope(mark, "full", self)), name:
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
             if self._repeating:

@@ -29,7 +29,7 @@ from devgraph.api.errors import (
 from devgraph.api.executable import Call, EvictableExecutable, Executable, dereference
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
-from devgraph.api.marks.marks import Absorbed, Mark, entered
+from devgraph.api.marks.marks import Mark, RegionScope, entered
 from devgraph.api.marks.scopes import LoopError
 from devgraph.api.modes import OwnMode
 from devgraph.api.session import session
@@ -420,7 +420,7 @@ class NodeGraph(TorchGraph):
             capture = runtime.capture_of(stream)
             assert capture is not None
             for mark, calls in itertools.groupby(self.calls, _mark_of):
-                with entered(Absorbed(mark, "full")):
+                with entered(RegionScope(mark, "full")):
                     for call in calls:
                         self._run_again(call, host[mark])
                         bounds.append(runtime.count(capture[1]))
