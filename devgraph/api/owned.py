@@ -44,7 +44,16 @@ from devgraph.api.errors import (
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.named import NamedState, content_of
-from devgraph.api.reach import PLAIN, Entry, Named, Watch, entries, is_array
+from devgraph.api.reach import (
+    PLAIN,
+    Entry,
+    Named,
+    Watch,
+    entries,
+    is_array,
+    is_context,
+    is_iterator,
+)
 from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import has_place
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
@@ -84,6 +93,11 @@ class Owned:
                 if isinstance(leaf, torch.Tensor):
                     require_place(path, leaf)
                     self.tensors.append((path, leaf))
+                elif is_iterator(leaf):
+                    raise InputTypeError(
+                        f"{path} is a {type(leaf).__name__}, which one run of the step exhausts, "
+                        f"and a capture runs it several times. Hand over a list."
+                    )
                 elif not isinstance(leaf, PLAIN):
                     self._inner.append((path, leaf))
         self.count = len(args)
@@ -110,6 +124,8 @@ class Owned:
         self._after_first: Snapshot | None = None
         self._weights: list[tuple[torch.Tensor, int]] = []
         """Parameters and their versions before the first run."""
+        self._before: set[int] = set()
+        """Identities of the tensors in reach before the first run."""
         self._values: dict[tuple[int, Any], tuple[Any, Any]] = {}
         """The values of named places before the first run, with their contents."""
         self.is_unsettled = False
@@ -216,6 +232,7 @@ class Owned:
             objects = (("self", arg) for arg in args if not isinstance(arg, torch.Tensor))
             named = Named([(mark.name, mark.fn), *objects])
             names = named.names | {e.path for e in (*named.entries, *named.objects)}
+            names |= {getattr(e.value, "name", "") for e in named.objects if is_context(e.value)}
             if not names.isdisjoint(re.findall(r"\w+", path)):
                 raise CaptureError(
                     f"the step sets {path} to {brief(value)} before it calls {mark.name}, and to "
@@ -232,13 +249,20 @@ class Owned:
         assert self._after_first is not None
         if any(tensor._version != version for tensor, version in self._weights):
             return  # an optimiser, whose parameters are not restored either
-        for name, _, now, saved, _ in self._after_first.parts():
-            if not _is_near(now, saved):
+        for name, tensor, now, saved, _ in self._after_first.parts():
+            if _is_near(now, saved):
+                continue
+            if id(tensor) in self._before:
                 raise CaptureError(
-                    f"the first run of the step makes {name}, and later runs go on from its "
-                    f"values, so that replays would be one step ahead of eager runs. Make {name} "
-                    f"before the capture, which then gives it its first values back."
+                    f"the step exchanges tensors: {name} holds another one after each run, such as "
+                    f"of two buffers that take turns, and a replay would use those of capture for "
+                    f"ever. Copy the new contents into one buffer with copy_()."
                 )
+            raise CaptureError(
+                f"the first run of the step makes {name}, and later runs go on from its "
+                f"values, so that replays would be one step ahead of eager runs. Make {name} "
+                f"before the capture, which then gives it its first values back."
+            )
 
     def _note_state(self, path: str, old: Any, new: Any) -> None:
         self._state[path] = (self._state.get(path, (old,))[0], new)
@@ -251,6 +275,7 @@ class Owned:
         a tensor.
         """
         snapshot, watch = self.snapshot(backend, limit), Watch(self.roots, gradients=True)
+        self._before = {id(tensor) for _, tensor in self.reached()}
         reached = [tensor for _, tensor in self.reached() if not tensor.is_inference()]
         self._weights = [(tensor, tensor._version) for tensor in reached if _is_weight(tensor)]
         leaves = [t for t in reached if t.requires_grad and t.is_leaf and t.grad is None]

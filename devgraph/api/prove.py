@@ -300,6 +300,10 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
         return
     shape, cpu = tensor.shape, torch.device("cpu")
     with torch.inference_mode():
+        if tensor.dtype is torch.float4_e2m1fn_x2:  # has no kernels, and any bits are legal
+            bits = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device=cpu)
+            tensor.view(torch.uint8).copy_(bits)
+            return
         if tensor.is_complex():
             noise = torch.randn(shape, generator=generator, dtype=torch.complex64, device=cpu)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextvars
+import dis
 import functools
 import gc
 import itertools
@@ -213,7 +214,7 @@ class _Place:
             put = self.holder.update if isinstance(self.holder, set) else self.holder.extend
             put(self._values)
             return
-        if isinstance(self.holder, _CLOSED) or _is_iterator(self.holder):
+        if isinstance(self.holder, _CLOSED) or is_iterator(self.holder):
             return
         if self._keys is None:
             for key in [key for key in self.holder if key not in self._held]:
@@ -232,6 +233,9 @@ _CLOSED: tuple[type, ...] = (
 
 
 def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
+    if isinstance(value, torch.optim.Optimizer):
+        for index, group in enumerate(value.param_groups):
+            yield _Place(f"{path}.param_groups[{index}]", _ITEM, group, group.keys() - {"params"})
     if isinstance(value, torch.jit.ScriptModule):
         pass
     elif isinstance(value, torch.Tensor):
@@ -257,12 +261,12 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
         yield _Place(path, _ITEM, value)
     elif isinstance(value, types.GeneratorType):
         yield _Place(path, _ATTRIBUTE, value)
-    elif _is_iterator(value):
+    elif is_iterator(value):
         yield _Place(path, _WHOLE, value)
         yield _Place(path, _WHOLE, value, (_POSITION,))
     elif isinstance(value, (set, *_CLOSED)):
         yield _Place(path, _WHOLE, value)
-    elif isinstance(value, contextvars.ContextVar):
+    elif is_context(value):
         yield _Place(value.name, _WHOLE, value, (_CELL,))
     elif isinstance(value, random.Random) or _is_generator_of_numpy(value):
         yield _Place(path, _WHOLE, value, (_POSITION,))
@@ -339,6 +343,11 @@ def _is_generator_of_numpy(value: Any) -> bool:
     return hasattr(kind, "bit_generator") and kind.__module__.startswith("numpy.")
 
 
+def is_context(value: Any) -> bool:
+    """Whether ``value`` is a context variable."""
+    return isinstance(value, contextvars.ContextVar)
+
+
 def is_array(value: Any) -> bool:
     """Whether ``value`` is an array of NumPy, whose numbers stay in a graph."""
     return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
@@ -350,14 +359,15 @@ def _position(holder: Any) -> Any:
         return hash(holder.getstate())
     if isinstance(holder, itertools.count):
         return repr(holder)
-    if _is_iterator(holder):
+    if is_iterator(holder):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             return f"position {hash(_reduced(holder)) % 10_000}"
     return hash(repr(holder.bit_generator.state))
 
 
-def _is_iterator(value: Any) -> bool:
+def is_iterator(value: Any) -> bool:
+    """Whether ``value`` is an iterator or a generator of Python."""
     kind = type(value)
     return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
 
@@ -366,7 +376,7 @@ def _reduced(value: Any) -> Any:
     """Return the position of an iterator of Python in plain values, as far as it shows it."""
     if isinstance(value, list | tuple):
         return tuple(map(_reduced, value)) if isinstance(value, tuple) else len(value)
-    if _is_iterator(value) and not isinstance(value, types.GeneratorType):
+    if is_iterator(value) and not isinstance(value, types.GeneratorType):
         return _reduced(value.__reduce__()) if hasattr(type(value), "__reduce__") else repr(value)
     return value if isinstance(value, (range, *PLAIN)) else id(value)
 
@@ -445,6 +455,8 @@ class Named:
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
         self._regions, roots = regions, [*roots]
         self.names: set[str] = {_CELL, "forward"}
+        self._read: set[str] = {_CELL}
+        self._beginnings: tuple[str, ...] = ()
         count = -1
         while count < len(self.names):  # a name can lead to a function with more names
             count = len(self.names)
@@ -476,8 +488,9 @@ class Named:
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
             yield Entry(path, None, None, {"param_groups": value.param_groups})
-            self.names.update(key for group in value.param_groups for key in group)
-            self.names.add("param_groups")
+            keys = {"param_groups"}.union(*value.param_groups)
+            self.names |= keys
+            self._read |= keys
             return
         if isinstance(value, types.FunctionType):
             if is_machinery_module(value.__globals__.get("__name__", "")):
@@ -502,8 +515,13 @@ class Named:
         for entry in _members(path, value, False):
             if isinstance(entry.value, type) and entry.holder is None and not is_function:
                 yield from self._methods(entry.value, "self")
-            elif is_whole or not isinstance(entry.key, str) or entry.key in self.names:
+            elif is_whole or not isinstance(entry.key, str) or self._is_named(entry):
                 yield entry
+
+    def _is_named(self, entry: Entry) -> bool:
+        is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))  # which nobody can call
+        names = self._read if is_leaf else self.names
+        return entry.key in names or entry.key.startswith(self._beginnings)
 
     def _reads_all(self, value: Any) -> bool:
         """Whether the step reads entries or attributes of ``value`` without naming them."""
@@ -525,6 +543,9 @@ class Named:
         code = getattr(function, "__code__", None)
         if code is not None:
             self.names |= names_in(code) | _strings_in(code)
+            self._read |= _read_in(code) | _strings_in(code)
+            if "getattr" in names_in(code):  # getattr(x, f"s{i}")
+                self._beginnings += tuple(filter(str.isidentifier, _strings_in(code)))
 
 
 _IMPLICIT = frozenset(
@@ -541,6 +562,20 @@ def _environment(code: types.CodeType) -> Iterator[Entry]:
             if name in os.environ or name.isupper():
                 value = os.environ.get(name, _ABSENT)
                 yield Entry(f"os.environ[{name!r}]", os.environ, name, value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names whose values ``code`` reads, and does not only call or assign."""
+    inner = (_read_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    names = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.argval in code.co_names
+        and not step.opname.startswith(("STORE", "LOAD_METHOD"))
+        and not (sys.version_info >= (3, 12) and step.opname == "LOAD_ATTR" and step.arg & 1)
+    }
+    return frozenset(names).union(*inner)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -90,6 +90,11 @@ class PrefillRunner(Runner):
         if whole_step and settings.max_requests is not None:
             requests = min(requests, settings.max_requests)
         check_functions(body, tail)
+        if tail is None and outputs is not ROW_PER_REQUEST:
+            raise ConfigError(
+                "outputs= declares the results of a tail, and this runner has none. Declare the "
+                "results of the body with hidden=."
+            )
         eager = body if tail is None else _joined(body, tail)
         super().__init__(
             slots=slots,

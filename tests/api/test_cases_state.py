@@ -460,7 +460,9 @@ class Setting:
     on = False
 
 
+variable = contextvars.ContextVar("variable", default=False)
 SETTINGS: dict[str, Any] = {
+    "context": (variable, "variable", True),
     "class": (Setting, "on", True),
     "object": (types.SimpleNamespace(on=False), "on", True),
     "entry": ({"on": False}, "on", True),
@@ -478,6 +480,8 @@ def test_value_that_the_step_sets_for_a_mark_alone_is_refused(
     read = (lambda: owner.get(name)) if isinstance(owner, dict) else (lambda: len(owner))
     if kind in ("class", "object"):
         read = lambda: owner.on  # noqa: E731
+    if kind == "context":
+        read = lambda: variable.get()  # noqa: E731
 
     @dg.no_graph
     def body(x: Any) -> Any:
@@ -488,6 +492,8 @@ def test_value_that_the_step_sets_for_a_mark_alone_is_refused(
             owner.append(value) if value else owner.pop()
         elif isinstance(owner, dict):
             owner[name] = value
+        elif kind == "context":
+            variable.set(value)
         else:
             setattr(owner, name, value)
 
@@ -544,6 +550,15 @@ def test_own_generator_is_put_back_and_replays_draw_from_it(kit: Kit, cap: Cap, 
 
 
 # Small.
+
+
+@pytest.mark.parametrize("make", [iter, lambda t: zip(t, t, strict=True), lambda t: (x for x in t)])
+def test_iterator_among_the_arguments_is_refused(kit: Kit, cap: Cap, make: Any) -> None:
+    """FAULTS 46."""
+    values = make([kit.tensor(3)])
+    with pytest.raises(dg.InputTypeError, match=r"values is a .*exhausts.*Hand over a list"):
+        cap(lambda values: [*values], values)
+    assert next(values) is not None
 
 
 def test_argument_names_of_any_kind_are_refused_well(kit: Kit, cap: Cap) -> None:

@@ -191,6 +191,29 @@ def test_state_that_the_step_only_writes_passes(kit: Kit) -> None:
         kit.same(captured.replay(), x * table[3] * 6.0)
 
 
+def test_name_of_a_called_method_is_no_attribute(kit: Kit) -> None:
+    own = types.SimpleNamespace(sum=0, weight=kit.tensor(3), n=0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        own.n = 1  # which no line reads
+        return x.sum() * own.weight
+
+    x = kit.tensor(3)
+    with pytest.warns(dg.DeviceGraphWarning, match=r"own\.n"):
+        captured = kit.capture(step, x)
+    own.sum, own.n = 5, 7
+    kit.same(captured.replay(), x.sum() * own.weight)
+
+
+def test_attribute_by_a_computed_name_is_compared(kit: Kit) -> None:
+    own = types.SimpleNamespace(scale0=2.0, scale1=3.0)
+    x = kit.tensor(3)
+    captured = kit.capture(lambda x: x * getattr(own, f"scale{x.dim()}"), x)
+    own.scale1 = 4.0
+    with pytest.raises(dg.StateError, match=r"own\.scale1 is 4\.0"):
+        captured.replay()
+
+
 def test_region_is_part_of_a_full_graph(kit: Kit) -> None:
     values = {"scale": 2.0}
 

@@ -281,3 +281,11 @@ def test_state_is_bit_identical_and_memory_flat_after_a_hundred_proofs(
     assert used() == at_first
     assert state.view(torch.uint8).equal(before.view(torch.uint8))
     assert random.equal(kit.backend.get_rng_state())
+
+
+def test_packed_floats_without_kernels_are_varied() -> None:
+    packed = torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    captured = dg.capture(lambda x: x.view(torch.uint8) + 1, packed, backend="cpu")
+    report = captured.prove(cases=2)
+    assert report.ok and report.not_varied == ()
+    assert packed.view(torch.uint8).eq(0).all()

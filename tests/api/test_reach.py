@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -129,6 +130,38 @@ def test_iterator_that_the_step_advances_is_named(kit: Kit, kind: str) -> None:
     values = ITERATORS[kind]()
     with pytest.warns(dg.DeviceGraphWarning, match=r"values from 'position"):
         kit.capture(lambda x: x * next(values), kit.tensor(3))
+
+
+def test_rate_that_a_scheduler_in_the_step_changes_is_named(kit: Kit) -> None:
+    """FAULTS 47."""
+    weight = kit.tensor(3).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        return weight.detach() * 1
+
+    with pytest.warns(dg.DeviceGraphWarning, match=r"param_groups\[0\]\['lr'\] from 0\.5 to"):
+        kit.capture(step, kit.tensor(3))
+
+
+def test_buffers_that_take_turns_are_refused(kit: Kit) -> None:
+    """FAULTS 45."""
+    buffers = [kit.tensor(3), kit.tensor(3, seed=1)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        buffers[1].copy_(buffers[0] + x)
+        buffers.reverse()
+        return buffers[0] * 1
+
+    before = [*buffers]
+    with pytest.raises(dg.CaptureError, match=r"exchanges tensors: buffers\[0\] .*copy_"):
+        kit.capture(step, kit.tensor(3, seed=2))
+    assert all(map(operator.is_, buffers, before))
 
 
 def test_tensor_as_a_key_is_named_without_its_data(kit: Kit) -> None:

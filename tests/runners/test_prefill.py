@@ -461,3 +461,15 @@ def test_marks_of_gates_in_a_tail_are_refused_under_all_policies(policy):
         if policy == "full":
             runner.capture()
         runner.run(ragged([3, 2]))
+
+
+def test_outputs_without_a_tail_are_refused():
+    with pytest.raises(dg.ConfigError, match="outputs= declares the results of a tail.*hidden="):
+        dg.PrefillRunner(
+            lambda batch: batch.x,
+            [X],
+            outputs=OutputSlot(rows="requests"),
+            backend="cpu",
+            max_tokens=4,
+            max_requests=2,
+        )
