@@ -13,6 +13,7 @@ import json
 import math
 import threading
 import time
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,32 +113,21 @@ class Progress:
         return ready
 
 
-def _whole_numbers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(type(number) is not int for number in value):
-        raise TypeError("expected a list of integers")
-    return tuple(value)
-
-
-def _by_layer(value: Any) -> Numbers:
-    if not isinstance(value, list):
-        raise TypeError("expected a list with an entry for each layer")
-    return tuple(None if number is None else _whole_numbers([number])[0] for number in value)
-
-
-def _states(value: Any) -> States:
-    return tuple(
-        {name: (str(dtype), _whole_numbers(shape)) for name, (dtype, shape) in layer.items()}
-        for layer in value
-    )
-
-
-def _exactly(kind: type) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if type(value) is not kind:
-            raise TypeError(f"expected {kind.__name__}")
-        return value
-
-    return read
+def _read(kind: Any, value: Any) -> Any:
+    """Convert a JSON value to the type of a field of the header."""
+    origin, kinds = typing.get_origin(kind), typing.get_args(kind)
+    if kind is SamplingParams:
+        return SamplingParams(**value)
+    if origin is dict:
+        return {name: _read(kinds[1], item) for name, item in value.items()}
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError("expected a list")
+        kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
+        return tuple(_read(of, item) for of, item in zip(kinds, value, strict=True))
+    if type(value) not in (kinds or (kind,)):
+        raise TypeError(f"expected {getattr(kind, '__name__', kind)}, got {brief(value)}")
+    return value
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -233,7 +223,7 @@ class Handoff:
 
     def to_json(self) -> str:
         """Return the header as JSON text."""
-        return json.dumps({name: getattr(self, name) for name in _READERS}, default=attrs.asdict)
+        return json.dumps({name: getattr(self, name) for name in _FIELDS}, default=attrs.asdict)
 
     @classmethod
     def from_json(cls, text: str | bytes, device: torch.device | str = "cpu") -> Handoff:
@@ -255,9 +245,9 @@ class Handoff:
                 fields=("version",),
             )
         values, wrong = {}, {}
-        for name, read in _READERS.items():
+        for name, kind in _FIELDS.items():
             try:
-                values[name] = read(given[name])
+                values[name] = _read(kind, given[name])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 wrong[name] = str(error)
         for name in GEOMETRY[2:]:
@@ -284,16 +274,9 @@ class Handoff:
         return int.from_bytes(digest[:8], "little"), self.draws, None
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("version", "layers", "cached", "prompt_length"), _exactly(int)),
-    **dict.fromkeys(("max_new_tokens", "draws"), _exactly(int)),
-    **dict.fromkeys(("backend", "model", "dtype", "random_state"), _exactly(str)),
-    **dict.fromkeys(("kv_heads", "head_dim", "value_dim", "windows"), _by_layer),
-    **dict.fromkeys(("token_ids", "stop_token_ids", "eos_token_ids"), _whole_numbers),
-    "states": _states,
-    "sampling": lambda value: SamplingParams(**value),
-}
-"""Readers of the fields of the header, from JSON values."""
+_FIELDS = typing.get_type_hints(Handoff)
+"""Types of the fields of the header."""
+del _FIELDS["data"], _FIELDS["progress"]
 
 GEOMETRY = ("dtype", "layers", "kv_heads", "head_dim", "value_dim", "windows", "states")
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from devgraph.api.errors import HandoffError
 from devgraph.integrations.transformers.handoff import Handoff
-from devgraph.integrations.transformers.transport import StoreTransport, owner_of
+from devgraph.integrations.transformers.transport import Transport, owner_of
 
 
-class NixlTransport(StoreTransport):
+class NixlTransport(Transport):
     """A transport whose receivers read registered memory of the exporter.
 
     The exporter takes no part in a transfer. Tensors of a device pass through host memory.
@@ -39,10 +39,9 @@ class NixlTransport(StoreTransport):
         self._memory: dict[str, tuple[Tensor, Any]] = {}
 
     def fetch(self, offer_id: str) -> Handoff:
-        """As ``Transport.fetch``."""
         owner, rank = owner_of(offer_id)
         with self._reaching(rank, offer_id):
-            entry = self._entry(offer_id)
+            entry = self._entry(offer_id, rank)
             handoff = Handoff.from_json(entry["header"])
             with self._lock, self._registered(handoff.data):
                 self._agent.add_remote_agent(base64.b64decode(entry["agent"]))

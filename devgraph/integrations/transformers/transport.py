@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -38,31 +38,10 @@ _CHUNK_BYTES = 32 << 20
 _FOREVER = datetime.timedelta(days=365)
 
 
-class Transport(Protocol):
-    """Moves handoffs between processes."""
+class Transport:
+    """Moves handoffs between processes; the store of a process group has their headers.
 
-    def offer(self, handoff: Handoff) -> str:
-        """Make a handoff available to other processes and return the id of the offer.
-
-        The offer ends with the handoff: when the receiver releases it, or the exporter releases or
-        cancels the request, or its timeout passes.
-        """
-
-    def fetch(self, offer_id: str) -> Handoff:
-        """Return an offered handoff. It may be called from a thread beside the steps of an engine.
-
-        Raises:
-            HandoffError: the offer has ended, or its process is late or gone.
-        """
-
-    def release(self, offer_id: str) -> None:
-        """End an offer. The exporter's engine then frees the slot of the request."""
-
-
-class StoreTransport:
-    """Base of transports that keep headers in the store of a process group.
-
-    A thread of each transport answers the messages of other ranks.
+    A thread of each transport answers the messages of other ranks. Subclasses move the tensors.
 
     Args:
         group: the process group; None is the default group. Its store must be a TCPStore.
@@ -97,7 +76,11 @@ class StoreTransport:
         self._thread.start()
 
     def offer(self, handoff: Handoff) -> str:
-        """As ``Transport.offer``."""
+        """Make a handoff available to other processes and return the id of the offer.
+
+        The offer ends with the handoff: when the receiver releases it, or the exporter releases or
+        cancels the request, or its timeout passes.
+        """
         offer_id = f"{self._name}-{next(self._numbers)}"
         with self._reaching(self.rank):
             self._set(offer_id, handoff)
@@ -106,8 +89,16 @@ class StoreTransport:
         handoff.progress.when_ended(lambda: self._end(offer_id))
         return offer_id
 
+    def fetch(self, offer_id: str) -> Handoff:
+        """Return an offered handoff. It may be called from a thread beside the steps of an engine.
+
+        Raises:
+            HandoffError: the offer has ended, or its process is late or gone.
+        """
+        raise NotImplementedError
+
     def release(self, offer_id: str) -> None:
-        """As ``Transport.release``."""
+        """End an offer. The exporter's engine then frees the slot of the request."""
         owner, rank = owner_of(offer_id)
         with self._lock:
             handoff = self._offers.get(offer_id)
@@ -143,11 +134,9 @@ class StoreTransport:
 
     def _send(self, message: dict[str, Any]) -> None:
         """Answer a message of a receiver, in a thread of its own."""
-        raise NotImplementedError
 
-    def _entry(self, offer_id: str) -> dict[str, Any]:
+    def _entry(self, offer_id: str, rank: int) -> dict[str, Any]:
         """Return the header of an offer and the facts of ``_publish``."""
-        _, rank = owner_of(offer_id)
         if not self._store.check([offer_id]):
             raise HandoffError(
                 f"rank {rank} offers no handoff {offer_id!r}: it was released or cancelled, or "
@@ -206,7 +195,7 @@ class StoreTransport:
             ) from error
 
 
-class TorchTransport(StoreTransport):
+class TorchTransport(Transport):
     """Handoffs over torch.distributed: headers in the store, tensors by point-to-point messages.
 
     Each pair of ranks has connections of its own, so that a lost rank disturbs no other pair.
@@ -235,10 +224,9 @@ class TorchTransport(StoreTransport):
         super().__init__(group, timeout_s)
 
     def fetch(self, offer_id: str) -> Handoff:
-        """As ``Transport.fetch``."""
         owner, rank = owner_of(offer_id)
         with self._reaching(rank, offer_id):
-            entry = self._entry(offer_id)
+            entry = self._entry(offer_id, rank)
         host = self.device.type == "cpu" or _library(self.device) is None
         direct = entry["device"] == self.device.type and not host
         handoff = Handoff.from_json(entry["header"], self.device if direct else "cpu")
@@ -249,7 +237,7 @@ class TorchTransport(StoreTransport):
                 with self._reaching(rank, offer_id):
                     has_ended = self._receive(handoff, offer_id, owner, peer, direct)
                     if not handoff.is_complete and not has_ended:
-                        header = self._entry(offer_id)["header"]
+                        header = self._entry(offer_id, rank)["header"]
                         handoff = attrs.evolve(Handoff.from_json(header), data=handoff.data)
             except BaseException:
                 # Messages of this transfer may be on their way: later ones use new connections.
@@ -263,7 +251,6 @@ class TorchTransport(StoreTransport):
         return handoff
 
     def close(self) -> None:
-        """As ``StoreTransport.close``."""
         super().close()
         for peer in self._peers.values():
             peer.forget()
@@ -276,9 +263,8 @@ class TorchTransport(StoreTransport):
     ) -> bool:
         """Receive the buffer of a handoff; return whether the handoff has ended instead."""
         name = f"{owner}>{self._name}>{peer.generation}"
-        self._ask(
-            owner, send=offer_id, to=self.rank, peer=self._name, connection=name, direct=direct
-        )
+        names = {"send": offer_id, "peer": self._name, "connection": name}
+        self._ask(owner, **names, to=self.rank, direct=direct)
         peer.connect(name, 1, self._store, self.timeout_s)
         control = torch.zeros(2, dtype=torch.int64, device="cpu")
         start = 0
@@ -342,10 +328,9 @@ class _Peer:
         """Connect over the host under a name that both sides use, unless that is done."""
         if self._name == name:
             return
-        self._groups = {}
         self._side, self._timeout = side, datetime.timedelta(seconds=timeout_s)
         self._store = _prefixed(name, store.clone())
-        self._groups["cpu"] = dist.ProcessGroupGloo(self._store, side, 2, self._timeout)
+        self._groups = {"cpu": dist.ProcessGroupGloo(self._store, side, 2, self._timeout)}
         self._name = name
 
     def send(self, tensor: Tensor) -> None:
@@ -357,9 +342,8 @@ class _Peer:
         self._wait(self._group(tensor.device).recv([tensor], 1 - self._side, 0), tensor.device)
 
     def _group(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return self._groups["cpu"]
-        torch.accelerator.set_device_index(device.index)  # The setting of this thread.
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)  # The setting of this thread.
         if device.type not in self._groups:
             connect = _library(device)
             assert connect is not None  # else both ranks use the host

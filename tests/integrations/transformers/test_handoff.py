@@ -190,7 +190,7 @@ def test_other_dtype_is_admitted_with_conversion_only() -> None:
         ({"version": 2}, "version differs: 2 in the handoff, 1 here"),
         ({"layers": 2}, "kv_heads: 3 entries for 2 layers"),
         ({"kv_heads": "many"}, "kv_heads: expected a list"),
-        ({"token_ids": [1.5]}, "token_ids: expected a list of integers"),
+        ({"token_ids": [1.5]}, "token_ids: expected int, got 1.5"),
         ({"sampling": {"temperature": -1}}, "sampling: temperature"),
         ({"dtype": "load"}, "unknown dtype load"),
         ({"states": [{}, {}, 3]}, "states: "),
