@@ -46,6 +46,7 @@ from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.named import NamedState, content_of
 from devgraph.api.reach import (
     PLAIN,
+    Change,
     Entry,
     Named,
     Watch,
@@ -115,6 +116,8 @@ class Owned:
         self._state: dict[str, tuple[Any, Any]] = {}
         self._watch: Watch | None = None
         """The places that the step can reach, during a run that is captured."""
+        self._refuse: Callable[[list[Change]], None] = raise_rebinding
+        """Takes the changes before an eager body."""
         self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
         """Plain values that the step changed before the call of a mark, with the call."""
         self._created: dict[str, torch.Tensor] | None = None
@@ -175,13 +178,19 @@ class Owned:
         is_first, self._created = self._created is None, self._created or {}
         is_checked = captured or strict or is_first or scope is not None
         watch = Watch(self.roots) if is_checked else None
-        outer, self._watch = self._watch, watch if captured else None
+        outer, self._watch = self._watch, watch if scope is not None else None
         self._settings.clear()
+        before_bodies: list[Change] = []
+        self._refuse = raise_rebinding if captured else before_bodies.extend
         count = self.count
         versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
         try:
             yield tuple(copied[:count]), dict(zip(self._kwargs, copied[count:], strict=True))
-            changes = watch.changes() if watch else []
+            changes = before_bodies
+            if watch:
+                # Bodies hide part of the changes, and state may have its old value after two runs.
+                notes = (self._note_state,) if scope is None else ()
+                changes = [*before_bodies, *watch.changes(*notes)]
             if watch and self._settings:
                 self._require_settings(watch)
         finally:
@@ -214,10 +223,11 @@ class Owned:
             CaptureError: the captured step rebound a tensor before.
         """
         if self._watch is not None:
-            for verb, path, _ in self._watch.changes(
-                lambda path, _, new: self._settings.setdefault(path, (mark, args, new)), empty=True
-            ):
-                raise CaptureError(rebinding(verb, path))
+
+            def note_setting(path: str, _: Any, value: Any) -> None:
+                self._settings.setdefault(path, (mark, args, value))
+
+            self._refuse(self._watch.changes(note_setting, empty=True))
         yield
         if self._watch is not None:
             self._watch.settle()
@@ -630,6 +640,12 @@ def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
     if str(space.get("__name__", "")).startswith("devgraph."):
         return []
     return [("self" if isinstance(fn, torch.nn.Module) else "the step", fn)]
+
+
+def raise_rebinding(changes: Iterable[Change]) -> None:
+    """Raise CaptureError for the first change."""
+    for change in changes:
+        raise CaptureError(rebinding(change.verb, change.path))
 
 
 def rebinding(verb: str, path: str) -> str:

@@ -250,6 +250,19 @@ def test_python_state_that_warm_up_moves_is_named(kit: Kit, cap: Cap) -> None:
         cap(step, holder)
 
 
+def test_state_that_alternates_between_runs_is_named(kit: Kit, cap: Cap) -> None:
+    """FAULTS 47."""
+    holder = Holder(kit.tensor(3))
+
+    def step(h: Any) -> Any:
+        h.length = 1 - h.length
+        return h.x * h.length
+
+    for warmup in (1, 2):
+        with pytest.warns(dg.DeviceGraphWarning, match=r"h\.length from 0 to"):
+            cap(step, holder, warmup=warmup)
+
+
 def test_written_argument_is_written_for_the_caller_too(kit: Kit, cap: Cap) -> None:
     def step(x: Any, cache: Any) -> Any:
         cache.add_(x)
@@ -505,6 +518,9 @@ def test_value_that_the_step_sets_for_a_mark_alone_is_refused(
 
     with pytest.raises(dg.CaptureError, match="before it calls .* as an argument"):
         cap(step, kit.tensor(3))
+    if kind == "object":
+        with pytest.raises(dg.CaptureError, match="before it calls .* as an argument"):
+            kit.capture(step, kit.tensor(3), policy="piecewise", compiler="eager")
 
     @dg.no_graph
     def other(x: Any) -> Any:

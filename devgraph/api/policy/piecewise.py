@@ -45,7 +45,7 @@ from devgraph.api.errors import (
     RegionError,
 )
 from devgraph.api.marks import gates, marks
-from devgraph.api.marks.host_values import HostSpec, frozen, taken_from
+from devgraph.api.marks.host_values import frozen, taken_from
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
 from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_line
@@ -182,8 +182,8 @@ class _Checking(Scope):
 
     records = False
 
-    def __init__(self, spec: HostSpec) -> None:
-        self._spec = spec
+    def __init__(self, job: Job) -> None:
+        self._spec, self._owned = job.spec, job.owned
         self._host: dict[Mark, dict[str, Any]] = {}
         self._stacks = Settings.current().stacks
 
@@ -198,7 +198,7 @@ class _Checking(Scope):
         first = mark not in self._host
         args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
         versions = _versions(mark, args, kwargs) if first else {}
-        with entered(None):
+        with entered(None), self._owned.eager_body(mark, args):
             result = mark.fn(*args, **kwargs, **host)
             if first:
                 self._compare_writes(mark, versions, _versions(mark, args, kwargs))
@@ -626,7 +626,7 @@ class _CompiledStep:
         """Run the step eagerly with tracked host arguments and check the claims of its marks."""
         job = self.job
         asked: dict[str, SourceLine] = {}
-        with entered(_Checking(job.spec)):
+        with entered(_Checking(job)):
             job.call_tracked(asked)
         for name, line in asked.items():
             raise FrozenValueError(
