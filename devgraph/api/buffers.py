@@ -35,6 +35,9 @@ from devgraph.api.trees import leaves_of
 CHECKED = 4
 """Number of tensors that a replay compares by address where it compares identities of all."""
 
+AGAIN = "capture again (in a runner: invalidate() and capture())"
+"""Remedy for a graph that would use old state."""
+
 _ALIGNMENT = 256
 """Alignment of buffers in bytes, like that of device allocators.
 
@@ -261,8 +264,7 @@ class Bound:
             if len(now) != len(then) or not all(map(_is_alike, now, then)):
                 raise StateError(
                     f"bound {name!r} returns other tensors than at capture, and the graph would "
-                    f"use the old ones. Write new data into those with copy_(), or capture again "
-                    f"(in a runner: invalidate() and capture())."
+                    f"use the old ones. Write new data into those with copy_(), or {AGAIN}."
                 )
 
     def _require_same(self, entries: Iterable[Entry]) -> None:
@@ -281,13 +283,12 @@ class Bound:
                 raise StateError(
                     f"{what} among the bound tensors is not the tensor of capture any more: the "
                     f"graph would use the old one. Write new data into that tensor with copy_(), "
-                    f"or capture again."
+                    f"or {AGAIN}."
                 )
             if not same_value(now, entry.value):
                 raise StateError(
                     f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, which "
-                    f"is in the graph. Capture again, or make it a host argument of a marked "
-                    f"function."
+                    f"is in the graph. Make it a host argument of a marked function, or {AGAIN}."
                 )
 
     def _look_closely(self) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from devgraph.api.buffers import Bound, is_equal
-from devgraph.api.errors import StateError, brief
-from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array
+from devgraph.api.buffers import AGAIN, Bound, is_equal
+from devgraph.api.errors import CaptureError, StateError, brief
+from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
 
 _SMALL = 1024
 """Bytes, or elements of a set, that a replay compares. Larger contents are left to ``prove()``."""
@@ -40,7 +40,7 @@ class NamedState:
     def __init__(
         self,
         roots: Iterable[tuple[str, Any]],
-        is_changed: Callable[[Entry], bool],
+        is_changed: Callable[[Entry], bool] = lambda _: False,
         *,
         regions: bool = False,
     ) -> None:
@@ -83,6 +83,19 @@ class NamedState:
             if content_of(entry.value) != content:
                 _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
 
+    def require_kept(self) -> None:
+        """Raise CaptureError if the step, which ran since, replaced a tensor, and put it back.
+
+        Other places that it changed are not compared any more.
+        """
+        tensors = [entry for entry in self._held if isinstance(entry.value, torch.Tensor)]
+        replaced = [entry for entry in tensors if entry.now() is not entry.value]
+        for entry in replaced:
+            entry.put_back()
+        if replaced:
+            raise CaptureError(rebinding("replaces", replaced[0].path))
+        self.leave_out_changes()
+
     def leave_out_changes(self) -> None:
         """Compare the places no longer that changed since the last check, by the step itself."""
         contents = {id(entry): content for entry, content in self._contents}
@@ -109,7 +122,7 @@ class NamedState:
             if isinstance(entry.value, torch.Tensor) and entry.value is not now:
                 raise StateError(
                     f"{entry.path} is not the tensor of capture any more: the graph would use the "
-                    f"old one. Write new data into that tensor with copy_(), or capture again."
+                    f"old one. Write new data into that tensor with copy_(), or {AGAIN}."
                 )
             if not is_alike(entry.value, now):
                 _refuse(entry, f"is {brief(now)} and was {brief(entry.value)} at capture")
@@ -129,8 +142,8 @@ def _key(entry: Entry) -> tuple[int, Any]:
 
 def _refuse(entry: Entry, what: str) -> NoReturn:
     raise StateError(
-        f"{entry.path} {what}, which is in the graph. Capture again, keep changing numbers in a "
-        f"tensor, or make the value a host argument of a marked function."
+        f"{entry.path} {what}, which is in the graph. Keep changing numbers in a tensor, make the "
+        f"value a host argument of a marked function, or {AGAIN}."
     )
 
 

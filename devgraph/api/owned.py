@@ -54,6 +54,7 @@ from devgraph.api.reach import (
     is_array,
     is_context,
     is_iterator,
+    rebinding,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import has_place
@@ -313,6 +314,8 @@ class Owned:
             except Exception as lost:
                 note(error, f"and the arguments could not be given their contents back: {lost}")
             raise
+        finally:
+            self._keeper = None  # it keeps the copies of the snapshot
         self._restore_created()
         snapshot.restore()
         with torch.no_grad():
@@ -340,6 +343,7 @@ class Owned:
     def _restore_created(self) -> None:
         """Give tensors that the first run made their values after it back, and warn of that."""
         created, snapshot = self._created or {}, self._after_first
+        self._created, self._after_first = {}, None
         written = [] if snapshot is None else snapshot.written(created.values())
         if snapshot is None or not written:
             return
@@ -476,7 +480,8 @@ class Weights:
         every = [*{id(module): module for module in modules}.values()]
         self.modules = [inner for module in every for inner in module.modules()]
         self._roots = every
-        self._modes = [*map(_mode, every)]
+        self._tables = [t for m in every for t in (m._forward_hooks, m._forward_pre_hooks)]
+        self._modes = [*map(_TRAINING, every)], [*map(len, self._tables)]
         self._held = [
             (table, key, tensor, path)
             for module in every
@@ -532,16 +537,16 @@ class Weights:
 
     def check_all(self) -> None:
         """Raise as ``check``, and if a module has another mode (train, eval) or fewer hooks."""
-        self.check()
-        for module, mode in zip(self._roots, self._modes, strict=True):
-            if _mode(module) == mode:
-                continue
-            if module.training != mode[0]:
-                raise StateError(
-                    "a module of the step was captured in training mode and is in evaluation mode "
-                    "now, or the other way round: the graph does the work of the mode of capture. "
-                    "Call train() or eval() on it, or capture again."
-                )
+        if not self.hold():
+            self.check()
+        training, hooks = self._modes
+        if [*map(_TRAINING, self._roots)] != training:
+            raise StateError(
+                "a module of the step was captured in training mode and is in evaluation mode "
+                "now, or the other way round: the graph does the work of the mode of capture. "
+                "Call train() or eval() on it, or capture again."
+            )
+        if [*map(len, self._tables)] != hooks:
             raise StateError(_OTHER_HOOKS)
 
     def _refuse(self, what: str) -> NoReturn:
@@ -582,10 +587,6 @@ def _report_assignments() -> None:
 
 
 _ABSENT = object()
-
-
-def _mode(module: torch.nn.Module) -> tuple[bool, int, int]:
-    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
 def _require_arrays(arrays: Iterable[tuple[str, Any, Any]]) -> None:
@@ -646,19 +647,6 @@ def raise_rebinding(changes: Iterable[Change]) -> None:
     """Raise CaptureError for the first change."""
     for change in changes:
         raise CaptureError(rebinding(change.verb, change.path))
-
-
-def rebinding(verb: str, path: str) -> str:
-    """Return the error text for a place that a step made hold other tensors."""
-    if verb == "replaces":
-        return (
-            f"the step replaces {path}: write into it with copy_(). A replay repeats the work of "
-            f"the device and assigns nothing, so that a step must write in place."
-        )
-    return (
-        f"the step {verb} {path}: a replay would not. Return the tensor, or write in place into "
-        f"one that is there before the capture."
-    )
 
 
 def without_history(outputs: Any) -> Any:

@@ -70,6 +70,10 @@ class Entry(NamedTuple):
         """Return the value that the place holds now."""
         return _read(self.holder, self.key)
 
+    def put_back(self) -> None:
+        """Let the place hold its value again."""
+        _write(self.holder, self.key, self.value)
+
 
 def tree_entries(path: str, node: Any) -> Iterator[Entry]:
     """Yield the places of a tree that hold leaves or tuples, if they can come to hold others."""
@@ -454,6 +458,8 @@ class Named:
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
         self._regions, roots = regions, [*roots]
+        self._receivers = {id(v.__self__) for _, v in roots if isinstance(v, types.MethodType)}
+        """Objects of which a root is a method. That method calls no other one without a name."""
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
         self._beginnings: tuple[str, ...] = ()
@@ -514,7 +520,8 @@ class Named:
         is_whole = is_function or self._reads_all(value)
         for entry in _members(path, value, False):
             if isinstance(entry.value, type) and entry.holder is None and not is_function:
-                yield from self._methods(entry.value, "self")
+                implicit = () if id(value) in self._receivers else _IMPLICIT
+                yield from self._methods(entry.value, implicit)
             elif is_whole or not isinstance(entry.key, str) or self._is_named(entry):
                 yield entry
 
@@ -529,15 +536,15 @@ class Named:
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
         return not self.names.isdisjoint(("vars", "__dict__", "asdict"))
 
-    def _methods(self, kind: type, path: str) -> Iterator[Entry]:
-        wanted, found = self.names | _IMPLICIT, dict[str, Any]()
+    def _methods(self, kind: type, implicit: Iterable[str]) -> Iterator[Entry]:
+        wanted, found = self.names.union(implicit), dict[str, Any]()
         for base in kind.__mro__:
             for name in vars(base).keys() & wanted:
                 found.setdefault(name, vars(base)[name])
         for _, method in sorted(found.items(), key=operator.itemgetter(0)):
             method = getattr(method, "fget", getattr(method, "__func__", method))
             if isinstance(method, types.FunctionType):
-                yield Entry(path, None, None, method)
+                yield Entry("self", None, None, method)
 
     def _use(self, function: Any) -> None:
         code = getattr(function, "__code__", None)
@@ -606,6 +613,19 @@ class Change(NamedTuple):
     path: str
     tensors: list[tuple[str, torch.Tensor]]
     """The tensors that it holds now, each behind its path."""
+
+
+def rebinding(verb: str, path: str) -> str:
+    """Return the error text for a place that a step made hold other tensors."""
+    if verb == "replaces":
+        return (
+            f"the step replaces {path}: write into it with copy_(). A replay repeats the work of "
+            f"the device and assigns nothing, so that a step must write in place."
+        )
+    return (
+        f"the step {verb} {path}: a replay would not. Return the tensor, or write in place into "
+        f"one that is there before the capture."
+    )
 
 
 class Watch:

@@ -32,10 +32,10 @@ from devgraph.api.marks.host_values import HostSpec, exact_types_refused
 from devgraph.api.marks.marks import Mark, RegionScope, Scope, entered
 from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward
 from devgraph.api.marks.source import line_of, raising_line, user_line
-from devgraph.api.owned import Owned, host_random, rebinding, without_history
+from devgraph.api.owned import Owned, host_random, without_history
 from devgraph.api.pool import Pool
 from devgraph.api.process import collector
-from devgraph.api.reach import Change, Watch, modules_of, set_by_hooks
+from devgraph.api.reach import Change, Watch, modules_of, rebinding, set_by_hooks
 from devgraph.api.results import refuse_host_values
 from devgraph.api.tensors import has_place, memory_of, tensors_in
 from devgraph.api.trees import Copied, own_copy

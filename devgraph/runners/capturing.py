@@ -412,7 +412,7 @@ class CaptureScheduler:
         if config.emulate:
             return EmulatedGraph(functools.partial(step.called, run), step.gates)
         misses = config.miss_budget
-        with step.trial():
+        with step.trial(), step.names_kept(anew=not self._graphs.captured):
             return capture(
                 run,
                 policy=config.policy,

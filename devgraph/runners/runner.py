@@ -396,6 +396,8 @@ class Runner:
         host_args: Mapping[str, Any] | None,
         clone: bool,
     ) -> Any:
+        for check in self._step.checks:
+            check()
         try:
             step.run(inputs, host_args)
         except UNLAUNCHED as error:
@@ -753,6 +755,7 @@ class Runner:
             self._steps.clear()
             self.graphs.each(lambda graph: graph.forget(Reason.INVALIDATED, reason))
             self._step.places = {}
+            self._step.forget_names()
             self.buffers.rebind()
 
     def pin(self, *buckets: int, pinned: bool = True) -> None:

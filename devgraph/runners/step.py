@@ -14,6 +14,8 @@ from devgraph.api.errors import InputError, InputTypeError, brief, note
 from devgraph.api.gates import Gates
 from devgraph.api.marks.gates import in_tail
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
+from devgraph.api.named import NamedState
+from devgraph.api.owned import Weights, roots_of
 from devgraph.api.pool import Pool
 from devgraph.api.snapshots import Snapshot
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, StateViews, end_batch
@@ -59,6 +61,10 @@ class Step:
     """The engine's own functions, whose state a proof looks after."""
     places: Mapping[str, int] = attrs.field(factory=dict)
     """Addresses of that state at the last capture, by name."""
+    named: NamedState | None = None
+    """The state that the captured functions name, since the first capture."""
+    checks: list[Callable[[], None]] = attrs.field(factory=list)
+    """Checks of a replay: each raises StateError if that state changed since the captures."""
     last: GraphStep | None = None
     """The step of the last replay, while the static buffers hold its inputs."""
     last_host: Mapping[str, Any] = attrs.field(factory=dict)
@@ -71,6 +77,35 @@ class Step:
     """Whether there was a capture."""
     _saved: Snapshot | None = attrs.field(default=None, init=False)
     """Bound tensors and state of requests as they were before the outermost trial."""
+
+    @contextlib.contextmanager
+    def names_kept(self, *, anew: bool) -> Iterator[None]:
+        """Require that the block, which captures a graph, leaves the state in names alone.
+
+        Args:
+            anew: whether there is no other graph, so that earlier state does not matter.
+
+        Raises:
+            StateError: the state is not that of the earlier captures.
+            CaptureError: the step replaced a tensor.
+        """
+        if anew:
+            self.forget_names()
+        for check in self.checks:
+            check()
+        if self.named is None:
+            captured = self.engine if self.function not in self.engine else [self.function]
+            roots = (root for function in captured for root in roots_of(function))
+            self.named = NamedState(roots, regions=self.options.config.policy == "full")
+        yield
+        self.named.require_kept()
+        if not self.checks:
+            self.checks = [self.named.check] if self.named else []
+            self.checks += [Weights(self.named.modules).check_all] if self.named.modules else []
+
+    def forget_names(self) -> None:
+        """Forget the state that the step names, until the next capture."""
+        self.named, self.checks = None, []
 
     def settle_autocast(self) -> None:
         """Fix the autocast settings of all captures and later steps.

@@ -502,7 +502,7 @@ def test_unknown_policy_is_refused_when_the_callable_is_made() -> None:
 
 
 def test_input_of_another_dtype_is_refused_with_the_conversion() -> None:
-    captured = dg.capture(lambda x: x * 2, torch.ones(2), backend="cpu")
+    captured = dg.capture(lambda x: x * 2, torch.ones(2))
     with captured, pytest.raises(dg.InputTypeError, match=r"x\.to\(torch\.float32\)"):
         captured(torch.ones(2).double())
 
@@ -565,14 +565,14 @@ def test_graphed_inside_of_another_runs_in_its_graph() -> None:
     assert outer.stats()["replays"] == 3
 
 
-def test_threads_capture_a_key_once() -> None:
+def test_threads_capture_a_key_once(devgraph_backend: Any) -> None:
     step = graphed(lambda x: x * 2 + 1)
     ready = threading.Barrier(4)
 
     def work() -> None:
         ready.wait()
         for turn in range(5):
-            x = torch.full((5,), float(turn))
+            x = torch.full((5,), float(turn), device=devgraph_backend.device)
             same(step(x), x * 2 + 1)
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -586,13 +586,13 @@ def test_marks_of_gates_are_refused_because_nobody_could_open_them():
         dg.wait("kv")
         return x * 2
 
-    step = dg.graphed(gated, backend="cpu")
+    step = dg.graphed(gated)
     x = torch.ones(3)
     step(x)
     with pytest.warns(dg.DeviceGraphWarning, match=r"marks of gates \(kv\).*dg.capture"):
         assert step(x).tolist() == [2.0] * 3
     assert step.stats()["graphs"] == 0
-    strict = dg.graphed(gated, backend="cpu", strict=True)
+    strict = dg.graphed(gated, strict=True)
     strict(x)
     with pytest.raises(dg.CaptureError, match="nobody could open"):
         strict(x)

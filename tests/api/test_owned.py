@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from typing import Any
@@ -46,6 +47,16 @@ def test_gradient_that_the_step_makes_anew_stays_with_the_graph_after_a_proof(ki
     kit.refill(x, 4)
     captured.replay()
     kit.same(weight.grad, x)
+
+
+def test_capture_keeps_no_copies_of_its_state(kit: Kit) -> None:
+    x = kit.tensor(54321)
+    captured = kit.capture(lambda x: (x * 2)[:1].clone(), x)
+    alike = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == x.shape]
+    memory = {t.untyped_storage().data_ptr() for t in alike} - {x.untyped_storage().data_ptr()}
+    owned = captured._job.owned
+    assert owned._keeper is None and owned._after_first is None
+    assert len(memory) <= 1  # the result of the product
 
 
 def test_failed_capture_leaves_no_gradient_behind(kit: Kit) -> None:

@@ -435,13 +435,14 @@ def test_host_arguments_that_are_sampled_are_varied():
 
 
 class Switched:
-    """A step that multiplies by a number of the host."""
+    """A step that multiplies by a number of the host, in a place that it does not name."""
 
     def __init__(self):
         self.factor = 1.0
 
     def __call__(self, batch):
-        return batch.x * self.factor + (batch.x.shape[0] == 2) * self.late
+        factor = getattr(self, "factors"[:-1])
+        return batch.x * factor + (batch.x.shape[0] == 2) * self.late
 
     late = 0.0
 

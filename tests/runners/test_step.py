@@ -56,6 +56,56 @@ def test_a_lease_ends_with_the_run_of_a_runner_that_shares_the_outputs(kit: Kit)
         out + 0
 
 
+class _Engine:
+    """What a step names: a tensor, a number and a counter of its own."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.scale, self.calls, self.replaces = weight, 2.0, 0, False
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.replaces:
+            self.weight = self.weight + 1
+        result: torch.Tensor = batch.x * self.weight * self.scale
+        return result
+
+    def __call__(self, runner: Any, x: torch.Tensor) -> torch.Tensor:
+        """Run a step, and change what only the engine around the step uses."""
+        self.steps = getattr(self, "steps", 0) + 1
+        self.last: torch.Tensor = runner.run({"x": x}, clone=True)
+        return self.last
+
+
+@pytest.mark.parametrize("name", ["weight", "scale"])
+@pytest.mark.parametrize("policy", BREAKING)
+def test_what_a_step_names_must_not_change_between_replays(
+    kit: Kit, policy: str, name: str
+) -> None:
+    engine = _Engine(kit.tensor(WIDTH, seed=1))
+    runner = runner_of(kit, engine.forward, config=policy)
+    x, old = kit.tensor(3, WIDTH), getattr(engine, name)
+    for _ in range(3):
+        same(engine(runner, x), engine.forward(SimpleNamespace(x=x)))
+    setattr(engine, name, old * 3)
+    for _ in range(2):
+        with pytest.raises(dg.StateError, match=rf"{name}.*invalidate\(\) and capture\(\)"):
+            runner.run({"x": x})
+    setattr(engine, name, old)
+    same(runner.run({"x": x}, clone=True), engine.forward(SimpleNamespace(x=x)))
+    setattr(engine, name, old * 3)
+    runner.invalidate()
+    runner.capture()
+    same(runner.run({"x": x}, clone=True), engine.forward(SimpleNamespace(x=x)))
+
+
+@pytest.mark.parametrize("policy", BREAKING)
+def test_step_that_replaces_a_tensor_which_it_names_is_refused(kit: Kit, policy: str) -> None:
+    engine = _Engine(kit.tensor(WIDTH, seed=1))
+    engine.replaces = True
+    with pytest.raises(dg.CaptureError, match=r"replaces .*weight"):
+        runner_of(kit, engine.forward, config=policy)
+
+
 _CAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 _HALVES = ("full", "breakable", "emulated")
 
