@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -255,6 +256,22 @@ def test_planted_first_replay_is_told_from_a_lasting_difference(
     monkeypatch.setattr(captured, "run", first_is_wrong)
     (cause,) = captured.prove(cases=1).causes
     assert cause.startswith("only the first replay")
+
+
+def test_replays_of_other_threads_are_checked_during_a_proof() -> None:
+    state = {"scale": 2.0}
+
+    def draw(shape: Any, generator: torch.Generator) -> torch.Tensor:
+        state["scale"] = 3.0
+        with ThreadPoolExecutor(1) as threads, pytest.raises(dg.StateError, match="scale"):
+            threads.submit(captured.replay).result()
+        state["scale"] = 2.0
+        return torch.ones(shape)
+
+    captured = dg.capture(lambda x: x * state["scale"], torch.ones(4), backend="cpu")
+    assert captured.prove(cases=1, sample={"x": draw}).ok
+    state["scale"] = 3.0
+    assert not captured.prove(cases=1).ok
 
 
 def test_state_is_bit_identical_and_memory_flat_after_a_hundred_proofs(
