@@ -74,7 +74,7 @@ def test_host_read_that_the_runtime_lets_pass_is_refused_with_its_line(
     with on_fake(version=HIP_72, quiet=1) as be:
         graph = be.make_graph()
         with (
-            pytest.raises(dg.HostReadError, match=r"test_host_reads\.py:\d+"),
+            pytest.raises(dg.HostReadError, match=r"test_guards\.py:\d+"),
             be.capture_context(graph, host_args={"n": 2}),
         ):
             body(noise(), n=2)
