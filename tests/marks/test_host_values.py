@@ -303,7 +303,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({}, "missing.*length"),
     "unknown": ({"length": 3, "lenght": 3}, "'lenght'.*Did you mean 'length'"),
     **{
-        repr(value): ({"length": value}, "'length' was a int at capture")
+        repr(value): ({"length": value}, "'length' had the type int at capture")
         for value in (2.5, "3", None, [3], True)
     },
 }

@@ -310,7 +310,7 @@ def _same_kind(name: str, captured: Any, value: Any) -> Any:
     elif isinstance(value, kind) and not isinstance(value, bool):
         return value
     raise HostArgumentError(
-        f"host argument {name!r} was a {kind.__name__} at capture and is a "
+        f"host argument {name!r} had the type {kind.__name__} at capture, and has the type "
         f"{type(value).__name__} now ({brief(value)})."
     )
 
