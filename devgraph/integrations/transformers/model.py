@@ -265,21 +265,17 @@ class CausalModel:
         For a launch of ``steps``, ``left`` is the number of tokens that each request may still
         generate.
         """
-        inputs = self._tokens(pieces)
         positions = [piece.cached for piece in pieces]
         counts = [min(steps, count) for count in left or [1] * len(pieces)]
-        if left is not None:
-            inputs["left"] = self.tensor(list(left))
         longest = max(map(operator.add, positions, counts))
-        host_args = self.decode_host_values(positions, longest=longest)
-        return self._data(pieces, inputs, host_args)
+        inputs = {} if left is None else {"left": self.tensor(list(left))}
+        return self._data(pieces, inputs, self.decode_host_values(positions, longest=longest))
 
     def packed_data(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the arguments of ``Runner.run`` for a packed step."""
-        inputs = self._tokens(pieces)
         ends = list(itertools.accumulate(piece.count for piece in pieces))
         lengths = [piece.cached + piece.count for piece in pieces]
-        inputs["last_tokens"] = self.tensor([end - 1 for end in ends])
+        inputs = {"last_tokens": self.tensor([end - 1 for end in ends])}
         if self.varlen:
             rows = [piece.slot * self.max_len for piece in pieces]
             inputs["query_starts"] = self.tensor([0, *ends], torch.int32)
@@ -295,10 +291,6 @@ class CausalModel:
     def _data(
         self, pieces: Sequence[Piece], inputs: dict[str, Tensor], host_args: Any
     ) -> dict[str, Any]:
-        data = {"inputs": inputs, "host_args": host_args}
-        return data | ({"state_slots": [piece.slot for piece in pieces]} if self.states else {})
-
-    def _tokens(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -309,7 +301,9 @@ class CausalModel:
             positions += range(first, last)
             rows += range(start + first, start + last)
         tensors = self.tensor([ids, positions, rows])  # one transfer
-        return dict(zip(("input_ids", "position_ids", "slot_mapping"), tensors, strict=True))
+        inputs |= zip(("input_ids", "position_ids", "slot_mapping"), tensors, strict=True)
+        data = {"inputs": inputs, "host_args": host_args}
+        return data | ({"state_slots": [piece.slot for piece in pieces]} if self.states else {})
 
     def slot_tensors(
         self, slot: int, length: int, state: Mapping[str, Tensor]
@@ -438,37 +432,22 @@ class CausalModel:
                 self._step = None
 
     def _mix(self, step: _Step, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
-        """Run a mixer in a step."""
+        """Run a mixer in a step; in a decode step, requests are the rows of its batch."""
         if step.decode:
-            return self._mix_rows(step, mixer, args, kwargs)
+            rows = (step.tokens // step.width, step.width)
+            layout = (1, step.tokens) if self.own is None else rows
+            args, kwargs = _reshaped((args, kwargs), layout, rows)
+            output = self.states.decode(mixer, step.batch, step.width, args, kwargs)
+            return _reshaped(output, rows, layout)
         output = pytree.tree_map_only(
             Tensor, lambda leaf: leaf.new_zeros((1, step.tokens, *leaf.shape[2:])), mixer.output
         )
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         weights = [*mixer.module.parameters(), *mixer.module.buffers()]
-        rows = self.states.rows(step.batch.state, mixer.layer)
+        state = self.states.rows(step.batch.state, mixer.layer)
         inputs, spans = (args, kwargs), step.batch.host.spans
-        run_packed(self.states, mixer, rows, weights, inputs, tensors, spans=spans)
+        run_packed(self.states, mixer, state, weights, inputs, tensors, spans=spans)
         return output
-
-    def _mix_rows(
-        self, step: _Step, mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a mixer in a decode step: requests are rows of its batch."""
-        requests = step.tokens // step.width
-        layout = (1, step.tokens) if self.own is None else (requests, step.width)
-
-        def reshaped(before: tuple[int, int], after: tuple[int, int], tree: Any) -> Any:
-            def fitted(leaf: Tensor) -> Tensor:
-                rows_match = leaf.shape[:2] == before
-                return leaf.reshape(*after, *leaf.shape[2:]) if rows_match else leaf
-
-            return pytree.tree_map_only(Tensor, fitted, tree)
-
-        rows = (requests, step.width)
-        args, kwargs = reshaped(layout, rows, (args, kwargs))
-        output = self.states.decode(mixer, step.batch, step.width, args, kwargs)
-        return reshaped(rows, layout, output)
 
     def _verify(self) -> None:
         """Refuse the model unless its steps give the logits of the unchanged model.
@@ -604,6 +583,15 @@ class CausalModel:
         self._finalizer()
         if self.fusion is not None:
             self.fusion.close()
+
+
+def _reshaped(tree: Any, before: tuple[int, int], after: tuple[int, int]) -> Any:
+    """Return ``tree`` with another layout of requests and tokens in its tensors of tokens."""
+
+    def fitted(leaf: Tensor) -> Tensor:
+        return leaf.reshape(*after, *leaf.shape[2:]) if leaf.shape[:2] == before else leaf
+
+    return pytree.tree_map_only(Tensor, fitted, tree)
 
 
 def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., Tensor]:

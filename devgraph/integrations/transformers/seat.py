@@ -296,9 +296,9 @@ class Seat:
                 if not room or (alone and steps[-1]):
                     steps.append([])
                     room = budget
-                steps[-1].append(Piece(slot, cached, ids[:room], len(ids) <= room))
-                taken = len(steps[-1][-1].ids)
-                ids, cached, room = ids[taken:], cached + taken, room - taken
+                piece = Piece(slot, cached, ids[:room], len(ids) <= room)
+                steps[-1].append(piece)
+                ids, cached, room = ids[room:], cached + piece.count, room - piece.count
         return steps
 
 
