@@ -972,7 +972,7 @@ def prefiller(bench, layers, **config):
     return dg.PrefillRunner(
         forward,
         inputs=[dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero())],
-        outputs=dg.OutputSlot(rows="tokens"),
+        hidden=dg.OutputSlot(rows="tokens"),
         host_args={"kv_len": 1},
         config=dg.PhaseConfig(policy="piecewise", buckets=(4, 8, 16), **config),
         backend=bench.backend,

@@ -69,7 +69,7 @@ class FlagGates:
         dtype = torch.int32 if self._size == 4 else torch.int64
         self._flags = torch.zeros(2 * CAPACITY + 2, dtype=dtype, device=backend.device)
         """A flag for each place, and copies of the words for drivers that write no host memory."""
-        self._words = backend.pin(torch.zeros(CAPACITY + 2, dtype=dtype))
+        self._words = backend.pin(torch.zeros(CAPACITY + 2, dtype=dtype, device="cpu"))
         backend.namespace.current_stream(backend.device).synchronize()
         self._flag = self._flags.data_ptr()
         self._published = self.published(self._words.data_ptr())
