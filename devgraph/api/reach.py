@@ -445,8 +445,8 @@ class Named:
 
     Args:
         roots: where the search begins, each root behind its name.
-        regions: whether regions are looked into, because they are part of the graph. Regions with
-            a context have their own key.
+        regions: whether regions are looked into, because they are part of the graph. The host code
+            of regions with host arguments or a context runs again for new values.
 
     Attributes:
         entries: places that hold a tensor or a plain value.
@@ -502,7 +502,7 @@ class Named:
             if is_machinery_module(value.__globals__.get("__name__", "")):
                 mark: Any = getattr(value, "__devgraph_mark__", None)
                 is_region = self._regions and mark is not None and mark.kind == "region"
-                if is_region and mark.context is None:
+                if is_region and not mark.dynamic:
                     yield Entry(path, None, None, mark.fn)
                 return
             self._use(value)
