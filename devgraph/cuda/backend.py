@@ -11,7 +11,7 @@ import torch
 
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.gates import GateChannel, Gates
-from devgraph.api.torchlike.base import FULL_BUILD, Pages
+from devgraph.api.torchlike.base import FULL_BUILD, Pages, TorchPool
 from devgraph.api.torchlike.node_calls import NodeRuntime
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
 from devgraph.cuda.gates import DeviceGates
@@ -21,6 +21,9 @@ from devgraph.cuda.runtime import Runtime
 
 _OF_NODES = ("region_update", "node_counts", "node_ranges", "remakes_executables", "loops", "gates")
 """Capabilities that need the driver's calls on nodes."""
+
+_FREES_WORKSPACES = hasattr(torch.backends.cuda, "cublas_workspace_size")
+"""Whether torch may free cuBLAS workspaces at the end of a capture, as torch 2.14 does."""
 
 
 class CudaBackend(NodeBackend):
@@ -119,6 +122,17 @@ class CudaBackend(NodeBackend):
 
     def is_current(self) -> bool:
         return bool(torch._C._cuda_getDevice() == self._device.index)
+
+    def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
+        if _FREES_WORKSPACES:
+            # torch frees the stream's cuBLAS workspace when a capture ends. One from before the
+            # capture would be freed while the graph uses it, so an empty capture ends first, and
+            # this one allocates a workspace in the pool.
+            empty = self.make_native_graph()
+            super().begin_native(empty, pool, mode)
+            self.end_native(empty)
+            empty.reset()
+        super().begin_native(native, pool, mode)
 
     def prepare_stream(self) -> None:
         # cuBLAS cannot create its handle for this thread and stream inside a capture.

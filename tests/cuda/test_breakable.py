@@ -224,3 +224,23 @@ def test_results_of_eager_bodies_share_memory_between_buckets(be: Any) -> None:
     assert torch.cuda.memory_allocated() - allocated < inputs[sizes[0]].nbytes
     for size in (*sizes, *reversed(sizes), *sizes[::2], *sizes[1::2]):
         check(captured[size], step, inputs[size])
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_workspaces_of_matrix_products_belong_to_the_graph(be: Any, policy: str) -> None:
+    """torch 2.14 frees the workspace of the warm-up when a capture ends."""
+    weight = randn(2048, 2048).bfloat16()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ weight
+
+    outside = product if policy == "full" else dg.no_graph(product)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (outside(x @ weight) @ weight)[:4].clone()
+
+    pool, inputs = be.make_pool(), [randn(rows, 2048).bfloat16() for rows in (8192, 512)]
+    captured = [dg.capture(step, x, policy=policy, backend=be, pool=pool) for x in inputs]
+    torch.cuda.empty_cache()
+    for one, x in zip(captured * 2, inputs * 2, strict=True):
+        check(one, step, x)
