@@ -129,7 +129,7 @@ class CudaBackend(NodeBackend):
             # capture would be freed while the graph uses it, so an empty capture ends first, and
             # this one allocates a workspace in the pool.
             empty = self.make_native_graph()
-            super().begin_native(empty, pool, mode)
+            empty.capture_begin(capture_error_mode=mode)  # its own pool, which it frees
             self.end_native(empty)
             empty.reset()
         super().begin_native(native, pool, mode)
