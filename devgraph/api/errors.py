@@ -1,4 +1,39 @@
-"""Every error of devgraph. All derive from ``DeviceGraphError``; the classes form the tree."""
+"""Every error of devgraph, in one tree.
+
+::
+
+    DeviceGraphError
+    ├── StateError                    a call that the graph's state does not allow
+    │   └── StaleOutputError          an output was read after a later replay overwrote it
+    ├── CaptureError                  the body cannot be captured in its present form
+    │   ├── HostReadError             it reads device data on the host
+    │   ├── FrozenValueError          it consumes a host value, which would freeze (ValueError)
+    │   ├── NotCapturableError        it calls a ``no_graph`` function where breaks are not allowed
+    │   ├── NestedCaptureError        a capture or replay inside a capture
+    │   ├── EmptyCaptureError         nothing was recorded
+    │   ├── UnjoinedStreamError       a side stream was not joined
+    │   └── CaptureBusyError          another thread is capturing on this device
+    ├── UpdateError                   host arguments could not be applied
+    │   ├── UpdateUnsupportedError    this backend cannot update regions
+    │   └── UpdateTopologyError       the new arguments need other nodes
+    ├── RegionError                   a marked function broke its contract
+    ├── HostArgumentError             missing, unknown or ill-typed host arguments (TypeError)
+    ├── InputError                    a tensor or number that does not fit (ValueError)
+    │   └── InputTypeError            a value of the wrong type (TypeError)
+    ├── ConfigError                   unusable mode configuration (ValueError)
+    │   └── ConfigTypeError           configuration of the wrong type (TypeError)
+    ├── BackendError                  the backend itself
+    │   ├── UnknownBackendError       no backend of that name (ValueError)
+    │   ├── BackendUnavailableError   known, but unusable on this machine
+    │   └── CapabilityError           the backend does not declare the capability
+    ├── ResourceError                 memory, streams or another budget is exhausted
+    │   └── ExecutableError           no memory to make or rebuild an executable
+    ├── GateError                     a gate was opened for a replay that is over
+    │   └── GateTimeoutError          a gate was not opened, or a signal not given, in time
+    ├── AgreementError                ranks differ, are late or are gone
+    ├── HandoffError                  a request cannot move to another engine (ValueError)
+    └── DeviceLost                    the device is in a sticky error state
+"""
 
 from __future__ import annotations
 

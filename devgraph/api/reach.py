@@ -254,12 +254,12 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield _Place(path, name.replace("{", "{{"), cell, (_CELL,))
-        space, names = value.__globals__, names_in(value.__code__)
+        space, names = value.__globals__, globals_in(value.__code__)
         if not is_machinery_module(space.get("__name__", "")):
             yield _Place(path, _NAME, space, sorted(names - _BUILTINS))
             for name in names & space.keys():
                 if isinstance(module := space[name], types.ModuleType) and _is_users(module):
-                    used = sorted(names & vars(module).keys())
+                    used = sorted(names_in(value.__code__) & vars(module).keys())
                     yield _Place(name, _ATTRIBUTE, vars(module), used)
     elif isinstance(value, dict | list | deque):
         yield _Place(path, _ITEM, value)
@@ -434,6 +434,17 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals and attributes that ``code`` and the code in it use."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals, not of attributes, that ``code`` and the code in it use."""
+    inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+    return frozenset(own).union(*inner)
+
+
+_OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"}
 
 
 class Named:

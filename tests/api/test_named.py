@@ -256,3 +256,16 @@ def test_region_with_host_arguments_reads_its_state_again(kit: Kit) -> None:
     kit.same(captured.replay(n=1), x * 2 + 1)
     values["scale"] = 3.0
     kit.same(captured.replay(n=2), x * 6 + 1)
+
+
+X: Any = None
+
+
+def test_global_with_the_name_of_an_attribute_may_change(kit: Kit) -> None:
+    """The step reads ``batch.X``, and a script has a global of that name."""
+    global X
+    batch = types.SimpleNamespace(X=kit.tensor(3))
+    captured = kit.capture(lambda: batch.X * 2)
+    for seed in (1, 2):
+        X = kit.tensor(3, seed=seed)
+        kit.same(captured.replay(), batch.X * 2)
