@@ -114,13 +114,13 @@ def piecewise(report: Any) -> Rows:
 
 
 def gates(rows: Any) -> Rows:
-    variants = {"waits": "waits", "both": "waits and signals", "both_during": "opened meanwhile"}
+    variants = {"waits": "waits", "both": "waits and signals", "both_during": "opened late"}
     for row in rows:
         work = f"{row['shape']}, {row['tokens']} tokens"
         if row["kind"] == "overlap" and "layerwise" in row:
             both = row["step"] + row["transfer"]
             what = f"{work}, a step with a transfer layer by layer"
-            yield Pair(what, "us", row["layerwise"], both, "one after the other")
+            yield Pair(what, "us", row["layerwise"], both, "in sequence")
         elif "with" in row:
             cost = row["kind"] == "cost"
             what = variants[row["variant"]] if cost else "gates instead of breaks"
