@@ -404,9 +404,7 @@ class Owned:
         Args:
             regions: whether regions are part of the graph.
         """
-        named = NamedState(self.roots, self._has_changed, regions=regions)
-        weights = [Weights(named.modules).check_all] if named.modules else []
-        return [named.check, *weights] if named else weights
+        return checks_of(NamedState(self.roots, self._has_changed, regions=regions))
 
     def _has_changed(self, entry: Entry) -> bool:
         """Whether the step changed or made the value of the place. Tensors are compared always."""
@@ -463,6 +461,12 @@ def refuse_fakes(what: str) -> None:
             f"(torch.compile and torch.export trace in it), or mark the caller so that it is not "
             f"traced (torch.compiler.disable)."
         )
+
+
+def checks_of(named: NamedState) -> list[Callable[[], None]]:
+    """Return checks of named state and of its modules; each raises StateError after a change."""
+    weights = [Weights(named.modules).check_all] if named.modules else []
+    return [named.check, *weights] if named else weights
 
 
 class Weights:

@@ -15,7 +15,7 @@ from devgraph.api.gates import Gates
 from devgraph.api.marks.gates import in_tail
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.named import NamedState
-from devgraph.api.owned import Weights, roots_of
+from devgraph.api.owned import checks_of, roots_of
 from devgraph.api.pool import Pool
 from devgraph.api.snapshots import Snapshot
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, StateViews, end_batch
@@ -100,8 +100,7 @@ class Step:
         yield
         self.named.require_kept()
         if not self.checks:
-            self.checks = [self.named.check] if self.named else []
-            self.checks += [Weights(self.named.modules).check_all] if self.named.modules else []
+            self.checks = checks_of(self.named)
 
     def forget_names(self) -> None:
         """Forget the state that the step names, until the next capture."""
