@@ -77,7 +77,7 @@ class NamedState:
         except StateError:
             self._renew()
             self._bound.check()
-        if [*map(len, self._sized)] != self._sizes:
+        if self._sized and [*map(len, self._sized)] != self._sizes:
             self._renew()
         for entry, content in self._contents:
             if content_of(entry.value) != content:

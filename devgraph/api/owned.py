@@ -453,9 +453,7 @@ def require_place(path: str, tensor: torch.Tensor) -> None:
 
 def refuse_fakes(what: str) -> None:
     """Raise CaptureError where torch traces with tensors that have no memory."""
-    if torch._C._len_torch_dispatch_stack() and any(
-        isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()
-    ):
+    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
         raise CaptureError(
             f"cannot {what} under FakeTensorMode, in which tensors have no memory. Leave that mode "
             f"(torch.compile and torch.export trace in it), or mark the caller so that it is not "

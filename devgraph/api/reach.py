@@ -461,7 +461,7 @@ class Named:
 
     Attributes:
         entries: places that hold a tensor or a plain value.
-        objects: places that hold something else, except modules of Python.
+        objects: places that hold something else, except modules of Python and of libraries.
         spaces: the attributes of modules and receivers.
         modules: modules in such places.
         names: the names that the step uses.
@@ -494,9 +494,12 @@ class Named:
                 self.spaces.append(getattr(value, "__dict__", {}))
             for entry in self._below(path, value):
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
+                is_module = isinstance(entry.value, types.ModuleType)
+                if is_module and not _is_users(entry.value):
+                    continue
                 if entry.holder is not None and entry.now() is entry.value:
                     (self.entries if is_leaf else self.objects).append(entry)
-                if is_leaf or isinstance(entry.value, types.ModuleType):
+                if is_leaf or is_module:
                     continue
                 if isinstance(entry.value, torch.nn.Module):
                     self.modules.append(entry.value)
