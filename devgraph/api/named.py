@@ -16,6 +16,7 @@ import torch
 from devgraph.api.buffers import AGAIN, Bound, is_equal
 from devgraph.api.errors import CaptureError, StateError, brief
 from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
+from devgraph.api.tensors import Memory
 
 _SMALL = 1024
 """Bytes, or elements of a set, that a replay compares. Larger contents are left to ``prove()``."""
@@ -62,6 +63,7 @@ class NamedState:
         self.plain = [entry for entry in plain if _key(entry) not in self._added]
         self._bound = Bound((), {}, values=True, places=self._held)
         held = [entry.value for entry in self._held]
+        self._memory = Memory(value for value in held if isinstance(value, torch.Tensor))
         self._sized = [*(value for value in held if isinstance(value, _SIZED)), *named.spaces]
         self._sizes = [*map(len, self._sized)]
         contents = ((entry, content_of(entry.value)) for entry in self._held)
@@ -79,6 +81,10 @@ class NamedState:
             self._bound.check()
         if self._sized and [*map(len, self._sized)] != self._sizes:
             self._renew()
+        if not self._memory.is_kept():
+            moved = {*map(id, self._memory.moved())}
+            path = next((e.path for e in self._held if id(e.value) in moved), "a named tensor")
+            raise StateError(_stale(f"{path} has other memory than at capture"))
         for entry, content in self._contents:
             if content_of(entry.value) != content:
                 _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
@@ -120,10 +126,7 @@ class NamedState:
             others = after.get(entry.path)
             now = others.pop(0).value if others else entry.now()
             if isinstance(entry.value, torch.Tensor) and entry.value is not now:
-                raise StateError(
-                    f"{entry.path} is not the tensor of capture any more: the graph would use the "
-                    f"old one. Write new data into that tensor with copy_(), or {AGAIN}."
-                )
+                raise StateError(_stale(f"{entry.path} is not the tensor of capture any more"))
             if not is_alike(entry.value, now):
                 _refuse(entry, f"is {brief(now)} and was {brief(entry.value)} at capture")
         for entry, content in self._contents:
@@ -138,6 +141,13 @@ class NamedState:
 
 def _key(entry: Entry) -> tuple[int, Any]:
     return id(entry.holder), entry.key
+
+
+def _stale(what: str) -> str:
+    return (
+        f"{what}: the graph would use the old one. Write new data into that tensor with copy_(), "
+        f"or {AGAIN}."
+    )
 
 
 def _refuse(entry: Entry, what: str) -> NoReturn:

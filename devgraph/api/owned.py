@@ -57,7 +57,7 @@ from devgraph.api.reach import (
     rebinding,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
-from devgraph.api.tensors import has_place
+from devgraph.api.tensors import Memory, has_place
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
 _TRAINING = operator.attrgetter("training")
@@ -471,7 +471,7 @@ class Weights:
     """The parameters and buffers of modules, which assignments replace.
 
     torch reports every assignment to a module. A replay compares all tensors after one, and else
-    the addresses of a few, so that its cost does not grow with the modules.
+    the addresses of a few, so that its cost on a device does not grow with the modules.
 
     Args:
         modules: the modules.
@@ -493,9 +493,8 @@ class Weights:
             for key, tensor in table.items()
         ]
         self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
-        tensors = (t for m in every for t in (*m.parameters(), *m.buffers()) if has_place(t))
-        self._first = [*itertools.islice(tensors, CHECKED)]
-        self._addresses = [*map(torch.Tensor.data_ptr, self._first)]
+        tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
+        self._memory = Memory(tensors, CHECKED)
         self._assignments = _assignments[0]
         self._hooks, self._handles = self._hook_counts(), RemovableHandle.next_id
 
@@ -517,7 +516,7 @@ class Weights:
         return (
             self._assignments == _assignments[0]
             and self._handles == RemovableHandle.next_id
-            and [*map(torch.Tensor.data_ptr, self._first)] == self._addresses
+            and self._memory.is_kept()
         )
 
     def check(self) -> None:
@@ -525,8 +524,9 @@ class Weights:
         if self.hold():
             return
         assignments, handles = _assignments[0], RemovableHandle.next_id
+        moved = {*map(id, self._memory.moved())}
         for table, key, tensor, path in self._held:
-            if table.get(key) is not tensor:
+            if table.get(key) is not tensor or id(tensor) in moved:
                 self._refuse(repr(f"{path}.{key}" if path else key))
         for table, children in self._children:
             if dict(table.items()) != children:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +79,31 @@ def place_of(tensor: torch.Tensor) -> Place:
 def memory_of(tensor: torch.Tensor) -> int:
     """Return the address of the storage, which is equal for all views of it."""
     return tensor.untyped_storage().data_ptr()
+
+
+class Memory:
+    """Tensors with the memory that they had, which ``tensor.data = other`` exchanges.
+
+    A weak reference tells that memory was freed. Graphs on the CPU keep it alive, so that all
+    addresses are compared there, and those of the first ``count`` tensors elsewhere.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], count: int = 0) -> None:
+        self._placed = [(tensor, tensor.data_ptr()) for tensor in tensors if has_place(tensor)]
+        compared = [pair for i, pair in enumerate(self._placed) if pair[0].is_cpu or i < count]
+        self._compared, self._addresses = [t for t, _ in compared], [place for _, place in compared]
+        self._ended = list[Any]()
+        watched = (tensor.untyped_storage() for tensor, _ in self._placed)
+        self._references = [weakref.ref(storage, self._ended.append) for storage in watched]
+
+    def is_kept(self) -> bool:
+        """Whether the tensors have their memory."""
+        addresses = [*map(torch.Tensor.data_ptr, self._compared)]
+        return not self._ended and addresses == self._addresses
+
+    def moved(self) -> list[torch.Tensor]:
+        """Return the tensors that have other memory."""
+        return [tensor for tensor, place in self._placed if tensor.data_ptr() != place]
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -425,14 +425,21 @@ def test_exchanged_weights_are_noticed(kit: Kit, cap: Cap, exchange: str, given:
             kit.same(captured.replay(), module(x))
 
 
-def test_assignment_deep_in_a_large_module_is_noticed(kit: Kit, cap: Cap) -> None:
+DEEP: dict[str, Any] = {
+    "assignment": lambda layer, t: setattr(layer, "bias", torch.nn.Parameter(t)),
+    "data": lambda layer, t: setattr(layer.bias, "data", t),
+}
+
+
+@pytest.mark.parametrize("how", DEEP)
+def test_assignment_deep_in_a_large_module_is_noticed(kit: Kit, cap: Cap, how: str) -> None:
     """FAULTS 10."""
     layers = [torch.nn.Linear(3, 3) for _ in range(8)]
     module, x = torch.nn.Sequential(*layers).to(kit.device), kit.tensor(2, 3)
     captured = cap(module, x)
     torch.nn.Linear(3, 3)  # of no concern
     captured.replay()
-    layers[-1].bias = torch.nn.Parameter(kit.tensor(3))
+    DEEP[how](layers[-1], kit.tensor(3))
     with pytest.raises(dg.StateError, match=r"'7\.bias' of a module"):
         captured.replay()
 
@@ -778,6 +785,8 @@ def _renew(kit: Kit, place: str) -> tuple[Any, Any]:
     new = kit.tensor(3, seed=9)
     cases: dict[str, tuple[Any, Any]] = {
         "entry": (lambda x: x * box["w"], lambda: box.update(w=new)),
+        "memory of an entry": (lambda x: x * box["w"], lambda: setattr(box["w"], "data", new)),
+        "memory in a list": (lambda x: x + listed[0], lambda: listed[0].set_(new)),
         "setting": (lambda x: x * box["scale"], lambda: box.update(scale=3.0)),
         "list": (lambda x: x + listed[0], lambda: listed.__setitem__(0, new)),
         "attribute below": (holder.step, lambda: setattr(holder.inner, "kv", new)),
@@ -795,6 +804,7 @@ def _renew(kit: Kit, place: str) -> tuple[Any, Any]:
 
 PLACES = ["entry", "setting", "list", "attribute below", "cache in a list", "value in a method"]
 PLACES += ["class", "context", "mode", "dtype", "hook", "probability"]
+PLACES += ["memory of an entry", "memory in a list"]
 
 
 @pytest.mark.parametrize("place", PLACES)
