@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.heap import frozen_heap, thawed_heap
+
 if TYPE_CHECKING:
     import devgraph as dg
     from devgraph.testing.conformance.support import Kit
+
+__all__ = ["frozen_heap", "kit", "leaves_the_process_as_it_was", "pool", "thawed_heap"]
 
 
 @pytest.fixture

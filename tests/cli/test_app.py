@@ -219,8 +219,16 @@ def test_interrupt_while_torch_is_imported_exits_with_130(
     assert result.err == "devgraph: interrupted\n"
 
 
+SLOW = pytest.mark.slow  # imports torch, as a case beside it does too
+
+
 @pytest.mark.parametrize(
-    "given", ["plan", "plan --json", "explain {steps}:clean --inputs {steps}:inputs"]
+    "given",
+    [
+        "plan",
+        pytest.param("plan --json", marks=SLOW),
+        pytest.param("explain {steps}:clean --inputs {steps}:inputs", marks=SLOW),
+    ],
 )
 def test_closed_pipe_is_an_ordinary_end(given: str, tmp_path: Path):
     given = given.format(steps=write_steps(tmp_path))
@@ -235,9 +243,9 @@ def test_closed_pipe_is_an_ordinary_end(given: str, tmp_path: Path):
     ("given", "code"),
     [
         ("plan >&-", 0),
-        ("plan --json >&-", 0),
+        pytest.param("plan --json >&-", 0, marks=SLOW),
         ("doctor --backend x 2>&-", 2),
-        pytest.param("doctor --backend x 2>/dev/full", 2, marks=FULL_DEVICE),
+        pytest.param("doctor --backend x 2>/dev/full", 2, marks=[FULL_DEVICE, SLOW]),
         pytest.param("plan --nonsense 2>/dev/full", 2, marks=FULL_DEVICE),
     ],
 )

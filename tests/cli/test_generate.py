@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,11 @@ from tests.support.cli_programs import run_cli, run_json
 from tests.support.transformers_models import make_model, reference
 
 PROMPTS = ("abcabc", "zz", "The quick brown")
+FEW_GRAPHS = (
+    *("--decode-device-graph-bs", "1", "2", "4"),
+    *("--prefill-device-graph-bs", "8", "16", "24"),
+)
+"""Sizes that steps of the prompts have, at most eight tokens of padding aside."""
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +55,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _argv(folder: Path, *more: str, prompts: tuple[str, ...] = PROMPTS) -> list[str]:
+def _argv(
+    folder: Path, *more: str, prompts: tuple[str, ...] = PROMPTS, graphs: Sequence[str] = FEW_GRAPHS
+) -> list[str]:
     given = [part for prompt in prompts for part in ("--prompt", prompt)]
-    return ["generate", "--model", str(folder), "--backend", "cpu", *given, *more]
+    return ["generate", "--model", str(folder), "--backend", "cpu", *given, *graphs, *more]
 
 
 def _expected(folder: Path, prompt: str, new: int) -> list[int]:
@@ -64,7 +71,8 @@ def _expected(folder: Path, prompt: str, new: int) -> list[int]:
 def test_tokens_are_those_of_the_models_own_generate(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    data = run_json(capsys, *_argv(folder, "--max-new-tokens", "9", "--max-requests", "2"))
+    flags = ["--max-requests", "2", "--decode-device-graph-bs", "1", "2"]
+    data = run_json(capsys, *_argv(folder, "--max-new-tokens", "9", *flags))
     graphs, eager = data["runs"]
     assert graphs["tokens"] == [_expected(folder, prompt, 9) for prompt in PROMPTS]
     assert eager["tokens"] == graphs["tokens"]
@@ -76,7 +84,7 @@ def test_tokens_are_those_of_the_models_own_generate(
 def test_what_was_fused_is_told_and_can_be_left_out(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    argv = _argv(folder, "--max-new-tokens", "3", "--no-compare")
+    argv = _argv(folder, "--max-new-tokens", "3", "--no-compare", "--prefill-disable-device-graph")
     assert "fused: " in run_cli(capsys, *argv).out
     (fused,) = run_json(capsys, *argv)["runs"]
     (plain,) = run_json(capsys, *argv, "--no-fuse")["runs"]
@@ -106,7 +114,12 @@ def test_counters_add_up_and_say_why_a_step_was_eager(
 
 
 def test_many_buckets_are_listed_in_short(folder: Path, capsys: pytest.CaptureFixture[str]):
-    result = run_cli(capsys, *_argv(folder, "--max-new-tokens", "2", "--max-step-tokens", "64"))
+    result = run_cli(
+        capsys,
+        *_argv(
+            folder, "--max-new-tokens", "1", "--max-step-tokens", "64", "--no-compare", graphs=()
+        ),
+    )
     assert "4..32 by 4 48 64 tokens" in result.out
 
 
@@ -139,14 +152,14 @@ def test_without_compare_nothing_runs_eagerly(folder: Path, capsys: pytest.Captu
     assert data["same_tokens"] is None
 
 
-@pytest.mark.parametrize(("given", "taken"), [("4", 4), ("2147483647", 8)])
+@pytest.mark.parametrize(("given", "taken"), [("2", 2), ("2147483647", 4)])
 def test_launches_of_several_steps_have_a_row_and_give_the_same_tokens(
     given: str, taken: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    argv = _argv(folder, "--max-new-tokens", "8", "--steps-per-launch", given)
+    argv = _argv(folder, "--max-new-tokens", "4", "--steps-per-launch", given)
     data = run_json(capsys, *argv)
     assert data["same_tokens"]
-    assert data["runs"][0]["tokens"] == [_expected(folder, prompt, 8) for prompt in PROMPTS]
+    assert data["runs"][0]["tokens"] == [_expected(folder, prompt, 4) for prompt in PROMPTS]
     several = data["runs"][0]["phases"][2]
     assert (several["name"], several["steps_per_launch"]) == (f"decode by {taken}", taken)
     assert several["graph_steps"] == several["steps"] > 0
@@ -164,7 +177,7 @@ def test_counters_hold_all_repeats_and_tokens_those_of_one(
 def test_sampling_with_a_seed_repeats_and_compares_equal(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    argv = _argv(folder, "--max-new-tokens", "8", "--temperature", "0.9")
+    argv = _argv(folder, "--max-new-tokens", "4", "--temperature", "0.9")
     first, again = (run_json(capsys, *argv, "--seed", "7") for _ in range(2))
     assert first["runs"][0]["tokens"] == again["runs"][0]["tokens"]
     assert first["same_tokens"] is True

@@ -77,6 +77,7 @@ def test_two_runners_share_a_pool():
     assert torch.equal(second.run({**inputs, "rows": inputs["rows"] * 0 + 31}) * 0, b * 0)
 
 
+@pytest.mark.usefixtures("thawed_heap")
 def test_the_collector_rests_during_capture_and_is_as_before_afterwards(monkeypatch):
     recorder = Recorder(monkeypatch)
     assert gc.isenabled() and gc.get_freeze_count() == 0
@@ -86,6 +87,7 @@ def test_the_collector_rests_during_capture_and_is_as_before_afterwards(monkeypa
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("thawed_heap")
 def test_the_collector_is_restored_after_a_failed_capture(monkeypatch):
     Recorder(monkeypatch, fail_at=1, error=dg.InputError("no"))
     with pytest.raises(dg.InputError):
@@ -93,6 +95,7 @@ def test_the_collector_is_restored_after_a_failed_capture(monkeypatch):
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("thawed_heap")
 def test_a_collector_that_was_off_or_frozen_stays_so():
     gc.disable()
     gc.freeze()
@@ -102,7 +105,6 @@ def test_a_collector_that_was_off_or_frozen_stays_so():
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0.9 * count > 0
     finally:
-        gc.unfreeze()
         gc.enable()
 
 

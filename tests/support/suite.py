@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import multiprocessing
 import os
@@ -102,6 +103,7 @@ def _run_pytest(arguments: list[str], cwd: Path, printed: Path, variables: dict[
         os.dup2(file.fileno(), 2)
     sys.path[:0] = [str(ROOT)]
     torch.set_num_threads(1)
+    gc.freeze()  # full collections need not search the modules
     status = pytest.main(arguments)
     sys.stdout.flush()
     os._exit(status)

@@ -26,7 +26,7 @@ _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 8, "head_dim": 12}),
     "gpt2": (
         "GPT2Config",
-        {"n_embd": 48, "n_head": 4, "n_layer": 3, "scale_attn_by_inverse_layer_idx": True},
+        {"n_embd": 48, "n_head": 4, "n_layer": 2, "scale_attn_by_inverse_layer_idx": True},
     ),
     # Positions are learned, the head's forward calls the decoder inside the base model.
     "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 48}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -44,14 +45,21 @@ class Result:
     reason: str = ""
 
 
-def meet(name: str, device: str | Backend = "cpu", dtype: torch.dtype = torch.float32) -> Result:
-    """Build the family ``name`` and run it under every mode.
+def meet(
+    name: str,
+    device: str | Backend = "cpu",
+    dtype: torch.dtype = torch.float32,
+    modes: Sequence[tuple[str, str, bool]] = (),
+) -> Result:
+    """Build the family ``name`` and run it under each of ``modes``.
 
     On the reference its tokens are those of the model's own ``generate``; on a device, whose
     kernels round by the number of rows, those of the same engine without graphs.
 
     Args:
         device: a backend or its name.
+        modes: policies of decode and of prefill, and whether modules are fused. The default is
+            every mode.
 
     Raises:
         AssertionError: the engine generated another token than the model.
@@ -72,13 +80,13 @@ def meet(name: str, device: str | Backend = "cpu", dtype: torch.dtype = torch.fl
             want = [reference(model, prompt, NEW) for prompt in prompts] if alone else []
         except Exception as error:
             return Result(UNBUILT, f"{type(error).__name__}: {_line(error)}")
-        for decode, prefill, fuse in MODES if alone else GRAPHS:
-            modes = decode, prefill
+        for decode, prefill, fuse in modes or (MODES if alone else GRAPHS):
+            policies = decode, prefill
             try:
                 if not alone:
-                    with _engine(made(), backend, *modes, fuse=fuse, emulate=True) as engine:
+                    with _engine(made(), backend, *policies, fuse=fuse, emulate=True) as engine:
                         want = _tokens(engine, prompts)
-                engine = _engine(made(), backend, *modes, fuse=fuse)
+                engine = _engine(made(), backend, *policies, fuse=fuse)
             except UnsupportedModelError as error:
                 return Result(REFUSED, _why(error))
             with engine:

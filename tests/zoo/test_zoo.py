@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -13,7 +15,7 @@ from tests.sim.hip import unavailable_reason
 from tests.sim.hip.backend import FakeBackend
 from tests.sim.hip.fake import Fake
 from tests.zoo.families import families
-from tests.zoo.running import REFUSED, RUNS, UNBUILT, UNCAPTURED, Result, meet
+from tests.zoo.running import GRAPHS, REFUSED, RUNS, UNBUILT, UNCAPTURED, Result, meet
 from tests.zoo.table import DOCUMENT, read, table
 
 VERSION, DOCUMENTED = read(DOCUMENT.read_text(encoding="utf-8"))
@@ -37,11 +39,23 @@ SAMPLE = {
 }
 
 
+IN_ALL_MODES = {"LlamaForCausalLM"}
+"""Runs in every mode without the slow tests; the other families of the sample run in one."""
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLE - IN_ALL_MODES))
+def test_family_generates_as_the_model_does(name: str) -> None:
+    result = meet(name, modes=GRAPHS[:1])
+    if transformers.__version__ == VERSION:
+        assert result == DOCUMENTED[name]
+
+
 @pytest.mark.parametrize(
     "name",
-    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in families()],
-)
-def test_family_generates_as_the_model_does_or_is_refused(name: str) -> None:
+    [name if name in IN_ALL_MODES else pytest.param(name, marks=pytest.mark.slow)
+     for name in families()],
+)  # fmt: skip
+def test_family_generates_in_every_mode_as_the_model_does_or_is_refused(name: str) -> None:
     result = meet(name)
     if transformers.__version__ == VERSION:
         assert result == DOCUMENTED[name]
@@ -50,10 +64,18 @@ def test_family_generates_as_the_model_does_or_is_refused(name: str) -> None:
 @pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
 )
-@pytest.mark.parametrize("name", sorted(SAMPLE))
-def test_family_is_right_where_a_capture_computes_nothing(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [
+        *((name, GRAPHS[:1]) for name in sorted(SAMPLE - IN_ALL_MODES)),
+        *((name, GRAPHS) for name in sorted(IN_ALL_MODES)),
+        *(pytest.param(name, GRAPHS[1:], marks=pytest.mark.slow)
+          for name in sorted(SAMPLE - IN_ALL_MODES)),
+    ],
+)  # fmt: skip
+def test_family_is_right_where_a_capture_computes_nothing(name: str, modes: Any) -> None:
     # As on a device: what a model kept from its capture alone would be nan for the next step.
-    found = meet(name, FakeBackend(Fake()))
+    found = meet(name, FakeBackend(Fake()), modes=modes)
     assert found.verdict == DOCUMENTED[name].verdict or transformers.__version__ != VERSION
 
 

@@ -97,7 +97,7 @@ def both(model: Any, inputs: dict[str, Any] | None = None, **kwargs: Any) -> tup
 
 
 def close(got: Any, want: Any) -> None:
-    """Other kernels round in another way, in three layers with wide weights."""
+    """Other kernels round in another way, and weights are wide."""
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 

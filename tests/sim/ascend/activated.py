@@ -8,6 +8,9 @@ from __future__ import annotations
 import pytest
 
 from tests.sim import ascend
+from tests.support.heap import frozen_heap
+
+__all__ = ["frozen_heap", "pytest_configure"]
 
 if ascend.unavailable_reason() is None:  # else the tests are skipped and say it
     ascend.activate()
