@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from devgraph.api.errors import InputError
+from tests.support.forked import run_forked, run_ranks
 from tests.support.suite import run_suite
 
 ROOT = Path(__file__).parents[1]
@@ -27,9 +28,7 @@ def _run(*argv: str, path: tuple[Path, ...] = ()) -> str:
     inherited = os.environ.get("PYTHONPATH", "")
     places = [str(one) for one in (*path, ROOT)] + ([inherited] if inherited else [])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, env=environment, timeout=300
-    )
+    done = run_forked(*argv, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -50,10 +49,10 @@ def test_recurrent_model_generates_what_it_does_without_graphs():
 
 @pytest.mark.parametrize("options", [(), ("--layerwise",)], ids=["whole", "layerwise"])
 def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options: tuple[str, ...]):
-    out = _run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--check", *options),
-    )
+    command = EXAMPLES / "mixed_cluster.py", "--backends", "cpu", "cpu", "--check", *options
+    done = run_ranks(*command, ranks=2)
+    out = "".join(rank.stdout for rank in done)
+    assert [rank.returncode for rank in done] == [0, 0], done
     assert "prefill on cpu: breakable, buckets [16, 64]" in out
     assert "the tokens of one process: True" in out
     table = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
@@ -63,6 +62,15 @@ def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options:
     early, layers = map(int, re.findall(r"\d+", table["layers sent"]))
     # The last of two layers is ready when the step ends.
     assert (0 < early <= layers / 2) if options else (early == 0)
+
+
+@pytest.mark.slow
+def test_mixed_cluster_starts_with_torchrun():
+    out = _run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--check"),
+    )
+    assert "the tokens of one process: True" in out
 
 
 @pytest.mark.slow

@@ -363,7 +363,7 @@ def test_process_ends_silently_even_if_freed_memory_is_written_to(
     driver: Driver, run_python: Any
 ) -> None:
     """Of torch_npu's queue thread, which logs once more when the loggers are gone."""
-    said = run_python(ENDING, ENDING="0 600", MALLOC_PERTURB_="133")
+    said = run_python(ENDING, fresh=True, ENDING="0 600", MALLOC_PERTURB_="133")
     assert len(said.splitlines()) == 1, said
 
 

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ pytest.importorskip("transformers", reason="the transformers integration")
 from devgraph.integrations.transformers import Engine, Handoff, SamplingParams
 from tests.npu.test_generate import engine, small_llama
 from tests.sim.ascend import Driver
+from tests.support.forked import run_ranks
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
 
@@ -95,23 +93,16 @@ def test_sampled_request_continues_on_the_other_backend_by_seed_and_draws(
 
 
 def test_example_prefills_on_npu_and_decodes_on_cpu(driver: Driver) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    example = [str(ROOT / "examples" / "mixed_cluster.py"), "--backends", "npu", "cpu"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *example, "--check", "--dtype", "float16"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={
-            **os.environ,
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
+    done = run_ranks(
+        *(ROOT / "examples" / "mixed_cluster.py", "--backends", "npu", "cpu"),
+        *("--check", "--dtype", "float16"),
+        ranks=2,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "prefill on npu: full, buckets [16, 64]" in done.stdout
-    assert "decode on cpu: full, buckets [1, 2, 4, 8]" in done.stdout
-    assert "the tokens of one process: True" in done.stdout
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("decode steps")]
+    assert [rank.returncode for rank in done] == [0, 0], done
+    out = "".join(rank.stdout for rank in done)
+    assert "prefill on npu: full, buckets [16, 64]" in out
+    assert "decode on cpu: full, buckets [1, 2, 4, 8]" in out
+    assert "the tokens of one process: True" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("decode steps")]
     *_, in_graphs, _, steps = line.split()
     assert in_graphs == steps

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.forked import run_forked, run_ranks
+
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 ROOT = Path(__file__).parents[2]
@@ -38,14 +40,15 @@ def run(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_ranks_generate_the_tokens_of_one(tmp_path):
-    done = run("--check", "--save", str(tmp_path / "two.json"), ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks generate the tokens of one device: True" in done.stdout
+    saved = tmp_path / "two.json"
+    first, second = run_ranks(EXAMPLE, *SMALL, "--check", "--save", saved, ranks=2)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "2 ranks generate the tokens of one device: True" in first.stdout
     for phase in ("decode", "prefill"):
-        assert f"{phase} (breakable on cpu): " in done.stdout
-    assert done.stdout.count("cases: graphs equal eager") == 2
-    assert done.stdout.count("in graphs (100 %)") == 2
-    tokens = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))
+        assert f"{phase} (breakable on cpu): " in first.stdout
+    assert first.stdout.count("cases: graphs equal eager") == 2
+    assert first.stdout.count("in graphs (100 %)") == 2
+    tokens = json.loads(saved.read_text(encoding="utf-8"))
     assert [len(one) for one in tokens] == [6, 3, 6, 3, 6, 3, 6]
 
 
@@ -69,13 +72,7 @@ def test_a_collective_of_the_host_is_refused_inside_one_graph():
 
 def figures_of(path: Path, words: str) -> dict[str, Any]:
     script = str(ROOT / "benchmarks" / "tensor_parallel.py")
-    done = subprocess.run(
-        [sys.executable, script, *f"--backend cpu --layers 1 {words} --json".split(), str(path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
+    done = run_forked(script, *f"--backend cpu --layers 1 {words} --json".split(), path)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text(encoding="utf-8"))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim import ascend
+from tests.support.forked import run_forked
 
 __all__ = ["ascend_session", "driver", "pytest_collection_modifyitems", "run_python"]
 
@@ -68,20 +69,26 @@ def driver(ascend_session: ascend.Driver) -> Iterator[ascend.Driver]:
 
 @pytest.fixture
 def run_python(ascend_session: ascend.Driver) -> object:
-    """Run code in a process of its own, where it may set the environment or lose its device."""
+    """Run code in a process of its own, where it may set the environment or lose its device.
 
-    def run(code: str, *, timeout: float = 300, **environment: str) -> str:
+    With ``fresh``, no library is loaded before the environment is set.
+    """
+
+    def run(code: str, *, timeout: float = 300, fresh: bool = False, **environment: str) -> str:
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         variables |= environment
-        done = subprocess.run(
-            [sys.executable, "-u", "-c", code],  # it may end without flushing what it printed
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=variables,
-            cwd=_ROOT,
-        )
+        if fresh:
+            done = subprocess.run(
+                [sys.executable, "-u", "-c", code],  # it may end without flushing what it printed
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                env=variables,
+                cwd=_ROOT,
+            )
+        else:
+            done = run_forked("-c", code, env=variables, cwd=_ROOT, timeout=timeout)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
