@@ -290,6 +290,13 @@ class Owned:
         reached = [tensor for _, tensor in self.reached() if not tensor.is_inference()]
         self._weights = [(tensor, tensor._version) for tensor in reached if _is_weight(tensor)]
         leaves = [t for t in reached if t.requires_grad and t.is_leaf and t.grad is None]
+        weights = [(p, t, t.detach()) for p, t in self.reached() if _is_weight(t)]
+
+        def require_places() -> None:
+            snapshot.require_places()
+            for path, weight, before in weights:
+                if weight.data_ptr() != before.data_ptr():
+                    raise CaptureError(rebinding("replaces", f"{path}.data"))
 
         def keeper(tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
             saved = Snapshot(backend, (), limit=limit, optional=tensors)
@@ -304,10 +311,13 @@ class Owned:
         }
         numbers = host_random()
         try:
-            yield snapshot.require_places
+            yield require_places
             self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
         except BaseException as error:
             watch.put_back()
+            for _, weight, before in weights:
+                if weight.data_ptr() != before.data_ptr():
+                    weight.data = before
             try:
                 with backend.on_working_stream():
                     snapshot.restore()

@@ -523,6 +523,9 @@ class Named:
             yield from _environment(value.__code__)
         elif isinstance(value, torch.nn.Module):
             self._use(getattr(type(value), "forward", None))
+            for module in value.modules():
+                for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                    yield Entry(path, None, None, hook)
         elif isinstance(value, torch.Tensor):
             return
         is_function = isinstance(value, types.FunctionType)

@@ -104,6 +104,8 @@ class Recorder:
         """The caller's tensors with their versions before the recording."""
         self._writes: Counter[int] = Counter()
         """Number of recorded writes, by the address of the memory."""
+        self._made: dict[int, int] = {}
+        """The version of the last tensor that was made, by the address of its memory."""
         self._continues = continues
         self._pool = pool
         self._pools = (pool, *others)
@@ -333,14 +335,17 @@ class Recorder:
     def _refuse_foreign_writes(self) -> None:
         """Refuse tensors of the caller that were written more often than the recording shows."""
         for tensor, version in self._versions:
-            # Some operations count twice.
-            if tensor._version - version > 2 * self._writes[memory_of(tensor)]:
-                raise UnrecordableError(
-                    f"a tensor of the step ({describe(tensor)}) was written during the capture by "
-                    f"another thread, or by code that torch does not show, and a replay would not "
-                    f"write it again. Do that work in the thread of the step, or in a function "
-                    f"marked @dg.no_graph under policy='breakable'"
-                )
+            self._require_own_writes(tensor, version)
+
+    def _require_own_writes(self, tensor: torch.Tensor, version: int) -> None:
+        # Some operations count twice.
+        if tensor._version - version > 2 * self._writes[memory_of(tensor)]:
+            raise UnrecordableError(
+                f"a tensor of the step ({describe(tensor)}) was written during the capture by "
+                f"another thread, or by code that torch does not show, and a replay would not "
+                f"write it again. Do that work in the thread of the step, or in a function "
+                f"marked @dg.no_graph under policy='breakable'"
+            )
 
     # One method for each kind of operation.
 
@@ -353,7 +358,10 @@ class Recorder:
                 self._touch(tensor)
         if plan.writes:
             self._require_own_layout(plan, args[0])
-        return self._run_now(plan, args, kwargs)
+        view = self._run_now(plan, args, kwargs)
+        if plan.writes and has_place(args[0]):  # such as set_(), after which it has other memory
+            self._writes[memory_of(args[0])] += 1
+        return view
 
     def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
         """Refuse to change the layout of a tensor that outlives the step; replays would not.
@@ -495,17 +503,24 @@ class Recorder:
         return Op(name=name, line=user_line())
 
     def _make(self, plan: OpPlan, layouts: Any, op: Op | None) -> Any:
-        origin, empty = _Origin(self._mark, op or self._op(plan.name)), self._pool.empty
-        if isinstance(layouts, Layout):
-            return empty(layouts.size, layouts.stride, layouts.dtype, origin=origin)
-        return map_layouts(
-            layouts, lambda item: empty(item.size, item.stride, item.dtype, origin=origin)
-        )
+        origin = _Origin(self._mark, op or self._op(plan.name))
+
+        def empty(layout: Layout) -> torch.Tensor:
+            out = self._pool.empty(layout.size, layout.stride, layout.dtype, origin=origin)
+            if not out.is_inference():
+                self._made[address := memory_of(out)] = out._version
+                self._writes[address] = 0
+            return out
+
+        return empty(layouts) if isinstance(layouts, Layout) else map_layouts(layouts, empty)
 
     def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         for pool in self._pools:
             alias = pool.alias(tensor)
             if alias is not tensor:
+                version = self._made.get(memory_of(tensor))
+                if version is not None and not tensor.is_inference():
+                    self._require_own_writes(tensor, version)
                 return alias
         self._touch(tensor)
         return tensor.detach()  # the user may change the layout of the original

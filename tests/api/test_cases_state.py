@@ -400,6 +400,21 @@ EXCHANGES: dict[str, Any] = {
 }
 
 
+def test_parameter_that_the_step_gives_other_memory_is_refused(kit: Kit, cap: Cap) -> None:
+    """FAULTS 45."""
+    weight, x = torch.nn.Parameter(kit.tensor(3)), kit.tensor(3, seed=1)
+    before, place = weight.detach().clone(), weight.data_ptr()
+
+    def step(x: Any) -> Any:
+        weight.data = weight.data - x
+        return weight.detach() * 1
+
+    with pytest.raises(dg.CaptureError, match=r"replaces weight\.data: write into it with copy_"):
+        cap(step, x)
+    assert weight.data_ptr() == place
+    kit.same(weight.detach(), before)
+
+
 @pytest.mark.parametrize("given", ["module", "argument", "bound", "bound method", "bound source"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_exchanged_weights_are_noticed(kit: Kit, cap: Cap, exchange: str, given: str) -> None:
@@ -783,6 +798,8 @@ def _renew(kit: Kit, place: str) -> tuple[Any, Any]:
     Shared.weight = kit.tensor(3)
     dropout = torch.nn.Dropout(0.5)
     new = kit.tensor(3, seed=9)
+    hooked = torch.nn.Sequential(torch.nn.Linear(3, 3)).to(kit.device)
+    hooked[0].register_forward_hook(lambda *args: args[-1] * box["scale"])
     cases: dict[str, tuple[Any, Any]] = {
         "entry": (lambda x: x * box["w"], lambda: box.update(w=new)),
         "memory of an entry": (lambda x: x * box["w"], lambda: setattr(box["w"], "data", new)),
@@ -797,6 +814,7 @@ def _renew(kit: Kit, place: str) -> tuple[Any, Any]:
         "mode": (lambda x: module(x), lambda: module.eval()),
         "dtype": (lambda x: module(x), lambda: module.double()),
         "hook": (lambda x: module(x), lambda: module.register_forward_hook(lambda *_: None)),
+        "closure of a hook": (lambda x: hooked(x), lambda: box.update(scale=4.0)),
         "probability": (dropout, lambda: setattr(dropout, "p", 0.1)),
     }
     return cases[place]
@@ -804,7 +822,7 @@ def _renew(kit: Kit, place: str) -> tuple[Any, Any]:
 
 PLACES = ["entry", "setting", "list", "attribute below", "cache in a list", "value in a method"]
 PLACES += ["class", "context", "mode", "dtype", "hook", "probability"]
-PLACES += ["memory of an entry", "memory in a list"]
+PLACES += ["memory of an entry", "memory in a list", "closure of a hook"]
 
 
 @pytest.mark.parametrize("place", PLACES)

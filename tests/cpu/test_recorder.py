@@ -400,14 +400,16 @@ def test_result_of_another_thread_is_refused(policy: str, grad: bool) -> None:
         record(kept_outside, torch.randn(4, 4))
 
 
-@pytest.mark.parametrize("how", ["argument", "closure", "output"])
+@pytest.mark.parametrize("how", ["argument", "closure", "output", "memory of the step"])
 def test_work_of_another_thread_on_tensors_of_the_caller_is_refused(how: str) -> None:
     """FAULTS 49."""
     total, x = torch.zeros(3), torch.ones(3)
 
     def step(x: torch.Tensor) -> Any:
         results: list[Any] = []
+        own = x * 2
         work = {
+            "memory of the step": lambda: own.mul_(2),
             "argument": lambda: x.mul_(2),
             "closure": lambda: total.copy_(x),
             "output": lambda: results.append(x * 2),
@@ -415,7 +417,7 @@ def test_work_of_another_thread_on_tensors_of_the_caller_is_refused(how: str) ->
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        return (total.add_(0) if how == "output" else total) + x, *results
+        return (total.add_(0) if how == "output" else total) + x + own, *results
 
     with pytest.raises(dg.CaptureError, match="by another thread, or by code that torch"):
         dg.capture(step, x, backend="cpu")
