@@ -385,6 +385,8 @@ def test_an_idle_rank_that_cannot_launch_keeps_the_others_from_it(why):
 
 
 def test_gate_that_one_rank_forgot_makes_the_step_invalid_on_all_ranks():
+    """FAULTS 53."""
+
     def gated(batch):
         dg.wait("kv")
         return batch.x * 2

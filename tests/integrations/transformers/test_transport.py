@@ -244,6 +244,7 @@ def beside(store: Any, peer: Peer, part: str) -> Iterator[tuple[TorchTransport, 
 def test_exporter_that_dies_is_named_and_the_receiver_goes_on(
     store: Any, peer: Peer, part: str
 ) -> None:
+    """FAULTS 54."""
     with beside(store, peer, part) as (transport, words), TorchTransport() as other:
         offer = words.get("offer").decode()
         with pytest.raises(dg.HandoffError, match="rank 0 cannot reach rank 1 in the transfer"):
@@ -254,6 +255,7 @@ def test_exporter_that_dies_is_named_and_the_receiver_goes_on(
 
 
 def test_exporter_that_dies_after_a_transfer_leaves_the_handoff(store: Any, peer: Peer) -> None:
+    """FAULTS 54."""
     with beside(store, peer, "dies_after_transfer") as (transport, words):
         offer = words.get("offer").decode()
         fetched = transport.fetch(offer)
@@ -265,6 +267,7 @@ def test_exporter_that_dies_after_a_transfer_leaves_the_handoff(store: Any, peer
 def test_receiver_that_dies_is_named_and_the_exporter_goes_on(
     store: Any, peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """FAULTS 54."""
     with beside(store, peer, "fetches_and_dies") as (transport, words), TorchTransport() as other:
         handoff = made_handoff()
         handoff.progress.ready = 1
