@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="the transformers inte
 from tests.sim.hip import unavailable_reason
 from tests.sim.hip.backend import FakeBackend
 from tests.sim.hip.fake import Fake
+from tests.support.flash_standin import flash_on_cpu
 from tests.zoo.families import families
 from tests.zoo.running import GRAPHS, REFUSED, RUNS, UNBUILT, UNCAPTURED, Result, meet
 from tests.zoo.table import DOCUMENT, read, table
@@ -77,6 +78,12 @@ def test_family_is_right_where_a_capture_computes_nothing(name: str, modes: Any)
     # As on a device: what a model kept from its capture alone would be nan for the next step.
     found = meet(name, FakeBackend(Fake()), modes=modes)
     assert found.verdict == DOCUMENTED[name].verdict or transformers.__version__ != VERSION
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3_5ForCausalLM"])
+def test_family_is_right_where_the_device_reads_lengths(name: str) -> None:
+    with flash_on_cpu():
+        assert meet(name).verdict == RUNS
 
 
 @THE_VERSION

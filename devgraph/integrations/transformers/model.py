@@ -468,8 +468,10 @@ class CausalModel:
                 with torch.no_grad(), replaced(overriding(self.model, pad_token_id=None)):
                     alone = [self._alone(torch.tensor([t], device=self.device)) for t in texts]
                 want = torch.stack([logits[at] for at in (0, 1) for logits in alone]).float()
-                limit = (1e-3 if self.dtype == torch.float32 else 5e-2) * want.abs().max()
-                if (self._logits(texts).float() - want).abs().max() <= limit:
+                # Rounding in half precision moves all logits of a deep model by some percent.
+                limit = 1e-3 if self.dtype == torch.float32 else 0.1
+                spread = (want - want.mean(-1, keepdim=True)).norm()
+                if (self._logits(texts).float() - want).norm() <= limit * spread:
                     return
                 failure, cause = "gives other logits on whole slots", None
             except Exception as error:
@@ -508,11 +510,9 @@ class CausalModel:
     def _batch(
         self, data: dict[str, Any], requests: int, state: StateViews, *, padding: int = 0
     ) -> Batch:
-        pads = {"slot_mapping": self.cache.scratch_row}
-        inputs = {
-            name: F.pad(tensor, (0, padding), value=pads.get(name, 0))
-            for name, tensor in data["inputs"].items()
-        }
+        inputs = dict(data["inputs"])
+        pads = {"input_ids": 0, "position_ids": 0, "slot_mapping": self.cache.scratch_row}
+        inputs |= {n: F.pad(inputs[n], (0, padding), value=value) for n, value in pads.items()}
         size = Size(requests, len(inputs["input_ids"]))
         if self.states:
             inputs["state_slots"] = self.tensor(data["state_slots"])

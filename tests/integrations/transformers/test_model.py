@@ -19,7 +19,9 @@ from devgraph.api.errors import DeviceGraphError, StateError
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.runners.batch import Batch
 from devgraph.runners.slots import Size
+from tests.support.flash_standin import flash_on_cpu
 from tests.support.transformers_models import FAMILIES, make_model, prompts, reference
+from tests.zoo.families import build, quiet
 
 
 def poison(model: CausalModel) -> None:
@@ -133,6 +135,16 @@ def test_padded_rows_change_no_real_row_and_no_result() -> None:
     for layer, before in zip(model.cache.layers, kept, strict=True):
         rows = slice(0, model.cache.scratch_row)
         assert torch.equal(layer.keys[:, rows].nan_to_num(7.0), before[:, rows].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hybrid_model_is_accepted_where_the_device_reads_lengths(dtype: str) -> None:
+    with flash_on_cpu(), quiet():
+        inner = build("Qwen3_5ForCausalLM").to(getattr(torch, dtype))
+        model = CausalModel(inner, max_requests=2, max_len=64)
+    assert model.varlen
+    assert model.states
+    model.close()
 
 
 def test_host_values_repeat_for_sixty_four_steps() -> None:
