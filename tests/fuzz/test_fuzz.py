@@ -26,15 +26,15 @@ def total(kind: str, seeds: range) -> Counter[str]:
     return sum((run(kind, seed) for seed in seeds), Counter[str]())
 
 
-@pytest.mark.parametrize("first", range(0, 80, 20))
+@pytest.mark.parametrize("first", range(0, 48, 24))
 def test_random_steps_equal_eager_under_every_policy(first: int) -> None:
     counts = Counter[str]()
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 24):
         counts += run("steps" if seed % 8 else "piecewise", seed)
     # A RegionError refuses a result that a region also stores, which random regions often do.
     stored = sum(number for what, number in counts.items() if what.endswith("RegionError"))
     refused = sum(number for what, number in counts.items() if what.startswith("refused"))
-    assert counts["replays"] > 60
+    assert counts["replays"] > 72
     assert stored < counts["captured"] / 2, counts
     refused -= stored
     assert refused < counts["captured"] / 4, counts
@@ -44,14 +44,14 @@ def test_random_steps_equal_eager_under_every_policy(first: int) -> None:
     unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
 )
 def test_random_steps_equal_eager_over_hip() -> None:
-    counts = total("hip steps", range(60))
-    assert counts["replays"] > 150, counts
+    counts = total("hip steps", range(30))
+    assert counts["replays"] > 75, counts
 
 
 def test_random_steps_equal_eager_over_ascend(driver: Any) -> None:
     backend = dg.get_backend("npu")
-    counts = sum((ascend_steps(seed, backend, driver) for seed in range(60)), Counter[str]())
-    assert counts["replays"] > 150, counts
+    counts = sum((ascend_steps(seed, backend, driver) for seed in range(30)), Counter[str]())
+    assert counts["replays"] > 75, counts
 
 
 def test_random_runners_equal_their_steps() -> None:
@@ -77,13 +77,13 @@ def test_interrupts_at_random_places_leave_the_next_operation_right() -> None:
     unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
 )
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 16))]
 )
 def test_fault_at_any_call_of_hip_leaves_the_rest_right_or_refused(part: int) -> None:
-    """Every eighth call here, and all of them with the slow tests."""
-    counts = every_fault(lambda at: hip_case(8 * (at - 1) + part))
-    assert counts["faults"] > 20
-    assert counts["refused"] + counts["refused by torch"] > 20
+    """Every sixteenth call here, and all of them with the slow tests."""
+    counts = every_fault(lambda at: hip_case(16 * (at - 1) + part))
+    assert counts["faults"] > 10
+    assert counts["refused"] + counts["refused by torch"] > 10
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from ctypes import addressof, c_uint64
 from pathlib import Path
@@ -35,6 +34,7 @@ from devgraph.rocm.runtime import (
 )
 from tests.sim.hip import Fake, build, unavailable_reason
 from tests.sim.hip.build import SOURCES
+from tests.support.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 needs_fake = pytest.mark.skipif(
@@ -101,14 +101,8 @@ from devgraph.rocm.runtime import Runtime
 found = Runtime.find()
 print(found.path, found.version, sorted(found.missing))
 """
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
+    said = run_forked("-c", code)
+    assert said.returncode == 0, said.stderr
     assert said.stdout.split() == [str(build().resolve()), "7.2.26015", "[]"]
 
 

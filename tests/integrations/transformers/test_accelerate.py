@@ -233,7 +233,7 @@ def test_second_turn_runs_its_new_tokens_only_whoever_had_the_slots_since(family
 
 RECURRENT = {
     "Lfm2ForCausalLM": False,  # windows of convolutions only
-    "Qwen3NextForCausalLM": False,
+    "Qwen3NextForCausalLM": True,  # a matrix for each head
     "FalconH1ForCausalLM": True,  # both kinds of state in each layer
     "Mamba2ForCausalLM": True,  # no keys and values
 }

@@ -152,7 +152,7 @@ class _Builder:
     def _runtime(self) -> None:
         sources = sorted(path for path in SOURCES.glob("*.cpp") if path.stem != "interpose")
         with ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(lambda path: self._compile(path, ["-O1", "-g"]), sources))
+            objects = list(pool.map(lambda path: self._compile(path, ["-O1"]), sources))
         self._shared("libascendcl.so", objects, [])
         (self.out / FLAGS_VARIANT).mkdir()
         without = [path for path in objects if path.stem != "value_wait"]
