@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import attrs
 import torch
-from torch._C._dynamo.guards import GlobalStateGuard
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
@@ -41,7 +40,7 @@ from devgraph.api.errors import (
     whole,
 )
 from devgraph.api.marks.marks import current_scope
-from devgraph.api.modes import current_autocast
+from devgraph.api.modes import Settings
 from devgraph.api.named import NamedState
 from devgraph.api.owned import Weights, assignment_count, parameter_names, roots_of
 from devgraph.api.policy import registration
@@ -67,7 +66,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _is_compiling = torch.compiler.is_compiling
-_inference_mode = torch.is_inference_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _NO_HOST: dict[str, Any] = {}
@@ -102,7 +100,7 @@ class EagerReason(str, enum.Enum):
     IN_CAPTURE = "in_capture"
     """The call is part of another capture, which records it, or of its warm-up."""
     TRACED = "traced"
-    """The call is under a dispatch mode of torch or a transform of ``torch.func``."""
+    """The call is under a mode of torch or a transform of ``torch.func``."""
     SWITCHED_OFF = "switched_off"
     """The call is inside ``with step.eager()``."""
     BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
@@ -198,7 +196,8 @@ class Graphed:
             return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
         if self._switched_off:
             return self._run_eagerly(EagerReason.SWITCHED_OFF, args, kwargs)
-        if _dispatch_modes() or _transform() is not None:
+        settings = Settings.current()
+        if _dispatch_modes() or _transform() is not None or (shown := settings.key()) is None:
             return self._run_eagerly(EagerReason.TRACED, args, kwargs)
         host = _NO_HOST
         if self._host_names:
@@ -214,8 +213,7 @@ class Graphed:
         with_gradients = True in needs_gradient or (
             torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         )
-        key += (needs_gradient, with_gradients)
-        key += (torch.is_inference_mode_enabled(), current_autocast())
+        key += (needs_gradient, with_gradients, shown)
         key += (tuple(self._watched.training()), self._named_constants())
         try:
             entry = self._entries.get(tuple(key))
@@ -234,7 +232,7 @@ class Graphed:
                 )
             self._replays += 1
             result = graph.run(tensors, host)
-            self._keep_repeat(entry, args, kwargs, needs_gradient)
+            self._keep_repeat(entry, args, kwargs, needs_gradient, settings)
             return result
 
     def _keep_repeat(
@@ -243,13 +241,14 @@ class Graphed:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         needs_gradient: tuple[bool, ...],
+        settings: Settings,
     ) -> None:
         """Let the next calls with this key find the entry without a key."""
         others = [other for other in self._recent if other is not entry]
         if entry.repeat is None or len(others) < len(self._recent):  # another setting of torch
             is_known = not self._host_names
             entry.repeat = (
-                self._repeat_of(entry, args, kwargs, needs_gradient) if is_known else None
+                self._repeat_of(entry, args, kwargs, needs_gradient, settings) if is_known else None
             )
         if entry.repeat is not None:
             self._recent = [entry, *others[: _RECENT - 1]]
@@ -260,6 +259,7 @@ class Graphed:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         needs_gradient: tuple[bool, ...],
+        settings: Settings,
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
         """Return a callable for calls whose arguments are tensors and constants, without trees.
 
@@ -283,8 +283,7 @@ class Graphed:
         ):
             return None
         lock, run, count = graph.lock, graph.run, len(flat)
-        alike, same_settings = alike_to(tensors), GlobalStateGuard().check
-        inference = torch.is_inference_mode_enabled()
+        alike, same_settings = alike_to(tensors), settings.hold
         required = [tensor.requires_grad for tensor in tensors]
         training, named = self._watched.training(), self._named_constants()
 
@@ -301,7 +300,7 @@ class Graphed:
                     if type(flat[index]) is not kind or flat[index] != value:
                         return _OTHER
                 flat = [flat[index] for index in places]
-            if not (alike(*flat) and same_settings()) or _inference_mode() is not inference:
+            if not (alike(*flat) and same_settings()):
                 return _OTHER
             watched = step._watched
             if training and watched.training() != training:
@@ -337,18 +336,19 @@ class Graphed:
 
         If it names another tensor or object than at the last call, all graphs are dropped.
         """
-        named = self._named
+        named, constants = self._named, None
         try:
             if named is not None:
                 named.check()
+                constants = named.constants()
         except StateError:
             self._drop_all("recaptures")
             for entry in self._entries.values():
                 entry.calls = 0
-            named = None
-        if named is None:
-            named = self._named = NamedState(roots_of(self._fn), _is_plain)
-        return tuple([(type(value), value) for value in map(Entry.now, named.plain)])
+        if constants is None:
+            self._named = NamedState(roots_of(self._fn), _is_plain)
+            constants = self._named.constants()
+        return constants
 
     def _needs_gradient(self) -> tuple[bool, ...]:
         """Return ``requires_grad`` of each of ``_parameters`` under grad mode."""

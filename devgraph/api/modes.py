@@ -15,6 +15,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch.overrides import _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -184,6 +185,16 @@ class Settings:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+    def key(self) -> Any:
+        """Return a hashable value that equal settings share, or None under modes of the user.
+
+        Default devices are part of the value.
+        """
+        if not all(isinstance(mode, DeviceContext) for stack in self.stacks for mode in stack):
+            return None
+        switches = (tuple(v) if isinstance(v, list) else v for v in self.switches)
+        return self.modes, *switches, *(mode.device for mode in self.stacks[0])
 
     def hold(self) -> bool:
         """Whether these settings are in force now."""

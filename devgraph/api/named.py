@@ -68,12 +68,20 @@ class NamedState:
         self._sizes = [*map(len, self._sized)]
         contents = ((entry, content_of(entry.value)) for entry in self._held)
         self._contents = [pair for pair in contents if pair[1] is not None]
+        self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= _SMALL]
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
     def check(self) -> None:
         """Raise StateError if a place holds another value than at capture."""
+        for mapping, keys in self._orders:
+            if [*mapping] != keys:
+                raise StateError(
+                    f"a {type(mapping).__name__} that the step reads whole has the keys "
+                    f"{brief([*mapping])} and had {brief(keys)} at capture, and the graph does the "
+                    f"work of those in their order. Put them back, or {AGAIN}."
+                )
         try:
             self._bound.check()
         except StateError:
@@ -88,6 +96,10 @@ class NamedState:
         for entry, content in self._contents:
             if content_of(entry.value) != content:
                 _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
+
+    def constants(self) -> tuple[Any, ...]:
+        """Return hashable values of the plain places; StateError if one holds an object."""
+        return tuple([_constant(entry, entry.now()) for entry in self.plain])
 
     def require_kept(self) -> None:
         """Raise CaptureError if the step, which ran since, replaced a tensor, and put it back.
@@ -108,7 +120,8 @@ class NamedState:
         changed = {
             _key(entry)
             for entry in self._held
-            if entry.now() is not entry.value or content_of(entry.value) != contents.get(id(entry))
+            if not is_equal(entry.value, entry.now())
+            or content_of(entry.value) != contents.get(id(entry))
         }
         if changed or [*map(len, self._sized)] != self._sizes:
             named = self._walk()
@@ -134,9 +147,17 @@ class NamedState:
                 _refuse(entry, f"has {len(entry.value)} entries and had {content} at capture")
         spaces = {*map(id, named.spaces)}
         for entry in itertools.chain(*after.values()):
-            if id(entry.holder) in spaces:
+            if id(entry.holder) in spaces and named.is_named(entry):
                 _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
         self._settle(named)
+
+
+def _constant(entry: Entry, value: Any) -> Any:
+    if isinstance(value, float):
+        return value.hex()  # tells -0.0 from 0.0, and nan equals itself
+    if not isinstance(value, PLAIN):
+        _refuse(entry, f"is {brief(value)} and was {brief(entry.value)} at capture")
+    return type(value), value
 
 
 def _key(entry: Entry) -> tuple[int, Any]:
@@ -175,6 +196,9 @@ def is_alike(old: Any, new: Any) -> bool:
         return len(old) == len(new) and all(map(is_alike, old, new))
     if isinstance(old, list | deque):
         return len(old) == len(new)
+    if is_array(old):
+        kinds = ((a.dtype, a.shape, a.tobytes()) for a in (old, new))
+        return next(kinds) == next(kinds)
     if isinstance(old, dict) or (has_state(old) and not isinstance(old, enum.Enum)):
         return True
     return is_equal(old, new)

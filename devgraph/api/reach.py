@@ -405,7 +405,7 @@ def _read(holder: Any, key: Any) -> Any:
         if isinstance(holder, Mapping | list | deque):
             return holder[key]
         if isinstance(holder, contextvars.ContextVar):
-            return holder.get(_ABSENT)
+            return holder.get()  # LookupError where it has no value and no default
         return _position(holder) if key == _POSITION else getattr(holder, key)
     except (LookupError, AttributeError, ValueError, TypeError):
         return _ABSENT
@@ -462,7 +462,8 @@ class Named:
     Attributes:
         entries: places that hold a tensor or a plain value.
         objects: places that hold something else, except modules of Python and of libraries.
-        spaces: the attributes of modules and receivers.
+        spaces: mappings, and the attributes of modules and of objects of the user.
+        whole: the mappings that are read without named keys.
         modules: modules in such places.
         names: the names that the step uses.
     """
@@ -473,33 +474,39 @@ class Named:
         """Objects of which a root is a method. That method calls no other one without a name."""
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
+        self._iterated: set[str] = set()
         self._beginnings: tuple[str, ...] = ()
         count = -1
         while count < len(self.names):  # a name can lead to a function with more names
             count = len(self.names)
             self.entries: list[Entry] = []
             self.objects: list[Entry] = []
-            self.spaces: list[dict[str, Any]] = []
+            self.spaces: list[dict[Any, Any]] = []
+            self.whole: list[dict[Any, Any]] = []
             self.modules: list[torch.nn.Module] = []
             self._walk(deque(roots))
 
     def _walk(self, todo: deque[tuple[str, Any]]) -> None:
         seen: set[int] = set()
+        places = set[tuple[int, Any]]()
         while todo and len(seen) < _MOST_NAMED:
             path, value = todo.popleft()
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, torch.nn.Module) or (path == "self" and has_state(value)):
-                self.spaces.append(getattr(value, "__dict__", {}))
+            is_open = isinstance(value, torch.nn.Module) or has_state(value)
+            space = getattr(value, "__dict__", None) if is_open else value
+            if isinstance(space, dict):
+                self.spaces.append(space)
             for entry in self._below(path, value):
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
-                is_module = isinstance(entry.value, types.ModuleType)
-                if is_module and not _is_users(entry.value):
+                if isinstance(entry.value, types.ModuleType) and not _is_users(entry.value):
                     continue
-                if entry.holder is not None and entry.now() is entry.value:
+                place = id(entry.holder), entry.key
+                if entry.holder is not None and place not in places and entry.now() is entry.value:
+                    places.add(place)
                     (self.entries if is_leaf else self.objects).append(entry)
-                if is_leaf or is_module:
+                if is_leaf:
                     continue
                 if isinstance(entry.value, torch.nn.Module):
                     self.modules.append(entry.value)
@@ -526,48 +533,65 @@ class Named:
             for module in value.modules():
                 for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                     yield Entry(path, None, None, hook)
+        elif isinstance(value, types.ModuleType):
+            held = vars(value)
+            names = sorted(held.keys() & self.names)
+            yield from (Entry(f"{value.__name__}.{name}", held, name, held[name]) for name in names)
+            return
         elif isinstance(value, torch.Tensor):
             return
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
-            held = {} if is_machinery_module(value.__module__) else vars(value)
-            names = held.keys() & self.names
-            yield from (Entry(f"{value.__name__}.{n}", value, n, held[n]) for n in sorted(names))
+            yield from self._of_class(value)
             return
-        is_whole = is_function or self._reads_all(value)
+        is_whole = is_function or self._reads_all(path, value)
         for entry in _members(path, value, False):
             if isinstance(entry.value, type) and entry.holder is None and not is_function:
                 implicit = () if id(value) in self._receivers else _IMPLICIT
-                yield from self._methods(entry.value, implicit)
-            elif is_whole or not isinstance(entry.key, str) or self._is_named(entry):
+                yield from self._of_class(entry.value, implicit)
+            elif is_whole or not isinstance(entry.key, str) or self.is_named(entry):
                 yield entry
 
-    def _is_named(self, entry: Entry) -> bool:
+    def is_named(self, entry: Entry) -> bool:
+        """Whether the step names the attribute or the key of an entry."""
+        if not isinstance(entry.key, str):
+            return False
         is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))  # which nobody can call
         names = self._read if is_leaf else self.names
         return entry.key in names or entry.key.startswith(self._beginnings)
 
-    def _reads_all(self, value: Any) -> bool:
+    def _reads_all(self, path: str, value: Any) -> bool:
         """Whether the step reads entries or attributes of ``value`` without naming them."""
         if isinstance(value, dict):
+            if path.rpartition(".")[2] in self._iterated:
+                self.whole.append(value)
+                return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
         return not self.names.isdisjoint(("vars", "__dict__", "asdict"))
 
-    def _methods(self, kind: type, implicit: Iterable[str]) -> Iterator[Entry]:
-        wanted, found = self.names.union(implicit), dict[str, Any]()
+    def _of_class(self, kind: type, implicit: Iterable[str] = ()) -> Iterator[Entry]:
+        """Yield the named attributes and methods of a class of the user and of its bases."""
+        wanted, holders = self.names.union(implicit), dict[str, type]()
         for base in kind.__mro__:
-            for name in vars(base).keys() & wanted:
-                found.setdefault(name, vars(base)[name])
-        for _, method in sorted(found.items(), key=operator.itemgetter(0)):
-            method = getattr(method, "fget", getattr(method, "__func__", method))
-            if isinstance(method, types.FunctionType):
-                yield Entry("self", None, None, method)
+            if not is_machinery_module(base.__module__):
+                holders = dict.fromkeys(vars(base).keys() & wanted, base) | holders
+        for name, base in sorted(holders.items()):
+            path, member = f"{base.__name__}.{name}", vars(base)[name]
+            function = getattr(member, "fget", getattr(member, "__func__", member))
+            if isinstance(function, types.FunctionType) and function is not member:
+                yield Entry(path, None, None, function)
+            is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
+            if (function is member or isinstance(member, property)) and (
+                not is_leaf or name in self._read
+            ):
+                yield Entry(path, base, name, member)
 
     def _use(self, function: Any) -> None:
         code = getattr(function, "__code__", None)
         if code is not None:
             self.names |= names_in(code) | _strings_in(code)
             self._read |= _read_in(code) | _strings_in(code)
+            self._iterated |= _iterated_in(code)
             if "getattr" in names_in(code):  # getattr(x, f"s{i}")
                 self._beginnings += tuple(filter(str.isidentifier, _strings_in(code)))
 
@@ -600,6 +624,25 @@ def _read_in(code: types.CodeType) -> frozenset[str]:
         and not (sys.version_info >= (3, 12) and step.opname == "LOAD_ATTR" and step.arg & 1)
     }
     return frozenset(names).union(*inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _iterated_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of values that ``code`` iterates over (a loop, ``len``, ``values``)."""
+    inner = (_iterated_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    steps = [*dis.get_instructions(code)]
+    names = set()
+    for at, (step, after) in enumerate(itertools.pairwise(steps)):
+        is_method = after.argval in ("values", "items", "keys")
+        is_counted = after.opname.startswith(("CALL", "PRECALL")) and any(
+            before.argval in _ITERATING for before in steps[max(at - 4, 0) : at]
+        )
+        if after.opname == "GET_ITER" or is_method or is_counted:
+            names.add(step.argval)
+    return frozenset(name for name in names if isinstance(name, str)).union(*inner)
+
+
+_ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -705,7 +748,7 @@ def tensors_below(path: str, value: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def modules_of(fn: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules that a function can reach."""
+    """Return the modules that a function can reach, without those inside of others."""
     todo: deque[tuple[Any, int]] = deque([(fn, 0)])
     seen: set[int] = set()
     modules: list[torch.nn.Module] = []
@@ -714,9 +757,11 @@ def modules_of(fn: Callable[..., Any]) -> list[torch.nn.Module]:
         if id(value) in seen or isinstance(value, torch.Tensor):
             continue
         seen.add(id(value))
-        if isinstance(value, torch.nn.Module):
+        is_module = isinstance(value, torch.nn.Module)
+        if is_module:
             modules.append(value)
-        elif depth < _DEEPEST:
-            inner = (entry.value for entry in _members("", value, True))
+        if is_module or depth < _DEEPEST:
+            inner = (entry.value for entry in _members("", value, not is_module))
             todo.extend((child, depth + 1) for child in inner if not isinstance(child, type))
-    return modules
+    inside = {id(child) for module in modules for child in [*module.modules()][1:]}
+    return [module for module in modules if id(module) not in inside]

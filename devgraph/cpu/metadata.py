@@ -139,7 +139,8 @@ class Metadata:
         an argument, if a tensor is not dense, or if torch does not know the result.
         """
         named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
-        key = (plan, _key(args), named, plan.depends_on_grad and torch.is_grad_enabled())
+        with_grad = plan.depends_on_grad and torch.is_grad_enabled()
+        key = (plan, _key(args), named, with_grad, torch.get_default_dtype())
         try:
             layouts = self._known.get(key)
         except TypeError:  # an argument that cannot be a key, such as a script object

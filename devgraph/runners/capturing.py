@@ -40,7 +40,6 @@ from devgraph.api.session import session
 from devgraph.api.snapshots import Snapshot
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, EmulatedGraph, Graphs
-from devgraph.runners.prove import state_of
 from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import Counters, ReplayPace, format_bytes
 from devgraph.runners.step import StaticBatch, Step
@@ -193,7 +192,7 @@ class CaptureScheduler:
                 done.append(graph)
             self._require_unwritten(done, before)
         # Of a tensor that was replaced after an earlier capture, the older address counts.
-        self._step.places = {**addresses(state_of(self._step)), **self._step.places}
+        self._step.places = {**addresses(self._step.tensors()), **self._step.places}
         self.pace = _measure_pace(self._backend)
         if self.pace is not None and self.pace.slow:
             logger.warning(

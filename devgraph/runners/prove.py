@@ -34,9 +34,7 @@ from devgraph.api.prove import (
     replaced,
     require_samples,
 )
-from devgraph.api.reach import entries
 from devgraph.api.snapshots import same_bytes
-from devgraph.api.tensors import has_place
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.ranks import RankGroup
 from devgraph.runners.slots import InputSlot, Size
@@ -50,32 +48,6 @@ _COLLISION = "rows within a batch, which write one row of state"
 
 Implied = Callable[[Size], Mapping[str, torch.Tensor]]
 """Returns the inputs of a batch of a real size that belong together."""
-
-
-def state_of(step: Step, *, weights: bool = True) -> list[tuple[str, torch.Tensor]]:
-    """Return the state of a step by name: bound tensors, and tensors that its functions reach."""
-    inside = step.inputs.buffers.overlaps
-    reached = [
-        (entry.path, entry.value)
-        for entry in entries(_roots(step))
-        if isinstance(entry.value, torch.Tensor)
-        and has_place(entry.value)
-        and entry.value.device.type != "meta"
-        and not inside(entry.value)
-    ]
-    bound = step.inputs.buffers.bound.items()
-    rows = [] if step.state is None else [item for b in step.state.memory for item in b.items()]
-    named = [
-        *reached,
-        *((f"bound {name!r}", tensor) for name, tensor in bound),
-        *((f"state {name!r} of requests", tensor) for name, tensor in rows),
-    ]
-    return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]
-
-
-def _roots(step: Step) -> list[tuple[str, Any]]:
-    functions = [*step.engine, step.options.prepare]
-    return [root for function in functions if function is not None for root in roots_of(function)]
 
 
 class Proof:
@@ -112,11 +84,11 @@ class Proof:
         self._ranks.handshake(self._tag, facts)
         self._state = State(
             step.backend,
-            state_of(step, weights=not terms.quick),
-            _roots(step),
+            step.tensors(weights=not terms.quick),
+            step.roots(),
             limit=terms.snapshot_limit,
         )
-        now = state_of(step)
+        now = step.tensors()
         names = replaced(step.places, addresses(now))
         # Contents change in each case, because the old memory may hold a copy of the new ones.
         self._renewed = [leaf for name, leaf in now if name in names and not terms.quick]

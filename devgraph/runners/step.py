@@ -17,7 +17,9 @@ from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.named import NamedState
 from devgraph.api.owned import checks_of, roots_of
 from devgraph.api.pool import Pool
+from devgraph.api.reach import entries
 from devgraph.api.snapshots import Snapshot
+from devgraph.api.tensors import has_place
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, StateViews, end_batch
 from devgraph.runners.decisions import GraphKey, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
@@ -130,8 +132,9 @@ class Step:
     def trial(self) -> Iterator[Snapshot]:
         """Run the block for no request: without gradients, under the autocast of captures.
 
-        Afterwards random numbers, bound tensors and the state of requests have their old values,
-        also if the block fails. Tensors above the limit are hashed instead; ask
+        Afterwards random numbers, bound tensors, the state of requests and tensors that the
+        engine's functions reach have their old values, also if the block fails. Parameters are not
+        restored. Bound tensors above the limit are hashed instead; ask
         ``Snapshot.require_unwritten`` of the value of the block. An inner trial uses the snapshot
         of the outer one.
         """
@@ -152,13 +155,46 @@ class Step:
         finally:
             self._saved = outer
 
+    def roots(self) -> list[tuple[str, Any]]:
+        """Return where the state of the engine's functions begins."""
+        functions = filter(None, (*self.engine, self.options.prepare))
+        return [root for function in functions for root in roots_of(function)]
+
+    def tensors(self, *, weights: bool = True) -> list[tuple[str, torch.Tensor]]:
+        """Return tensors that the engine's functions reach, bound tensors and the requests' state.
+
+        Args:
+            weights: whether parameters are among them.
+        """
+        named = [*self._reached(), *self._given()]
+        return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]
+
+    def _reached(self) -> list[tuple[str, torch.Tensor]]:
+        overlaps = self.inputs.buffers.overlaps
+        return [
+            (entry.path, entry.value)
+            for entry in entries(self.roots())
+            if isinstance(entry.value, torch.Tensor)
+            and has_place(entry.value)
+            and entry.value.device.type != "meta"
+            and not overlaps(entry.value)
+        ]
+
+    def _given(self) -> list[tuple[str, torch.Tensor]]:
+        bound = self.inputs.buffers.bound.items()
+        memory = [] if self.state is None else self.state.memory
+        rows = [(f"state {n!r} of requests", t) for buffers in memory for n, t in buffers.items()]
+        return [*((f"bound tensor {name!r}", tensor) for name, tensor in bound), *rows]
+
     def _snapshot(self) -> Snapshot:
-        tensors = [(f"bound tensor {n!r}", t) for n, t in self.inputs.buffers.bound.items()]
-        for buffers in [] if self.state is None else self.state.memory:
-            tensors += [(f"the state {name!r}", tensor) for name, tensor in buffers.items()]
-        weights = torch.nn.Parameter
-        changing = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, weights)]
-        return Snapshot(self.backend, changing, limit=self.options.snapshot_limit)
+        given, reached = (
+            [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
+            for named in (self._given(), self._reached())
+        )
+        values = (entry.value for entry in entries(self.roots()))
+        generators = {id(v): v for v in values if isinstance(v, torch.Generator)}.values()
+        limit = self.options.snapshot_limit
+        return Snapshot(self.backend, given, generators, limit=limit, optional=reached)
 
     def reset_state(self) -> None:
         """Give bound tensors and the state of requests the values before the trial."""

@@ -386,6 +386,73 @@ def test_reasons_of_eager_calls_are_counted() -> None:
     assert step.stats()["eager"]["in_capture"] >= 1
 
 
+def test_settings_of_torch_are_part_of_the_key() -> None:
+    step = graphed(lambda x: x + torch.full((2,), 0.1).to(x.dtype))
+    x = torch.ones(2, dtype=torch.float64)
+    plain = x + torch.full((2,), 0.1).to(x.dtype)
+    for _ in range(3):
+        same(step(x), plain)
+    try:
+        torch.set_default_dtype(torch.float64)
+        for _ in range(3):
+            same(step(x), x + 0.1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    same(step(x), plain)
+    assert step.stats()["captures"] == 2
+
+
+def test_equal_tuple_in_the_place_of_another_is_compared_later_too() -> None:
+    own = types.SimpleNamespace(pair=(1.0, torch.ones(2)), bias=None, zero=0.0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * own.pair[0] + own.pair[1]
+        return torch.copysign(y, torch.tensor(own.zero)) if own.bias is None else y + own.bias
+
+    step, x = graphed(fn), torch.rand(2)
+    for _ in range(2):
+        same(step(x), fn(x))
+        own.pair = (1.0, own.pair[1])
+    own.pair = (2.0, own.pair[1])
+    for zero in (0.0, -0.0, float("nan")):
+        own.zero = zero
+        for _ in range(3):
+            same(step(x), fn(x))
+    own.bias = torch.ones(2)  # a tensor in a place of the key
+    for _ in range(3):
+        same(step(x), fn(x))
+    assert step.stats()["captures"] == 5
+
+
+def test_default_device_is_part_of_the_key() -> None:
+    step = graphed(lambda x: x + torch.ones(2).to(x.device))
+    x = torch.ones(2)
+    for _ in range(2):
+        same(step(x), x + 1)
+    with torch.device("cpu"):
+        for _ in range(2):
+            same(step(x), x + 1)
+    with torch.device("cpu"):  # another mode, the same device
+        same(step(x), x + 1)
+    assert step.stats()["captures"] == 2
+    assert step.stats()["replays"] == 3
+
+
+def test_calls_under_a_function_mode_run_eagerly() -> None:
+    class Doubled(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.relu else result
+
+    step, x = graphed(lambda x: torch.relu(x)), torch.ones(2)
+    for _ in range(3):
+        same(step(x), x)
+    with Doubled():
+        same(step(x), x * 2)
+    assert step.stats()["eager"] == {"first_call": 1, "traced": 1}
+    same(step(x), x)
+
+
 def test_step_that_cannot_be_captured_runs_eagerly_and_says_why() -> None:
     step = graphed(lambda x: x * x.sum().item())
     x = torch.ones(2)

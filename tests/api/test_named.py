@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextvars
 import enum
 import functools
 import types
@@ -164,6 +165,108 @@ def test_method_that_an_attribute_comes_to_hide_is_refused(kit: Kit) -> None:
     kit.same(captured.replay(), x * 2)
     own.apply = lambda x, part: x * 7  # type: ignore[method-assign]
     with pytest.raises(dg.StateError, match=r"apply is .* was not there at capture"):
+        captured.replay()
+
+
+class Tuned:
+    """A class whose attributes and methods the methods of an object use."""
+
+    factor: Any = 2.0
+    table: Any = (1.0,)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor + self.table[-1] + self.shift
+
+    @property
+    def shift(self) -> float:
+        return 0.5
+
+
+TUNED: dict[str, Any] = {
+    "class attribute": lambda kind, tuned: setattr(kind, "factor", 3.0),
+    "attribute that hides it": lambda kind, tuned: setattr(tuned, "factor", 3.0),
+    "method": lambda kind, tuned: setattr(kind, "run", lambda self, x: x),
+    "attribute that hides a method": lambda kind, tuned: setattr(tuned, "run", lambda x: x),
+    "tuple of a class": lambda kind, tuned: setattr(kind, "table", (2.0,)),
+    "property": lambda kind, tuned: setattr(kind, "shift", property(lambda self: 1.0)),
+}
+
+
+@pytest.mark.parametrize("change", TUNED)
+def test_class_of_an_object_is_compared(kit: Kit, change: str) -> None:
+    kind = type("Kind", (Tuned,), {**vars(Tuned)})
+    x, tuned = kit.tensor(3), kind()
+    captured = kit.capture(lambda x: tuned.run(x) * 2, x)
+    tuned.unrelated = kind.unrelated = 1
+    kit.refill(x, 3)
+    kit.same(captured.replay(), tuned.run(x) * 2)
+    TUNED[change](kind, tuned)
+    with pytest.raises(dg.StateError, match="at capture"):
+        captured.replay()
+
+
+def test_array_in_the_place_of_another_is_compared_by_its_numbers(kit: Kit) -> None:
+    x, own = kit.tensor(3), engine(lambda x, part: x * float(part[1]), numpy.ones(3))
+    captured = kit.capture(own.step, x)
+    own.part = numpy.ones(3)
+    kit.same(captured.replay(), x * 1)
+    own.part = numpy.full(3, 2.0)
+    with pytest.raises(dg.StateError, match=r"self\.part is .* at capture"):
+        captured.replay()
+
+
+def test_context_variable_with_a_default_is_compared(kit: Kit) -> None:
+    x, scale = kit.tensor(3), contextvars.ContextVar("scale", default=2.0)
+    captured = kit.capture(lambda x: x * scale.get(), x)
+    kit.same(captured.replay(), x * 2)
+    token = scale.set(3.0)
+    with pytest.raises(dg.StateError, match=r"scale is 3\.0 and was 2\.0 at capture"):
+        captured.replay()
+    scale.reset(token)
+    kit.same(captured.replay(), x * 2)
+
+
+ITERATED: dict[str, Any] = {
+    "values": lambda table: sum(table.values()),
+    "items": lambda table: sum(value for _, value in table.items()),
+    "loop": lambda table: sum(table[key] for key in table),
+    "len": lambda table: sum(table[f"k{index}"] for index in range(len(table))),
+}
+
+
+@pytest.mark.parametrize("way", ITERATED)
+def test_mapping_that_the_step_iterates_over_keeps_its_keys(kit: Kit, way: str) -> None:
+    read, x = ITERATED[way], kit.tensor(3)
+    table = {"k0": 1.0, "k1": 2.0}
+    captured = kit.capture(lambda x: x * read(table), x)
+    kit.same(captured.replay(), x * read(table))
+    table["k2"] = 3.0
+    with pytest.raises(dg.StateError, match=r"has the keys .*k2.* and had"):
+        captured.replay()
+    del table["k2"]
+    kit.same(captured.replay(), x * read(table))
+
+
+def test_mapping_that_the_step_looks_into_may_grow(kit: Kit) -> None:
+    x, own = kit.tensor(3), types.SimpleNamespace(adapters={"a": 2.0}, active="a")
+    captured = kit.capture(lambda x: x * own.adapters[own.active], x)
+    own.adapters["b"] = 3.0
+    kit.refill(x, 1)
+    kit.same(captured.replay(), x * 2)
+    own.active = "b"
+    with pytest.raises(dg.StateError, match=r"active is 'b' and was 'a'"):
+        captured.replay()
+
+
+def test_module_of_the_user_in_an_attribute_is_compared(kit: Kit) -> None:
+    settings = types.ModuleType("settings_of_a_user")
+    settings.scale, settings.shift = 2.0, lambda x: x + 1  # type: ignore[attr-defined]
+    x, own = kit.tensor(3), types.SimpleNamespace(settings=settings)
+    captured = kit.capture(lambda x: own.settings.shift(x) * own.settings.scale, x)
+    settings.other = 1  # type: ignore[attr-defined]
+    kit.same(captured.replay(), (x + 1) * 2)
+    settings.shift = lambda x: x - 1  # type: ignore[attr-defined]
+    with pytest.raises(dg.StateError, match=r"settings_of_a_user\.shift"):
         captured.replay()
 
 

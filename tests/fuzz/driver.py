@@ -32,6 +32,7 @@ from devgraph.cpu.metadata import Layout
 from devgraph.cpu.recorder import Knowledge
 from tests.fuzz.graphed import GraphedPair
 from tests.fuzz.runners import SCRATCH, RandomRunner
+from tests.fuzz.state import StatePair
 from tests.fuzz.steps import (
     IN_PLACE,
     KEPT,
@@ -516,6 +517,25 @@ def graphed_case(seed: int, device: str | torch.device = "cpu") -> Counter[str]:
     return pair.counts
 
 
+# State of every kind.
+
+
+def state_case(seed: int) -> Counter[str]:
+    """A random step over state that is mutated between replays."""
+    rng = _seeded(seed)
+
+    def fail(text: str) -> None:
+        raise Mismatch(text)
+
+    pair = StatePair(rng, fail)
+    try:
+        pair.run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    return pair.counts
+
+
 # The long mode.
 
 _WARM_UP = 0.2
@@ -534,6 +554,7 @@ CASES: dict[str, Callable[[int], Counter[str]]] = {
     "piecewise": compiled_case,
     "runners": runner_case,
     "graphed": graphed_case,
+    "state": state_case,
     "interrupts": interrupt_case,
     "hip": hip_case,
     "hip steps": hip_steps,

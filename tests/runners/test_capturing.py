@@ -832,6 +832,25 @@ def kinds_alive():
     return collections.Counter(kind.__qualname__ for kind in ours)
 
 
+def test_capture_restores_the_tensors_and_generators_that_the_step_names():
+    count, noise = torch.zeros(()), torch.Generator().manual_seed(3)
+    norm = torch.nn.BatchNorm1d(3)
+
+    def step(batch):
+        count.add_(1)
+        return norm(batch.x) + torch.rand(3, generator=noise)
+
+    before = [noise.get_state(), *(t.clone() for t in norm.state_dict().values())]
+    runner = decode_of(step, (X,), config={"buckets": [2, 3]}, max_requests=3)
+    runner.capture()
+    assert count == 0
+    for old, now in zip(before, [noise.get_state(), *norm.state_dict().values()], strict=True):
+        assert torch.equal(old, now)
+    runner.run({"x": rows_of_x(2)})
+    assert count == 1
+    assert norm.num_batches_tracked == 1
+
+
 def test_a_hundred_captures_and_closes_hold_no_memory():
     pool = dg.get_backend("cpu").make_pool()
 

@@ -305,7 +305,8 @@ def test_rows_of_a_large_cache_are_restored_and_the_rest_is_hashed():
         bound={"cache": step.cache},
     )
     with pytest.raises(
-        dg.CaptureError, match="a case of the proof wrote bound 'cache' outside of the rows that"
+        dg.CaptureError,
+        match="a case of the proof wrote bound tensor 'cache' outside of the rows that",
     ):
         stray.prove(snapshot_limit=0)
 
@@ -328,7 +329,7 @@ def test_rows_of_a_large_cache_are_found_behind_its_first_dimension(shape):
     assert cache.equal(before)
     shift[0] = 1.0
     report = runner.prove(snapshot_limit=0)
-    assert any(failure.where.startswith("bound 'cache'") for failure in report.failures)
+    assert any(failure.where.startswith("bound tensor 'cache'") for failure in report.failures)
     assert cache.equal(before)
 
 
@@ -345,7 +346,7 @@ def test_a_write_that_a_replay_loses_is_found_in_the_state():
     assert runner.prove().ok
     twice[0] = 0.0
     report = runner.prove()
-    assert {failure.where for failure in report.failures} == {"bound 'cache'"}
+    assert {failure.where for failure in report.failures} == {"bound tensor 'cache'"}
     assert "only state differs" in report.causes[0]
     assert runner.prove(state=False).ok
 
