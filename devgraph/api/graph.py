@@ -45,6 +45,7 @@ from devgraph.api.marks.marks import Mark, current_scope, is_capturing
 from devgraph.api.marks.names import Names, NodeRange
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
+from devgraph.api.reach import PLAIN, Entry, Named
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,8 @@ class DeviceGraph(abc.ABC):
         """The host arguments of the capture."""
         self._values: dict[str, Any] = {}
         self._host: dict[Mark, dict[str, Any]] = {}
+        self._named: list[Entry] = []
+        """Plain values that the updatable regions name and leave alone, which are part of keys."""
         self.key: Hashable = None
         """The key of the host values that the next launch uses."""
         backend.graphs.add(self)
@@ -374,7 +377,7 @@ class DeviceGraph(abc.ABC):
         self.arguments, self.names = arguments, names
         self.spec = spec or NO_HOST_ARGS
         self._values = dict(self.spec.declared)
-        self._host = {}
+        self._host, self._named = {}, []
         self.spoiled = None
         self._capture_seconds = -time.perf_counter()
         self._state = GraphState.CAPTURING
@@ -431,10 +434,14 @@ class DeviceGraph(abc.ABC):
         """Capture one call of an updatable region and return its result."""
         self._refuse_spoiled()
         call = MarkedCall(self.pool, mark, args, kwargs, len(self.calls))
+        if mark not in self._host:
+            named = Named([(mark.name, mark.fn)]).entries
+            self._named += [entry for entry in named if isinstance(entry.value, PLAIN)]
         self._host[mark] = host
         self._region_begin(call)
         result = call.first_run(args, kwargs, host)
         self._region_end(call)
+        self._named = [entry for entry in self._named if entry.now() is entry.value]
         call.alias_bridges()
         self.calls.append(call)
         return result
@@ -479,9 +486,12 @@ class DeviceGraph(abc.ABC):
         self.key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
-        """Return the values of all regions as one hashable tuple."""
+        """Return the values of all regions, and those that they name, as one hashable tuple."""
         try:
             pairs = [(name, exact(v)) for kwargs in host.values() for name, v in kwargs.items()]
+            for entry in self._named:
+                now = entry.now()
+                pairs.append((entry.path, exact(now) if isinstance(now, PLAIN) else id(now)))
             key = tuple(pairs)
             hash(key)
         except TypeError:
@@ -546,7 +556,7 @@ class DeviceGraph(abc.ABC):
         self.calls, self.ranges = [], []
         self.arguments, self.reached, self.generators = (), (), ()
         self.names = None
-        self._host = {}
+        self._host, self._named = {}, []
         self.key = None
         free()
         self._state = state

@@ -6,6 +6,7 @@ import array
 import enum
 import functools
 import itertools
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from devgraph.api.buffers import AGAIN, Bound, is_equal
 from devgraph.api.errors import CaptureError, StateError, brief
 from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
 from devgraph.api.tensors import Memory
+
+logger = logging.getLogger(__name__)
 
 _SMALL = 1024
 """Bytes, or elements of a set, that a replay compares. Larger contents are left to ``prove()``."""
@@ -104,7 +107,7 @@ class NamedState:
     def require_kept(self) -> None:
         """Raise CaptureError if the step, which ran since, replaced a tensor, and put it back.
 
-        Other places that it changed are not compared any more.
+        Other places that it changed are not compared any more. The log names plain values.
         """
         tensors = [entry for entry in self._held if isinstance(entry.value, torch.Tensor)]
         replaced = [entry for entry in tensors if entry.now() is not entry.value]
@@ -112,6 +115,9 @@ class NamedState:
             entry.put_back()
         if replaced:
             raise CaptureError(rebinding("replaces", replaced[0].path))
+        plain = ((e.path, e.value, e.now()) for e in self._held if isinstance(e.value, PLAIN))
+        if changes := [change for change in plain if change[1] != change[2]]:
+            logger.warning(text_of_changes(changes))
         self.leave_out_changes()
 
     def leave_out_changes(self) -> None:
@@ -162,6 +168,15 @@ def _constant(entry: Entry, value: Any) -> Any:
 
 def _key(entry: Entry) -> tuple[int, Any]:
     return id(entry.holder), entry.key
+
+
+def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
+    """Return a warning about places that the step changed, each with its old and new value."""
+    shown = "; ".join(f"{path} from {brief(old)} to {brief(new)}" for path, old, new in changes)
+    return (
+        f"warm-up and capture changed Python state: {shown}. A replay does not change it, and uses "
+        f"the values of capture. Keep such state in tensors, or change it outside the step."
+    )
 
 
 def _stale(what: str) -> str:

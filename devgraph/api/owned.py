@@ -43,7 +43,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
-from devgraph.api.named import NamedState, content_of
+from devgraph.api.named import NamedState, content_of, text_of_changes
 from devgraph.api.reach import (
     PLAIN,
     Change,
@@ -338,17 +338,8 @@ class Owned:
             if numbers.get(name, state) != state:
                 self._note_state(name, numbers[name][-1], state[-1])
         if self._state:
-            changes = "; ".join(
-                f"{path} from {brief(old)} to {brief(new)}"
-                for path, (old, new) in self._state.items()
-            )
-            warnings.warn(
-                f"warm-up and capture changed Python state: {changes}. A replay does not change "
-                f"it, and uses the values of capture. Keep such state in tensors, or change it "
-                f"outside the step.",
-                DeviceGraphWarning,
-                stacklevel=4,
-            )
+            changes = ((path, *values) for path, values in self._state.items())
+            warnings.warn(text_of_changes(changes), DeviceGraphWarning, stacklevel=4)
 
     def _restore_created(self) -> None:
         """Give tensors that the first run made their values after it back, and warn of that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,15 @@ def test_what_a_step_names_must_not_change_between_replays(
     runner.invalidate()
     runner.capture()
     same(runner.run({"x": x}, clone=True), engine.forward(SimpleNamespace(x=x)))
+
+
+def test_python_state_that_a_step_changes_is_named_once(
+    kit: Kit, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = _Engine(kit.tensor(WIDTH, seed=1))
+    with caplog.at_level(logging.WARNING):
+        runner_of(kit, engine.forward).capture()
+    assert caplog.text.count("changed Python state: self.calls from ") == 1
 
 
 @pytest.mark.parametrize("policy", BREAKING)
