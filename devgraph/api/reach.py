@@ -429,14 +429,14 @@ def _write(holder: Any, key: Any, value: Any) -> None:
         object.__setattr__(holder, key, value)  # also of a frozen class
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals and attributes that ``code`` and the code in it use."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)
 def globals_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals, not of attributes, that ``code`` and the code in it use."""
     inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
@@ -612,7 +612,7 @@ def _environment(code: types.CodeType) -> Iterator[Entry]:
                 yield Entry(f"os.environ[{name!r}]", os.environ, name, value)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)
 def _read_in(code: types.CodeType) -> frozenset[str]:
     """Return the names whose values ``code`` reads, and does not only call or assign."""
     inner = (_read_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
@@ -626,7 +626,7 @@ def _read_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(names).union(*inner)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)
 def _iterated_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of values that ``code`` iterates over (a loop, ``len``, ``values``)."""
     inner = (_iterated_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
@@ -645,7 +645,7 @@ def _iterated_in(code: types.CodeType) -> frozenset[str]:
 _ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)
 def _strings_in(code: types.CodeType) -> frozenset[str]:
     inner = (_strings_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(c for c in code.co_consts if isinstance(c, str)).union(*inner)
@@ -658,7 +658,7 @@ def set_by_hooks(module: torch.nn.Module) -> set[str]:
     return {name for hook in own if isinstance(name := getattr(hook, "name", None), str)}
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)
 def _slots_of(kind: type) -> tuple[str, ...]:
     members = (member for base in kind.__mro__ for member in vars(base).values())
     names = (m.__name__ for m in members if isinstance(m, types.MemberDescriptorType))

@@ -59,7 +59,7 @@ def printed_by(code: str) -> str:
 
 _fresh = multiprocessing.get_context("forkserver")
 _fresh.set_forkserver_preload(
-    ["pytest", "torch", "torch._dynamo.config", "devgraph.testing.plugin", "devgraph.runners"]
+    ["pytest", "devgraph.api.policy.piecewise", "devgraph.runners", "devgraph.testing.plugin"]
 )
 
 
