@@ -22,6 +22,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -435,8 +436,9 @@ class DeviceGraph(abc.ABC):
         self._refuse_spoiled()
         call = MarkedCall(self.pool, mark, args, kwargs, len(self.calls))
         if mark not in self._host:
-            named = Named([(mark.name, mark.fn)]).entries
-            self._named += [entry for entry in named if isinstance(entry.value, PLAIN)]
+            plain = (e for e in Named([(mark.name, mark.fn)]).entries if isinstance(e.value, PLAIN))
+            # Lists are mostly records that the region appends to.
+            self._named += [entry for entry in plain if not isinstance(entry.holder, list | deque)]
         self._host[mark] = host
         self._region_begin(call)
         result = call.first_run(args, kwargs, host)
