@@ -231,6 +231,12 @@ def test_equal_outputs_of_an_inductor_piece_are_written_apart(bench):
     bench.check(bench.capture(run, x, compiler="inductor"), run, near=True)
 
 
+def test_program_of_torch_jit_is_refused() -> None:
+    module = torch.jit.script(nn.Linear(3, 3))
+    with pytest.raises(dg.CaptureError, match=r"takes no programs of torch\.jit"):
+        dg.capture(module, torch.ones(2, 3), policy="piecewise", compiler="eager", backend="cpu")
+
+
 def test_capture_leaves_the_input_as_it_was(bench, step):
     x = bench.randn(4, WIDTH)
     before = x.clone()

@@ -576,6 +576,12 @@ class _CompiledStep:
         self.build: _Build | None = None
         """The compilation for this step; None if older code is reused."""
         self._compiler = compiler
+        if isinstance(job.fn, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+            raise CaptureError(
+                "policy 'piecewise' compiles the step with torch.compile, which takes no programs "
+                "of torch.jit. Hand over the function or module that was scripted, or capture with "
+                "policy='full' or policy='breakable'."
+            )
         fn = _around(job.fn) if hasattr(job.fn, "__devgraph_mark__") else job.fn
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
