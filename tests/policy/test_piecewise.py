@@ -489,8 +489,14 @@ CLOSURES = [
 ]
 
 
-@pytest.mark.parametrize("make", CLOSURES)
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("compiler", "make"),
+    [
+        *(("eager", make) for make in CLOSURES),
+        ("inductor", with_marked_module),
+        *(pytest.param("inductor", make, marks=pytest.mark.slow) for make in CLOSURES[1:]),
+    ],
+)
 def test_region_over_tensors_by_closure_needs_no_fake_and_equals_eager(bench, make, compiler):
     torch._dynamo.reset()
     linear = nn.Linear(WIDTH, WIDTH).to(bench.device)
@@ -563,7 +569,7 @@ def inference_inside(x):
 
 
 @pytest.mark.parametrize("run", [torch.inference_mode()(all_inference), inference_inside])
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_inference_mode_around_marks_replays_as_eager_at_every_size(bench, run, compiler):
     for rows in (6, 4):
         with bench.capture(run, bench.randn(rows, WIDTH), compiler=compiler) as capture:
