@@ -273,7 +273,7 @@ def test_exported_request_takes_no_part_and_keeps_its_slot_until_release() -> No
 
 @pytest.mark.parametrize("mode", [EAGER, GRAPHS, FULL], ids=["eager", "graphs", "full"])
 def test_layerwise_export_gives_the_handoff_of_a_plain_one(mode: str) -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=3)
     want = reference(model, TEXT, 9)
     with make_engine(model, mode, layerwise=True) as first, make_engine(model) as second:
         first.prefill.capture()
@@ -299,7 +299,7 @@ def test_layerwise_export_gives_the_handoff_of_a_plain_one(mode: str) -> None:
 
 
 def test_layer_is_ready_before_the_last_layer_runs() -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=3)
     with make_engine(model, layerwise=True, max_step_tokens=64) as engine:
         request = engine.add_request(TEXT)
         handoff = engine.export(request, layerwise=True)

@@ -202,7 +202,7 @@ def test_something_that_is_no_model_is_refused() -> None:
 
 
 def test_layer_that_attends_to_another_layers_cache_is_refused() -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=3)
     second = model.model.layers[1].self_attn
     forward = second.forward
 
