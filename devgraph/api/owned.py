@@ -145,17 +145,21 @@ class Owned:
         """The tensors inside objects among the arguments, each with its name."""
         return self.tensors[self._given : self._in_arguments]
 
-    def reached(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that the step reaches now, parameters included."""
-        return [
+    def reached(self) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
+        """Return the tensors that the step reaches now, parameters included, and generators."""
+        places = [*entries(self.roots)]
+        values = itertools.chain((leaf for _, leaf in self._inner), (e.value for e in places))
+        generators = {id(v): v for v in values if isinstance(v, torch.Generator)}
+        tensors = [
             (entry.path, entry.value)
-            for entry in entries(self.roots)
+            for entry in places
             if isinstance(entry.value, torch.Tensor) and has_place(entry.value)
         ]
+        return tensors, [*generators.values()]
 
     def everything(self) -> list[tuple[str, torch.Tensor]]:
         """Return bound and reached tensors, parameters included, each with its name."""
-        return [*self.tensors, *self._bound_tensors, *self.reached()]
+        return [*self.tensors, *self._bound_tensors, *self.reached()[0]]
 
     @contextlib.contextmanager
     def run(self, *, strict: bool = False) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -285,12 +289,15 @@ class Owned:
         Yields a function that raises CaptureError if the step changed the memory or the layout of
         a tensor.
         """
-        snapshot, watch = self.snapshot(backend, limit), Watch(self.roots, gradients=True)
-        self._before = {id(tensor) for _, tensor in self.reached()}
-        reached = [tensor for _, tensor in self.reached() if not tensor.is_inference()]
+        tensors, generators = self.reached()
+        changing = ((path, tensor) for path, tensor in tensors if not _is_weight(tensor))
+        snapshot = Snapshot(backend, self.tensors, generators, limit=limit, optional=changing)
+        watch = Watch(self.roots, gradients=True)
+        self._before = {id(tensor) for _, tensor in tensors}
+        reached = [tensor for _, tensor in tensors if not tensor.is_inference()]
         self._weights = [(tensor, tensor._version) for tensor in reached if _is_weight(tensor)]
         leaves = [t for t in reached if t.requires_grad and t.is_leaf and t.grad is None]
-        weights = [(p, t, t.detach()) for p, t in self.reached() if _is_weight(t)]
+        weights = [(path, t, t.detach()) for path, t in tensors if _is_weight(t)]
 
         def require_places() -> None:
             snapshot.require_places()
@@ -298,8 +305,8 @@ class Owned:
                 if weight.data_ptr() != before.data_ptr():
                     raise CaptureError(rebinding("replaces", f"{path}.data"))
 
-        def keeper(tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-            saved = Snapshot(backend, (), limit=limit, optional=tensors)
+        def keeper(created: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
+            saved = Snapshot(backend, (), limit=limit, optional=created)
             snapshot.restore()
             return saved
 
@@ -357,21 +364,6 @@ class Owned:
             DeviceGraphWarning,
             stacklevel=5,
         )
-
-    def snapshot(self, backend: Backend, limit: int | None = None) -> Snapshot:
-        """Save the state that the step may change, except the parameters of modules."""
-        state = [
-            (entry.path, entry.value)
-            for entry in entries(self.roots)
-            if isinstance(entry.value, torch.Tensor) and not _is_weight(entry.value)
-        ]
-        return Snapshot(backend, self.tensors, self.generators(), limit=limit, optional=state)
-
-    def generators(self) -> list[torch.Generator]:
-        """Return the random generators that the step can reach."""
-        inner = (leaf for _, leaf in self._inner)
-        values = itertools.chain(inner, (entry.value for entry in entries(self.roots)))
-        return [*{id(v): v for v in values if isinstance(v, torch.Generator)}.values()]
 
     def watch(self) -> list[Callable[[], None]]:
         """Return the checks of bound state that replays and proofs make; each raises StateError."""

@@ -695,12 +695,10 @@ class _Prover:
         # Contents change in each case, because the old memory may hold a copy of the new ones.
         self._renewed = [(name, leaf) for name, leaf in now if name in self.replaced]
         arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
-        reached = owned.reached()
+        reached, generators = owned.reached()
         self._state = [*reached, *arguments]  # of two names of a tensor, the last counts
         given = sum(leaf.nbytes for _, leaf in self._inputs)
-        self.state = State(
-            job.backend, self._state, owned.roots, owned.generators(), limit=limit + given
-        )
+        self.state = State(job.backend, self._state, owned.roots, generators, limit=limit + given)
 
     def not_varied(self) -> list[str]:
         """Return the names of bound tensors that hold the same data in all cases."""

@@ -398,12 +398,13 @@ class CpuBackend(Backend):
         note: Callable[[Violation], None],
     ) -> None:
         """Run the step once, and note its violations."""
+        reached, generators = owned.reached()
         recorder = Recorder(
             BlockPool(),
             knowledge=self.knowledge,
             arguments=[tensor for _, tensor in owned.tensors],
-            reached=[tensor for _, tensor in owned.reached()],
-            generators=owned.generators(),
+            reached=[tensor for _, tensor in reached],
+            generators=generators,
             on_violation=lambda violation: None if scope.muted else note(violation),
         )
         copies: dict[int, Copied] = {}

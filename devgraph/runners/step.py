@@ -166,19 +166,21 @@ class Step:
         Args:
             weights: whether parameters are among them.
         """
-        named = [*self._reached(), *self._given()]
+        named = [*self._reached()[0], *self._given()]
         return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]
 
-    def _reached(self) -> list[tuple[str, torch.Tensor]]:
-        overlaps = self.inputs.buffers.overlaps
-        return [
+    def _reached(self) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
+        overlaps, places = self.inputs.buffers.overlaps, [*entries(self.roots())]
+        tensors = [
             (entry.path, entry.value)
-            for entry in entries(self.roots())
+            for entry in places
             if isinstance(entry.value, torch.Tensor)
             and has_place(entry.value)
             and entry.value.device.type != "meta"
             and not overlaps(entry.value)
         ]
+        generators = [e.value for e in places if isinstance(e.value, torch.Generator)]
+        return tensors, [*{id(generator): generator for generator in generators}.values()]
 
     def _given(self) -> list[tuple[str, torch.Tensor]]:
         bound = self.inputs.buffers.bound.items()
@@ -187,14 +189,13 @@ class Step:
         return [*((f"bound tensor {name!r}", tensor) for name, tensor in bound), *rows]
 
     def _snapshot(self) -> Snapshot:
-        given, reached = (
+        reached, generators = self._reached()
+        given, optional = (
             [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
-            for named in (self._given(), self._reached())
+            for named in (self._given(), reached)
         )
-        values = (entry.value for entry in entries(self.roots()))
-        generators = {id(v): v for v in values if isinstance(v, torch.Generator)}.values()
         limit = self.options.snapshot_limit
-        return Snapshot(self.backend, given, generators, limit=limit, optional=reached)
+        return Snapshot(self.backend, given, generators, limit=limit, optional=optional)
 
     def reset_state(self) -> None:
         """Give bound tensors and the state of requests the values before the trial."""

@@ -137,8 +137,8 @@ class _BreakableScope(Scope):
     ) -> None:
         self._job = job
         self._session = session
-        self._generators = job.owned.generators()
-        self._reached = [tensor for _, tensor in job.owned.reached()]
+        reached, self._generators = job.owned.reached()
+        self._reached = [tensor for _, tensor in reached]
         self._stubs = stubs
         self._unrun: list[DeviceGraph] = []
         self.segments: list[Any] = []

@@ -94,8 +94,8 @@ class Job:
     def make_graph(self) -> DeviceGraph:
         """Return an empty graph that knows the state of the step."""
         graph = self.backend.make_graph(self.pool)
-        graph.generators = self.owned.generators()
-        graph.reached = [tensor for _, tensor in self.owned.reached()]
+        reached, graph.generators = self.owned.reached()
+        graph.reached = [tensor for _, tensor in reached]
         return graph
 
     def call(self, host: Mapping[str, Any]) -> Any:
