@@ -179,6 +179,27 @@ def test_result_in_memory_that_a_cache_hides_is_refused(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_result_that_a_traceback_holds_in_a_cycle_is_not_stored(policy: str) -> None:
+    @dg.region(host_args=("n",))
+    def body(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        y = x * n
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept = [error]  # error -> traceback -> frame -> kept
+            kept.append(kept)  # type: ignore[arg-type]
+        return y
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return body(x, n=n) + 1
+
+    x = torch.ones(3)
+    captured = dg.capture(step, x, backend="cpu", policy=policy, host_args={"n": 2})
+    for n in (3, 2, 5):
+        assert torch.equal(captured.replay(n=n), step(x, n=n))
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
 def test_parameter_that_a_region_returns_stays_itself(policy: str) -> None:
     module = torch.nn.Linear(3, 3)
 

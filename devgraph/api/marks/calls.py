@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -270,7 +271,9 @@ class MarkedCall:
         if any(seen.requires_grad for seen in alive.values()):
             held = _memories_held(self.mark.fn)
             alive = {m: seen for m, seen in alive.items() if not seen.requires_grad or m in held}
-        for seen in alive.values():
+        if alive:
+            gc.collect()  # A traceback may hold the frame of the function in a cycle.
+        for seen in (seen for seen in alive.values() if seen.is_alive):
             raise RegionError(
                 f"{self.mark.name} returned a tensor (result {seen.position}) that is also stored "
                 f"elsewhere, such as in a global, a closure, an attribute or a cache. Results have "
