@@ -99,7 +99,10 @@ def test_captures_leave_live_state_alone(policy: str):
         assert rows(runner, 3, 3, state_slots=[0, 2]) == [2, 3]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p == "piecewise")) for p in POLICIES],
+)
 def test_rows_roll_back_to_the_last_accepted_token(policy: str):
     with runner_of(config=policy, variants=[{}, {"width": 3}]) as runner:
         wide: dict[str, Any] = {"variant": {"width": 3}}
