@@ -452,7 +452,7 @@ READS: tuple[Read, ...] = (
     Read(
         "table_of = collections.defaultdict(lambda: 2.0, a=1.0)",
         "x * table_of['a'] + table_of['b']",
-        ("table_of['a'] = 3.0", "del table_of['a']"),
+        ("table_of['a'] = 3.0", "table_of['c'] = 3.0"),
     ),
     Read(
         "ragged = [[1.0], [2.0, 3.0]]",
