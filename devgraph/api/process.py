@@ -53,38 +53,38 @@ class _Collector:
     """
 
     def __init__(self) -> None:
-        self._threads: list[int] = []
-        """Identifiers of the threads that paused it, once for each pause."""
+        self._pauses: dict[object, int] = {}
+        """The thread of each pause."""
         self._was_enabled = False
         self.after_fork()
 
     def after_fork(self) -> None:
         """Forget the pauses of threads that the child process does not have."""
         self._lock = threading.RLock()
-        self._threads = [thread for thread in self._threads if thread == threading.get_ident()]
-        self._resume_if_unused()
-
-    def _resume_if_unused(self) -> None:
-        if self._was_enabled and not self._threads:
+        own = threading.get_ident()
+        self._pauses = {pause: thread for pause, thread in self._pauses.items() if thread == own}
+        if self._was_enabled and not self._pauses:
             self._was_enabled = False
             gc.enable()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Prevent collections in all threads during the block."""
-        thread = threading.get_ident()
-        outer_pauses = self._threads.count(thread)
+        pause = object()
         try:
             with self._lock:
                 self._was_enabled |= gc.isenabled()
-                self._threads.append(thread)
+                self._pauses[pause] = threading.get_ident()
                 gc.disable()
             yield
         finally:
             with self._lock:
-                if self._threads.count(thread) > outer_pauses:
-                    self._threads.remove(thread)
-                self._resume_if_unused()
+                try:
+                    self._pauses.pop(pause, None)
+                finally:  # Calls no Python function, where an interrupt would leave it paused.
+                    if self._was_enabled and not self._pauses:
+                        self._was_enabled = False
+                        gc.enable()
 
 
 collector = _Collector()

@@ -156,6 +156,6 @@ def test_collector_is_on_in_a_child_that_was_forked_while_another_thread_resumed
     """FAULTS 40."""
     child = type(collector)()
     with child.paused():
-        child._threads.clear()  # the other thread's, and now comes the fork
+        child._pauses.clear()  # the other thread's, and now comes the fork
         child.after_fork()
         assert gc.isenabled()
