@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.support import POLICIES, WIDTH, Kit, declares, runner_of
+from devgraph.testing.conformance.test_memory import require_flat
 
 pytestmark = declares("gates")
 
@@ -83,6 +86,15 @@ def test_gates_opened_before_a_launch_let_it_pass(kit: Kit, policy: str) -> None
         assert [gate.wait() for gate in gated.gates.values()] == [epoch] * LAYERS
 
 
+def fill_late(gated: Gated, rows: torch.Tensor, order: list[int]) -> None:
+    """Copy rows of the cache in this order, and open the gate of each behind its copy."""
+    # Copies must not queue behind the replay, so they have a stream of their own.
+    with gated.kit.own_stream():
+        for layer in order:
+            gated.cache[layer].copy_(rows[layer])
+            gated.gates[NAMES[layer]].open_after()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replay_uses_no_data_that_comes_after_the_gate_was_opened(kit: Kit, policy: str) -> None:
     gated = Gated(kit, policy=policy)
@@ -92,17 +104,30 @@ def test_replay_uses_no_data_that_comes_after_the_gate_was_opened(kit: Kit, poli
         rows = kit.tensor(LAYERS, 4, WIDTH, seed=50 + epoch)
         want = layers(gated.x, rows)
         kit.backend.synchronize()
-
-        def send(rows: torch.Tensor = rows) -> None:
-            # Copies must not queue behind the replay, so they have a stream of their own.
-            with kit.own_stream():
-                for layer, gate in enumerate(gated.gates.values()):
-                    gated.cache[layer].copy_(rows[layer])
-                    gate.open_after()
-
-        with beside(send):
+        with beside(functools.partial(fill_late, gated, rows, [*range(LAYERS)])):
             got = gated.captured.replay()
         kit.same(got, want)
+
+
+def test_gates_in_any_order_start_nothing_early_and_keep_memory_flat(
+    kit: Kit, devgraph_long: bool
+) -> None:
+    """FAULTS 53."""
+    gated, chance = Gated(kit), random.Random(5)
+    rows = kit.tensor(LAYERS, 4, WIDTH, seed=50)
+    want = layers(gated.x, rows)
+
+    def cycle() -> None:
+        gated.cache.fill_(float("nan"))
+        kit.backend.synchronize()
+        order = chance.sample(range(LAYERS), LAYERS)
+        early = chance.randint(0, LAYERS)
+        fill_late(gated, rows, order[:early])
+        with beside(functools.partial(fill_late, gated, rows, order[early:])):
+            got = gated.captured.replay()
+        kit.same(got, want)
+
+    require_flat(kit, cycle, 10_000 if devgraph_long else 150, warm=20, device_slack=2)
 
 
 def test_signals_come_in_the_order_of_the_step(kit: Kit) -> None:
