@@ -148,7 +148,6 @@ class CaptureScheduler:
         It is the largest pending graph. With ``capture="lazy"``, graphs that enough batches of a
         rank wanted come first. If ``max_graphs`` is reached, only such graphs are elected.
         """
-        ready = ready and not self._pool.recordings.released
         all_graphs, has_room = list(self._graphs), bool(self.pending)
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
         # A graph that is due has a lower number than every graph that is not.

@@ -56,8 +56,8 @@ class Proof:
     def __init__(
         self, step: Step, terms: Terms, implied: Implied | None, ranks: RankGroup, tag: str
     ) -> None:
-        self._step = step
-        self._terms = terms
+        self.step = step
+        self.terms = terms
         self._implied = implied
         self._ranks = ranks
         self._tag = tag
@@ -66,75 +66,73 @@ class Proof:
             **{n: s.sample for n, s in step.inputs.slots.items() if s.sample is not None},
             **require_samples(terms.sample, [*slots, *step.host.declared]),
         }
-        self._generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(0)
         self._varied: set[str] = set()
-        self._notes: dict[str, None] = {}
-        self._tried: list[Case] = []
-        self.tested: list[BucketGraph] = []
-        """The graph of each case."""
+        self.notes: dict[str, None] = {}
+        self.tried: list[tuple[Case, BucketGraph]] = []
+        """The cases so far, each with its graph."""
         self._last = _last_inputs(step)
-        self._uses: dict[str, tuple[int, int]] = {}
+        self.extremes_of: dict[str, tuple[int, int]] = {}
         """Smallest and largest value that real rows of a slot have."""
 
     def of(self, graphs: Graphs, chosen: Sequence[BucketGraph]) -> Report:
         """Compare the ``chosen`` graphs, which are captured, with eager."""
-        step, terms = self._step, self._terms
+        step, terms = self.step, self.terms
         keys = [str(graph.key) for graph in chosen]
         facts = {"prove": keys, "cases": terms.cases, "host_args": str(terms.host_args)}
         self._ranks.handshake(self._tag, facts)
-        self._state = State(
-            step.backend,
-            step.tensors(weights=not terms.quick),
-            step.roots(),
-            limit=terms.snapshot_limit,
-        )
+        leaves = step.tensors(weights=not terms.quick)
+        state = State(step.backend, leaves, step.roots(), limit=terms.snapshot_limit)
         now = step.tensors()
         names = replaced(step.places, addresses(now))
         # Contents change in each case, because the old memory may hold a copy of the new ones.
-        self._renewed = [leaf for name, leaf in now if name in names and not terms.quick]
-        self._compared = Comparison(
-            self._state, step.backend, terms.near, with_state=terms.state, agreed=self._agreed
+        self.renewed = [leaf for name, leaf in now if name in names and not terms.quick]
+        self.compared = Comparison(
+            state, step.backend, terms.near, with_state=terms.state, agreed=self._agreed
         )
         autocast = current_autocast() if step.autocast is None else step.autocast
         failures: list[Failure] = []
         try:
             with torch.no_grad(), autocast_of(autocast):
                 for graph in chosen:
-                    for size, host, changed, updated in self._sizes(graphs, graph):
-                        inputs, marks, filled = self._inputs(size)
-                        case = Case(
-                            number=len(self._tried),
-                            host_args=host,
-                            bucket=f"bucket {graph.key}, {size.requests} requests, "
-                            f"{size.tokens} tokens",
-                            padded=size != graph.size,
-                            changed=changed,
-                            updated=updated,
-                            filled=filled,
-                        )
-                        self._tried.append(case)
-                        self.tested.append(graph)
-                        failures += self._case(graph, size, case, inputs, marks)
+                    for run in self._runs(graphs, graph):
+                        failures += run.failures()
         except BaseException as error:
             self._ranks.post(f"{self._tag}/case", f"raised {type(error).__name__}: {error}")
             raise
         finally:
-            self._state.end()
-        self._state.snapshot.require_unwritten("a case of the proof")
+            state.end()
+        state.snapshot.require_unwritten("a case of the proof")
         fixed = [n for n, s in step.inputs.slots.items() if s.fixed_in_proofs]
         return Report(
-            cases=len(self._tried),
+            cases=len(self.tried),
             failures=tuple(failures),
             exact=all(graph.captured is None or graph.captured.exact for graph in chosen),
             not_varied=tuple(
-                [n for n in [*fixed, *step.host.declared] if n not in self._varied] + [*self._notes]
+                [n for n in [*fixed, *step.host.declared] if n not in self._varied] + [*self.notes]
             ),
-            near=tuple(self._compared.tolerated),
-            tried=tuple(self._tried),
+            near=tuple(self.compared.tolerated),
+            tried=tuple(case for case, _ in self.tried),
             replaced=names,
-            moved=tuple(self._state.moved),
-            draws=self._compared.draws,
+            moved=tuple(state.moved),
+            draws=self.compared.draws,
         )
+
+    def _runs(self, graphs: Graphs, graph: BucketGraph) -> Iterator[_CaseRun]:
+        """Yield the cases of one graph."""
+        for size, host, changed, updated in self._sizes(graphs, graph):
+            inputs, marks, filled = self._inputs(size)
+            case = Case(
+                number=len(self.tried),
+                host_args=host,
+                bucket=f"bucket {graph.key}, {size.requests} requests, {size.tokens} tokens",
+                padded=size != graph.size,
+                changed=changed,
+                updated=updated,
+                filled=filled,
+            )
+            self.tried.append((case, graph))
+            yield _CaseRun(self, graph, size, case, inputs, marks)
 
     def _agreed(self, differs: bool) -> bool:
         """Whether the argument is true on any rank."""
@@ -148,11 +146,11 @@ class Proof:
         self, graphs: Graphs, graph: BucketGraph
     ) -> Iterator[tuple[Size, dict[str, Any], bool, bool]]:
         """Yield real sizes of batches and host arguments, and what ``host_sets`` says of these."""
-        step, cases = self._step, self._terms.cases
+        step, cases = self.step, self.terms.cases
         rows = _rows_to_try(graph, graphs.buckets, step.options.config.max_padding, cases)
         declared = step.host.at_capture(graph.size)
         ends = {
-            name: extremes(self._sample[name], value, self._generator)
+            name: extremes(self._sample[name], value, self.generator)
             for name, value in declared.items()
             if name in self._sample and not isinstance(value, tuple)
         }
@@ -161,7 +159,7 @@ class Proof:
             further.append({**declared, **step.last_host})
         if ends:
             further += [{**declared, **{n: v[k] for n, v in ends.items()}} for k in range(2)]
-        sets = host_sets(declared, self._terms.host_args, further)
+        sets = host_sets(declared, self.terms.host_args, further)
         for name in declared:
             if len({str(values.get(name)) for values, *_ in sets}) > 1:
                 self._varied.add(name)
@@ -175,168 +173,14 @@ class Proof:
     def _sequences(self, values: Mapping[str, Any], real: Size) -> dict[str, Any]:
         """Return sequences with one entry per row of ``real``, where ``values`` has others."""
         sequences = {}
-        for name, value in self._step.host.at_capture(real).items():
+        for name, value in self.step.host.at_capture(real).items():
             if isinstance(value, tuple) and name in values and len(values[name]) != len(value):
                 sequences[name] = value
             if isinstance(value, tuple) and name in self._sample:
-                data = self._sample[name]((len(value),), self._generator)
+                data = self._sample[name]((len(value),), self.generator)
                 sequences[name] = tuple(data.tolist() if isinstance(data, torch.Tensor) else data)
                 self._varied.add(name)
         return sequences
-
-    def _case(
-        self,
-        graph: BucketGraph,
-        real: Size,
-        case: Case,
-        inputs: dict[str, torch.Tensor],
-        marks: Mapping[str, torch.Tensor],
-    ) -> list[Failure]:
-        step, compared = self._step, self._compared
-        assert graph.captured is not None
-        given = case.host_args
-        padded_host = step.host.resolve(given, real, graph.size)
-        real_host = step.host.resolve(given, real, real)
-        static = StaticBatch(step, graph)
-        bound = GraphStep(step, graph, real, 0)
-        write = step.outputs.writer(graph.key.variant, graph.size)
-        self._state.begin_case()  # restores the rows of the last case
-        self._state.snapshot.save_rows(self._rows(inputs))
-
-        has_equal_rows = False
-        renewed = [(leaf, leaf.detach().clone()) for leaf in self._renewed]
-        for _, value in renewed:
-            randomize(value, self._generator)
-
-        def renew() -> None:
-            for leaf, value in renewed:
-                leaf.detach().copy_(value)
-
-        def load() -> None:
-            renew()
-            bound.load(inputs)
-            mark(step.inputs.views(real))
-            if has_equal_rows:
-                self._fill_padding(graph, real, lambda slot: _first_row(slot, inputs[slot.name]))
-
-        def mark(views: Mapping[str, torch.Tensor]) -> None:
-            for name, data in marks.items():
-                views[name].copy_(data)
-
-        def eager(change: Callable[[], None] = lambda: None) -> NamedTensors:
-            load()
-            change()
-            write(step.function(static.batch(static.prepared(padded_host))))
-            return copies_of(bound.result(given))
-
-        def replay(change: Callable[[], None] = lambda: None) -> NamedTensors:
-            load()
-            step.outputs.poison(poison)
-            change()
-            bound.replay(padded_host)
-            return copies_of(bound.result(given))
-
-        def unpadded() -> NamedTensors:
-            renew()
-            views = step.inputs.eager_views(inputs, real)
-            mark(views)
-            return copies_of(step.call_eagerly(step.whole, views, real, real_host, graph.options))
-
-        def equalize() -> None:
-            # Devices write the row that all requests name in any order. With equal rows of data,
-            # those of padding included, the order has no effect.
-            nonlocal has_equal_rows
-            has_equal_rows = True
-            for name, slot in step.inputs.given.items():
-                if slot.axis is None or slot.row_dim == "requests+1":
-                    continue
-                data = inputs[name]
-                inputs[name] = (
-                    _first_row(slot, data).expand_as(data)
-                    if data.is_floating_point()
-                    else torch.full_like(data, slot.pad.value)
-                )
-            self._notes[_COLLISION] = None
-
-        shared, scratch = (
-            functools.partial(_positions, values)
-            for values in self._shared_values(inputs, graph, real)
-        )
-
-        def compared_with(shared: Rows) -> tuple[RunResult, RunResult, list[Failure]]:
-            want, got = compared.result_of(eager), compared.result_of(replay)
-            exact = bool(graph.captured and graph.captured.exact)
-            failures = compared.failures(
-                case, eager, replay, exact=exact, shared=shared, scratch=scratch, want=want, got=got
-            )
-            return want, got, failures
-
-        want, got, failures = compared_with(shared)
-        collides = self._collides(inputs, want) or self._collides(inputs, got)
-        if compared.agreed(bool(failures) and collides):
-            equalize()
-            want, got, failures = compared_with(no_rows)
-        suspects = [*self._suspects(want, inputs, graph, real)] if case.padded else []
-        is_suspect = compared.agreed(bool(suspects))
-        if self._terms.quick and not is_suspect:
-            return failures
-        alone = compared.result_of(unpadded)
-        for name, row, slots in suspects:
-            culprit = self._culprit(name, row, slots, want, alone, eager, graph, real, inputs)
-            if culprit:
-                message = (
-                    f"padded rows write row {row} of {name}, which real rows use: pad of slot "
-                    f"{culprit!r}"
-                )
-                failures.append(case.failure(f"slot {culprit!r}:", message, "padding"))
-        if self._terms.quick:
-            return failures
-        if case.padded:
-            nan = functools.partial(self._fill_padding, graph, real, lambda slot: _NAN)
-            poisoned = compared.result_of(lambda: replay(nan))
-            for (name, one), (_, other) in zip(got.outputs, poisoned.outputs, strict=True):
-                message = compare(one, other)
-                if message and collides:
-                    self._notes[_COLLISION] = None
-                elif message:
-                    failures.append(
-                        case.failure(name, f"with padding filled with NaN {message}", "size")
-                    )
-        if alone.draws:
-            self._notes["the batch without padding (the step draws random numbers)"] = None
-        sized = [] if alone.draws or failures else self._sized(alone, got, shared)
-        collides = collides or self._collides(inputs, alone)
-        if compared.agreed(bool(sized) and collides and not has_equal_rows):
-            equalize()
-            got, alone = compared.result_of(replay), compared.result_of(unpadded)
-            sized = self._sized(alone, got, shared)
-        failures += (
-            case.failure(where, f"against eager on the real batch {message}", "size")
-            for where, message in sized
-        )
-        return failures
-
-    def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
-        """Return the differences of a graph from eager on the unpadded batch.
-
-        Of state, only elements count that the unpadded batch wrote and that one row wrote alone.
-        """
-        state: dict[str, Any] = {}
-        graphs: dict[str, Any] = {}
-        for name, (now, saved, rows) in alone.state.items():
-            other = got.state[name][0] if name in got.state else saved
-            if now.dim():
-                written = _changed(saved, now)
-                written[[*shared(now, rows)]] = False
-                now, other = now[written], other[written]
-            state[name], graphs[name] = (now, now, rows), (other, other, rows)
-        return self._compared.differences(
-            RunResult(outputs=alone.outputs, state=state),
-            RunResult(outputs=got.outputs, state=graphs),
-            lambda name: self._terms.near,
-        )
-
-    # Inputs.
 
     def _inputs(
         self, real: Size
@@ -345,9 +189,9 @@ class Proof:
 
         Proofs change these marks.
         """
-        step = self._step
+        step = self.step
         implied = self._implied(real) if self._implied else {}
-        last = self._last(real, self._generator)
+        last = self._last(real, self.generator)
         self._varied |= implied.keys() | self._sample.keys() | last.keys()
         inputs, filled = {}, []
         for name, slot in step.inputs.given.items():
@@ -367,69 +211,255 @@ class Proof:
         return inputs, marks, tuple(filled)
 
     def _data(self, slot: InputSlot, real: Size) -> torch.Tensor:
-        device = self._step.inputs.device
+        device = self.step.inputs.device
         data = torch.full(slot.shape(real), slot.pad.value, dtype=slot.dtype, device=device)
         if slot.name in self._sample:
-            return drawn(self._sample[slot.name], data, self._generator)
+            return drawn(self._sample[slot.name], data, self.generator)
         if slot.dtype.is_floating_point or slot.dtype.is_complex:
-            randomize(data, self._generator)
+            randomize(data, self.generator)
         return data
 
-    def _integers(
-        self, inputs: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[InputSlot, list[int]]]:
+    def is_real(self, slot: InputSlot, value: int, data: Sequence[int]) -> bool:
+        """Whether real rows of ``slot`` may have ``value``, as its sample or its last data say."""
+        name = slot.name
+        if name not in self._sample:
+            return value in data and name in self._varied
+        if name not in self.extremes_of:
+            shape = slot.shape(self.step.inputs.largest)
+            values: list[int] = []
+            while len(values) < _ENOUGH:
+                with torch.device("cpu"):
+                    values += self._sample[name](shape, self.generator).flatten().tolist()
+                if not values:
+                    return False
+            self.extremes_of[name] = min(values), max(values)
+        low, high = self.extremes_of[name]
+        return low <= value <= high or value in data
+
+
+class _CaseRun:
+    """The runs of one case: a batch eagerly, as a graph, and eagerly without padding."""
+
+    def __init__(
+        self,
+        proof: Proof,
+        graph: BucketGraph,
+        real: Size,
+        case: Case,
+        inputs: dict[str, torch.Tensor],
+        marks: Mapping[str, torch.Tensor],
+    ) -> None:
+        step = proof.step
+        assert graph.captured is not None
+        self._proof, self._step, self._compared = proof, step, proof.compared
+        self._graph, self._real, self._case = graph, real, case
+        self._inputs, self._marks = inputs, marks
+        self._exact = graph.captured.exact
+        self._padded_host = step.host.resolve(case.host_args, real, graph.size)
+        self._real_host = step.host.resolve(case.host_args, real, real)
+        self._static = StaticBatch(step, graph)
+        self._bound = GraphStep(step, graph, real, 0)
+        self._write = step.outputs.writer(graph.key.variant, graph.size)
+        self._has_equal_rows = False
+        self._compared.state.begin_case()  # restores the rows of the last case
+        self._compared.state.snapshot.save_rows(self._named_rows())
+        self._renewed = [(leaf, leaf.detach().clone()) for leaf in proof.renewed]
+        for _, value in self._renewed:
+            randomize(value, proof.generator)
+
+    def failures(self) -> list[Failure]:
+        """Return the differences between the runs. Every rank makes the same runs."""
+        compared, terms = self._compared, self._proof.terms
+        shared, scratch = (functools.partial(_positions, v) for v in self._shared_values())
+        want, got, failures = self._on_padded_batch(shared, scratch)
+        collides = self._collides(want) or self._collides(got)
+        if compared.agreed(bool(failures) and collides):
+            self._equalize()
+            want, got, failures = self._on_padded_batch(no_rows, scratch)
+        suspects = [*self._suspects(want)] if self._case.padded else []
+        is_suspect = compared.agreed(bool(suspects))
+        if terms.quick and not is_suspect:
+            return failures
+        alone = compared.result_of(self._unpadded)
+        for name, row, slots in suspects:
+            if culprit := self._culprit(name, row, slots, want, alone):
+                message = (
+                    f"padded rows write row {row} of {name}, which real rows use: pad of slot "
+                    f"{culprit!r}"
+                )
+                failures.append(self._case.failure(f"slot {culprit!r}:", message, "padding"))
+        if terms.quick:
+            return failures
+        if self._case.padded:
+            failures += self._on_poisoned_padding(got, collides)
+        sized = [] if alone.draws or failures else self._sized(alone, got, shared)
+        if alone.draws:
+            self._proof.notes["the batch without padding (the step draws random numbers)"] = None
+        collides = collides or self._collides(alone)
+        if compared.agreed(bool(sized) and collides and not self._has_equal_rows):
+            self._equalize()
+            got, alone = compared.result_of(self._replay), compared.result_of(self._unpadded)
+            sized = self._sized(alone, got, shared)
+        return failures + [
+            self._case.failure(where, f"against eager on the real batch {message}", "size")
+            for where, message in sized
+        ]
+
+    # Runs.
+
+    def _eager(self, change: Callable[[], None] = lambda: None) -> NamedTensors:
+        """Run the step on the padded batch, which ``change`` modifies first."""
+        self._load()
+        change()
+        host = self._static.prepared(self._padded_host)
+        self._write(self._step.function(self._static.batch(host)))
+        return copies_of(self._bound.result(self._case.host_args))
+
+    def _replay(self, change: Callable[[], None] = lambda: None) -> NamedTensors:
+        self._load()
+        self._step.outputs.poison(poison)
+        change()
+        self._bound.replay(self._padded_host)
+        return copies_of(self._bound.result(self._case.host_args))
+
+    def _unpadded(self) -> NamedTensors:
+        self._renew()
+        step, real = self._step, self._real
+        views = step.inputs.eager_views(self._inputs, real)
+        self._mark(views)
+        options = self._graph.options
+        return copies_of(step.call_eagerly(step.whole, views, real, self._real_host, options))
+
+    def _load(self) -> None:
+        self._renew()
+        self._bound.load(self._inputs)
+        self._mark(self._step.inputs.views(self._real))
+        if self._has_equal_rows:
+            self._fill_padding(lambda slot: _first_row(slot, self._inputs[slot.name]))
+
+    def _renew(self) -> None:
+        for leaf, value in self._renewed:
+            leaf.detach().copy_(value)
+
+    def _mark(self, views: Mapping[str, torch.Tensor]) -> None:
+        for name, data in self._marks.items():
+            views[name].copy_(data)
+
+    def _equalize(self) -> None:
+        """Give all rows equal data, those of padding included.
+
+        Devices write the row that all requests name in any order. With equal rows, the order has no
+        effect.
+        """
+        self._has_equal_rows = True
+        for name, slot in self._step.inputs.given.items():
+            if slot.axis is None or slot.row_dim == "requests+1":
+                continue
+            data = self._inputs[name]
+            self._inputs[name] = (
+                _first_row(slot, data).expand_as(data)
+                if data.is_floating_point()
+                else torch.full_like(data, slot.pad.value)
+            )
+        self._proof.notes[_COLLISION] = None
+
+    # Comparisons.
+
+    def _on_padded_batch(
+        self, shared: Rows, scratch: Rows
+    ) -> tuple[RunResult, RunResult, list[Failure]]:
+        """Return the results of eager and of the graph on one padded batch, and the failures."""
+        want, got = self._compared.result_of(self._eager), self._compared.result_of(self._replay)
+        failures = self._compared.failures(
+            self._case,
+            self._eager,
+            self._replay,
+            exact=self._exact,
+            shared=shared,
+            scratch=scratch,
+            want=want,
+            got=got,
+        )
+        return want, got, failures
+
+    def _on_poisoned_padding(self, got: RunResult, collides: bool) -> Iterator[Failure]:
+        """Yield the outputs of the graph that change with NaN in floating-point padding."""
+        nan = functools.partial(self._fill_padding, lambda slot: _NAN)
+        poisoned = self._compared.result_of(lambda: self._replay(nan))
+        for (name, one), (_, other) in zip(got.outputs, poisoned.outputs, strict=True):
+            message = compare(one, other)
+            if message and collides:
+                self._proof.notes[_COLLISION] = None
+            elif message:
+                yield self._case.failure(name, f"with padding filled with NaN {message}", "size")
+
+    def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
+        """Return the differences of a graph from eager on the unpadded batch.
+
+        Of state, only elements count that the unpadded batch wrote and that one row wrote alone.
+        """
+        state: dict[str, Any] = {}
+        graphs: dict[str, Any] = {}
+        for name, (now, saved, rows) in alone.state.items():
+            other = got.state[name][0] if name in got.state else saved
+            if now.dim():
+                written = _changed(saved, now)
+                written[[*shared(now, rows)]] = False
+                now, other = now[written], other[written]
+            state[name], graphs[name] = (now, now, rows), (other, other, rows)
+        return self._compared.differences(
+            RunResult(outputs=alone.outputs, state=state),
+            RunResult(outputs=got.outputs, state=graphs),
+            lambda name: self._proof.terms.near,
+        )
+
+    # Padding that writes.
+
+    def _integers(self) -> Iterator[tuple[InputSlot, list[int]]]:
         """Yield each integer slot of the graph with its real values."""
         for name, slot in self._step.inputs.given.items():
             is_integer = not (slot.dtype.is_floating_point or slot.dtype.is_complex)
             if is_integer and slot.dtype is not torch.bool and slot.axis is not None:
-                yield slot, inputs[name].flatten().tolist()
+                yield slot, self._inputs[name].flatten().tolist()
 
-    def _rows(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _named_rows(self) -> torch.Tensor:
         """Return all rows that integer slots of the case can name, those of padding included."""
-        rows = {
-            row for slot, data in self._integers(inputs) for row in [*data, int(slot.pad.value)]
-        }
+        rows = {row for slot, data in self._integers() for row in [*data, int(slot.pad.value)]}
         return torch.tensor(sorted(rows), dtype=torch.int64, device=self._step.inputs.device)
 
-    def _fill_padding(
-        self, graph: BucketGraph, real: Size, row: Callable[[InputSlot], torch.Tensor]
-    ) -> None:
+    def _fill_padding(self, row: Callable[[InputSlot], torch.Tensor]) -> None:
         """Fill the padded rows of floating-point slots with a row, or a number, of each."""
-        for slot, part in self._padding(graph, real):
+        for slot, part in self._padding():
             if slot.dtype.is_floating_point:
                 part.copy_(row(slot))
 
-    def _padding(self, graph: BucketGraph, real: Size) -> Iterator[tuple[InputSlot, torch.Tensor]]:
+    def _padding(self) -> Iterator[tuple[InputSlot, torch.Tensor]]:
         """Yield the padded rows of each slot of the graph."""
         inputs = self._step.inputs
-        for name, view in inputs.views(graph.size, inputs.graph_slots).items():
+        for name, view in inputs.views(self._graph.size, inputs.graph_slots).items():
             slot = inputs.slots[name]
             if slot.axis is not None:
-                rows = slot.shape(real)[slot.axis]
+                rows = slot.shape(self._real)[slot.axis]
                 yield slot, view.narrow(slot.axis, rows, view.shape[slot.axis] - rows)
 
-    # Padding that writes.
-
-    def _shared_values(
-        self, inputs: Mapping[str, torch.Tensor], graph: BucketGraph, real: Size
-    ) -> tuple[set[int], set[int]]:
+    def _shared_values(self) -> tuple[set[int], set[int]]:
         """Return the pad values that several rows of the batch have, and those no real row uses."""
         shared, scratch = set[int](), set[int]()
-        for slot, data in self._integers(inputs):
+        for slot, data in self._integers():
             axis = slot.axis or 0
-            padded = slot.shape(graph.size)[axis] - slot.shape(real)[axis]
+            padded = slot.shape(self._graph.size)[axis] - slot.shape(self._real)[axis]
             for pad in _pads(slot, data):
                 if data.count(pad) + padded > 1:
                     shared.add(pad)
-                    if not self._is_real(slot, pad, data):
+                    if not self._proof.is_real(slot, pad, data):
                         scratch.add(pad)
         return shared, scratch
 
-    def _collides(self, inputs: Mapping[str, torch.Tensor], seen: RunResult) -> bool:
+    def _collides(self, seen: RunResult) -> bool:
         """Whether real rows write one row of state, because a slot has its pad value in all."""
         pads = {
             int(slot.pad.value)
-            for slot, data in self._integers(inputs)
+            for slot, data in self._integers()
             if slot.row_dim != "requests+1" and len(data) > 1 and set(data) == {int(slot.pad.value)}
         }
         return any(
@@ -438,9 +468,7 @@ class Proof:
             for row in _positions(pads, now, numbers)
         )
 
-    def _suspects(
-        self, want: RunResult, inputs: Mapping[str, torch.Tensor], graph: BucketGraph, real: Size
-    ) -> Iterator[tuple[str, int, list[InputSlot]]]:
+    def _suspects(self, want: RunResult) -> Iterator[tuple[str, int, list[InputSlot]]]:
         """Yield rows of state that changed and that are pad values of slots.
 
         Only slots count whose real rows use that value. Each row comes with its state and slots.
@@ -448,33 +476,17 @@ class Proof:
         for name, (now, saved, rows) in want.state.items():
             if not now.dim():
                 continue
-            changed = _changed_rows(saved, now)
+            changed = _changed(saved, now)
+            changed = changed.flatten(1).any(1) if now.dim() > 1 else changed
             names = rows[changed] if rows is not None else changed.nonzero().flatten()
             written = set(names.tolist())
             by_row: dict[int, list[InputSlot]] = {}
-            for slot, data in self._integers(inputs):
+            for slot, data in self._integers():
                 for pad in _pads(slot, data):
                     row = pad + len(now) * (pad < 0 and rows is None)
-                    if row in written and self._is_real(slot, pad, data):
+                    if row in written and self._proof.is_real(slot, pad, data):
                         by_row.setdefault(row, []).append(slot)
             yield from ((name, row, slots) for row, slots in by_row.items())
-
-    def _is_real(self, slot: InputSlot, value: int, data: Sequence[int]) -> bool:
-        """Whether real rows of ``slot`` may have ``value``, as its sample or its last data say."""
-        name = slot.name
-        if name not in self._sample:
-            return value in data and name in self._varied
-        if name not in self._uses:
-            shape = slot.shape(self._step.inputs.largest)
-            values: list[int] = []
-            while len(values) < _ENOUGH:
-                with torch.device("cpu"):
-                    values += self._sample[name](shape, self._generator).flatten().tolist()
-                if not values:
-                    return False
-            self._uses[name] = min(values), max(values)
-        low, high = self._uses[name]
-        return low <= value <= high or value in data
 
     def _culprit(
         self,
@@ -483,38 +495,35 @@ class Proof:
         slots: Sequence[InputSlot],
         want: RunResult,
         alone: RunResult,
-        eager: Callable[..., NamedTensors],
-        graph: BucketGraph,
-        real: Size,
-        inputs: Mapping[str, torch.Tensor],
     ) -> str | None:
         """Return the slot whose padding writes ``row`` of the state ``name``, or None.
 
         It is the slot with which the row stays as the unpadded batch leaves it, once its padding
         has another legal value.
         """
+        near = self._proof.terms.near
         now, saved, rows = want.state[name]
         at = row if rows is None else int((rows == row).nonzero()[0])
         right = alone.state[name][0][at] if name in alone.state else saved[at]
-        if not self._terms.near(right, now[at]):
+        if not near(right, now[at]):
             return None
         for slot in slots:
-            data = inputs[slot.name].flatten().tolist()
-            others = [value for value in self._uses.get(slot.name, ()) if value != row]
-            other = next((v for v in [*others, *data] if v != row), None)
+            data = self._inputs[slot.name].flatten().tolist()
+            legal = [*self._proof.extremes_of.get(slot.name, ()), *data]
+            other = next((value for value in legal if value != row), None)
             if other is None:
                 continue
-
-            def change(slot: InputSlot = slot, other: int = other) -> None:
-                for padded_slot, part in self._padding(graph, real):
-                    if padded_slot.name == slot.name:
-                        part.fill_(other)
-
-            moved = self._compared.result_of(functools.partial(eager, change))
+            change = functools.partial(self._fill_slot_padding, slot.name, other)
+            moved = self._compared.result_of(functools.partial(self._eager, change))
             after = moved.state[name][0][at] if name in moved.state else saved[at]
-            if not self._terms.near(right, after):
+            if not near(right, after):
                 return slot.name
         return None
+
+    def _fill_slot_padding(self, name: str, value: int) -> None:
+        for slot, part in self._padding():
+            if slot.name == name:
+                part.fill_(value)
 
 
 def _first_row(slot: InputSlot, data: torch.Tensor) -> torch.Tensor:
@@ -542,11 +551,6 @@ def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """Return a bool for each element: whether any byte of it differs."""
     one, other = (t.contiguous().view(torch.uint8) for t in (saved, now))
     return (one != other).view(*now.shape, now.element_size()).any(-1)
-
-
-def _changed_rows(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """Return a bool for each row: whether any byte of it differs."""
-    return _changed(saved, now).flatten(1).any(1) if now.dim() > 1 else _changed(saved, now)
 
 
 def _last_inputs(

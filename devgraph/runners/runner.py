@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 
 from devgraph.api import __version__
@@ -17,7 +15,6 @@ from devgraph.api.buffers import StaticBuffers
 from devgraph.api.device import raise_if_lost, require_alive
 from devgraph.api.errors import (
     CapabilityError,
-    CaptureError,
     ConfigError,
     ConfigTypeError,
     ExecutableError,
@@ -39,6 +36,7 @@ from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, ByTokens, Phase, spans
 from devgraph.runners.capturing import CaptureScheduler
+from devgraph.runners.checks import GraphChecks
 from devgraph.runners.decisions import (
     UNLAUNCHED,
     Decision,
@@ -51,7 +49,6 @@ from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
-from devgraph.runners.prove import Proof
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size
@@ -130,7 +127,6 @@ class Runner:
         self._config = config
         self._name = options.name
         self._steps_per_launch = steps_per_launch
-        self._implied = implied
         self.state = state
         self.gates = Gates(
             backend, options.name, timeout=options.gate_timeout, turns=steps_per_launch
@@ -168,12 +164,13 @@ class Runner:
             facts=_common_facts(self),
             share=lender and lender._scheduler,
         )
+        self._checks = GraphChecks(
+            self._step, self.graphs, self._counters, ranks=self._ranks, implied=implied
+        )
         self._process = identity.token
         self._busy: list[Runner] = [] if share is None else share._busy
         """The runner at work, if any, among the runners that share buffers."""
         self._closed = False
-        self._proofs = 0  # number of proofs so far; it keeps their exchanges between ranks apart
-        self._checked_at = 0  # number of steps at the last check of the key ``verify``
         self._warned = config.capture != "eager"
         """Whether the warning about a run before ``capture`` is out or does not apply."""
         # Otherwise a size that once ran in a graph needs no further decision, because the table of
@@ -664,10 +661,16 @@ class Runner:
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return False
-            graph = self._scheduler.elect(ready=ready and not self.graphs.suspended)
-            if graph is None:
-                return self._verify_again(ready=ready)
-            self._capture([graph])
+            usable = not (self.graphs.suspended or self.pool.recordings.released)
+            graph = self._scheduler.elect(ready=ready and usable)
+            if graph is not None:
+                self._capture([graph])
+                return True
+            if not self._checks.are_due(ready=ready and usable):
+                return False
+            self._steps.clear()
+            self._checks.repeat()
+            self._steps.clear()
             return True
 
     def _capture(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
@@ -675,72 +678,9 @@ class Runner:
         self._step.clock.tick()
         try:
             self._scheduler.round(graphs, profile)
-            verify = self._config.verify
-            if verify is not None and verify.start and not self._config.emulate:
-                captured = [graph for graph in graphs if graph.captured is not None]
-                self._verify(captured, cases=2)
+            self._checks.at_start(graphs)
         finally:
             self._steps.clear()
-
-    def _verify(self, chosen: Sequence[BucketGraph], cases: int) -> None:
-        """Compare graphs with eager, and drop those that differ on any rank."""
-        proof = self._proof(Terms(cases=cases, quick=True))
-        with self.gates.held_open():
-            report = proof.of(self.graphs, chosen)
-        self._checked_at = self._steps_so_far
-        self._counters.checks += report.cases
-        causes: dict[str, str] = {}
-        for graph in chosen:
-            tried = [case for case in report.tried if proof.tested[case.number] is graph]
-            numbers = {case.number for case in tried}
-            failures = tuple(f for f in report.failures if f.case in numbers)
-            own = attrs.evolve(report, cases=len(tried), tried=tuple(tried), failures=failures)
-            if failures:
-                causes[str(graph.key)] = "; ".join(own.causes)
-        texts = self._ranks.gather(f"{self._name}/verified{self._proofs}", json.dumps(causes))
-        by_rank = [json.loads(text) for text in texts]
-        dropped = [graph for graph in chosen if any(str(graph.key) in other for other in by_rank)]
-        for graph in dropped:
-            key = str(graph.key)
-            if key in causes:
-                graph.drop(Reason.VERIFY_FAILED, causes[key])
-            else:
-                rank = next(rank for rank, other in enumerate(by_rank) if key in other)
-                graph.drop(Reason.RANKS_DROPPED, f"rank {rank}: {by_rank[rank][key]}")
-            self._counters.failed_checks += 1
-            logger.warning(
-                "%s: bucket %s differs from eager and is dropped: %s",
-                self._name,
-                graph.key,
-                graph.detail,
-            )
-        if dropped and self._config.strict:
-            keys = ", ".join(str(graph.key) for graph in dropped)
-            raise CaptureError(
-                f"{self._name}: graphs differ from eager in buckets {keys}: {dropped[0].detail}. "
-                f"Run prove() for all differences, or allow eager steps with strict=False"
-            )
-
-    @property
-    def _steps_so_far(self) -> int:
-        return sum(graph.hits for graph in self.graphs) + self._counters.reasons.total()
-
-    def _verify_again(self, *, ready: bool) -> bool:
-        """Repeat one case if enough steps ran since the last check; return whether it did."""
-        verify = self._config.verify
-        if verify is None or verify.every is None or self._config.emulate:
-            return False
-        due = self._steps_so_far - self._checked_at >= verify.every
-        able = ready and bool(self.graphs.captured) and not self.graphs.suspended
-        able = able and not self.pool.recordings.released
-        not_due, all_able = self._ranks.minimum(f"{self._name}/verify", [not due, able])
-        if not_due or not all_able:
-            return False
-        captured = self.graphs.captured
-        self._steps.clear()
-        self._verify([captured[self._proofs % len(captured)]], cases=1)
-        self._steps.clear()
-        return True
 
     # Lifecycle.
 
@@ -987,15 +927,7 @@ class Runner:
                 atol=atol,
                 snapshot_limit=snapshot_limit,
             )
-            with self.gates.held_open():
-                return self._proof(terms).of(self.graphs, self.graphs.captured)
-
-    def _proof(self, terms: Terms) -> Proof:
-        """Return the proof for ``terms``."""
-        self._step.clock.tick()
-        self._proofs += 1
-        tag = f"{self._name}/prove{self._proofs}"
-        return Proof(self._step, terms, self._implied, self._ranks, tag)
+            return self._checks.proof(terms, self.graphs.captured)[0]
 
 
 def _common_facts(runner: Runner) -> dict[str, Any]:

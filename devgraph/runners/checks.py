@@ -1,0 +1,119 @@
+"""Comparisons of captured graphs with eager: ``prove``, and the checks of the key ``verify``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+import attrs
+
+from devgraph.api.errors import CaptureError
+from devgraph.api.prove import Report, Terms
+from devgraph.runners.decisions import Reason
+from devgraph.runners.graphs import BucketGraph, Graphs
+from devgraph.runners.prove import Implied, Proof
+from devgraph.runners.ranks import RankGroup
+from devgraph.runners.report import Counters
+from devgraph.runners.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class GraphChecks:
+    """Compares the graphs of a runner with eager, and drops those that differ on any rank."""
+
+    def __init__(
+        self,
+        step: Step,
+        graphs: Graphs,
+        counters: Counters,
+        *,
+        ranks: RankGroup,
+        implied: Implied | None,
+    ) -> None:
+        self._step = step
+        self._graphs = graphs
+        self._counters = counters
+        self._ranks = ranks
+        self._implied = implied
+        self._name = step.options.name
+        config = step.options.config
+        self._strict = config.strict
+        self._verify = None if config.emulate else config.verify
+        self._proofs = 0  # number of proofs so far; it keeps their exchanges between ranks apart
+        self._checked_at = 0  # number of steps at the last check
+
+    def proof(self, terms: Terms, chosen: Sequence[BucketGraph]) -> tuple[Report, Proof]:
+        """Prove the ``chosen`` graphs, which are captured; raises as ``Runner.prove``."""
+        self._step.clock.tick()
+        self._proofs += 1
+        tag = f"{self._name}/prove{self._proofs}"
+        proof = Proof(self._step, terms, self._implied, self._ranks, tag)
+        with self._step.gates.held_open():
+            return proof.of(self._graphs, chosen), proof
+
+    def at_start(self, graphs: Sequence[BucketGraph]) -> None:
+        """Check new graphs if the key ``verify`` asks for it."""
+        if self._verify is not None and self._verify.start:
+            self._check([graph for graph in graphs if graph.captured is not None], cases=2)
+
+    def are_due(self, *, ready: bool) -> bool:
+        """Whether enough steps ran since the last check, and all ranks can check a graph now."""
+        if self._verify is None or self._verify.every is None:
+            return False
+        due = self._steps_so_far - self._checked_at >= self._verify.every
+        able = ready and bool(self._graphs.captured)
+        not_due, all_able = self._ranks.minimum(f"{self._name}/verify", [not due, able])
+        return not not_due and bool(all_able)
+
+    def repeat(self) -> None:
+        """Check one case of the next graph."""
+        captured = self._graphs.captured
+        self._check([captured[self._proofs % len(captured)]], cases=1)
+
+    @property
+    def _steps_so_far(self) -> int:
+        return sum(graph.hits for graph in self._graphs) + self._counters.reasons.total()
+
+    def _check(self, chosen: Sequence[BucketGraph], cases: int) -> None:
+        report, proof = self.proof(Terms(cases=cases, quick=True), chosen)
+        self._checked_at = self._steps_so_far
+        self._counters.checks += report.cases
+        own = {
+            str(graph.key): causes
+            for graph in chosen
+            if (causes := _causes(report, proof, graph)) is not None
+        }
+        texts = self._ranks.gather(f"{self._name}/verified{self._proofs}", json.dumps(own))
+        by_rank = [json.loads(text) for text in texts]
+        dropped = []
+        for graph in chosen:
+            key = str(graph.key)
+            if key in own:
+                graph.drop(Reason.VERIFY_FAILED, own[key])
+            elif failed := [rank for rank, causes in enumerate(by_rank) if key in causes]:
+                graph.drop(Reason.RANKS_DROPPED, f"rank {failed[0]}: {by_rank[failed[0]][key]}")
+            else:
+                continue
+            dropped.append(graph)
+            self._counters.failed_checks += 1
+            text = "%s: bucket %s differs from eager and is dropped: %s"
+            logger.warning(text, self._name, key, graph.detail)
+        if dropped and self._strict:
+            keys = ", ".join(str(graph.key) for graph in dropped)
+            raise CaptureError(
+                f"{self._name}: graphs differ from eager in buckets {keys}: {dropped[0].detail}. "
+                f"Run prove() for all differences, or allow eager steps with strict=False"
+            )
+
+
+def _causes(report: Report, proof: Proof, graph: BucketGraph) -> str | None:
+    """Return the likely causes of the failures of one graph, or None without failures."""
+    tried = tuple(case for case, other in proof.tried if other is graph)
+    numbers = {case.number for case in tried}
+    failures = tuple(failure for failure in report.failures if failure.case in numbers)
+    if not failures:
+        return None
+    own = attrs.evolve(report, cases=len(tried), tried=tried, failures=failures)
+    return "; ".join(own.causes)
