@@ -12,7 +12,6 @@ from devgraph.runners.loop import LOOP_SLOTS, Loop, looped_outputs
 from devgraph.runners.options import Options, RunnerOptions, check_functions
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, check_slots
-from devgraph.runners.state import StateStore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,14 +55,7 @@ class DecodeRunner(Runner):
             raise ConfigTypeError(f"loop of a decode runner must be a dg.Loop, got {brief(loop)}")
         chosen = Options.of("decode", capacity, options)
         width = max(variant.get("width", 1) for variant in chosen.variants.values())
-        state = StateStore.of(
-            chosen.state,
-            capacity,
-            rows=chosen.state_rows,
-            backend=chosen.backend,
-            share=chosen.share,
-            width=width,
-        )
+        state = chosen.make_state(capacity, width)
         slots = check_slots(
             inputs, LOOP_SLOTS if loop else (), None if state is None else state.input
         )

@@ -212,7 +212,7 @@ class Graphs:
 
         This is the only rule of eligibility.
         """
-        if not size.requests or not size.tokens:
+        if size.is_empty:
             return Decision.eager(Reason.EMPTY_BATCH)
         if self._config.policy == "disabled":
             return Decision.eager(Reason.DISABLED)

@@ -18,7 +18,7 @@ import torch
 
 from devgraph.api.tensors import alike_to
 from devgraph.runners.inputs import InputArena, Staging
-from devgraph.runners.slots import InputSlot, Pad, Padding, Size, cut, raw_dtype
+from devgraph.runners.slots import InputSlot, Pad, Scalar, Size, raw, raw_dtype, raw_value
 
 _WORD = torch.int32
 _VIEWS_PER_LAUNCH = 6
@@ -63,7 +63,8 @@ class CopyPlan:
             return _WORD if slot.name in joined else raw_dtype(slot.dtype)
 
         # Slots of a group are adjacent, so that the sources of each group are one slice.
-        self._order = sorted(arena.given.values(), key=lambda slot: str(copy_dtype(slot)))
+        slots = sorted(arena.slots.values(), key=lambda slot: str(copy_dtype(slot)))
+        self._order = [slot for slot in slots if slot.real is None]
         self._names = [slot.name for slot in self._order]
         self._select: Callable[[Any], Any] = operator.itemgetter(*self._names)
         self._is_alike: Callable[..., bool] = _never
@@ -78,37 +79,40 @@ class CopyPlan:
         self._stagings: dict[tuple[int, ...], Staging] = {}
         """Transfers by the indices of the inputs that come from the host; made on first use."""
         self._groups: list[_Group] = []
-        self._padding = Padding()  # padding that no template holds, and the marks of real rows
-        for dtype, slots in itertools.groupby(self._order, copy_dtype):
-            self._add_group(list(slots), dtype)
-        for slot in arena.slots.values():
-            if slot.real is not None:
-                rules = Pad.fill(slot.real), slot.pad
-                for part, pad in zip(self._split(slot), rules, strict=True):
-                    if part is not None:
-                        self._padding.add(part, pad, template=arena.template(slot, pad))
-        self._has_padding = bool(self._padding)
+        self._fills: list[tuple[torch.Tensor, Scalar]] = []
+        """Padding without a template, and its value."""
+        self._repeats: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Padding that repeats a row, and the row."""
+        for dtype, group in itertools.groupby(slots, copy_dtype):
+            self._add_group(list(group), dtype)
 
     def _add_group(self, slots: Sequence[InputSlot], dtype: torch.dtype) -> None:
-        heads, tails, pads = [], [], []
+        heads, parts, pads = [], [], []
         for slot in slots:
             head, tail = self._split(slot)
-            heads.append(head)
-            if tail is None:
-                continue
-            template = self._arena.template(slot, slot.pad)
-            if template is None:
-                assert slot.axis is not None
-                rows = head.shape[slot.axis]
-                last = head.narrow(slot.axis, rows - 1, 1) if rows else None
-                self._padding.add(tail, slot.pad, last=last)
+            rules = [(tail, slot.pad)]
+            if slot.real is None:
+                heads.append(head)
             else:
-                tails.append(tail)
-                pads.append(cut(template, tail))
-        targets = [_as(tensor, dtype) for tensor in (*heads, *tails)]
+                rules.append((head, Pad.fill(slot.real)))
+            for part, pad in rules:
+                if part is None:
+                    continue
+                template = self._arena.template(slot, pad)
+                rows = 0 if slot.axis is None else head.shape[slot.axis]
+                # Slots of a run may have more rows than the buffers, and so than a template.
+                if template is not None and template.numel() >= part.numel():
+                    parts.append(part)
+                    pads.append(template[: part.numel()].view(part.shape))
+                elif pad.kind == "last" and slot.axis is not None and rows:
+                    self._repeats.append((raw(part), raw(head.narrow(slot.axis, rows - 1, 1))))
+                else:
+                    self._fills.append((raw(part), raw_value(pad.value, part.dtype)))
+        targets = [_as(tensor, dtype) for tensor in (*heads, *parts)]
         first = self._groups[-1].last if self._groups else 0
         pads = [_as(pad, dtype) for pad in pads]
-        self._groups.append(_Group(targets, first, first + len(slots), pads))
+        if targets:
+            self._groups.append(_Group(targets, first, first + len(heads), pads))
 
     def _split(self, slot: InputSlot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the part of the slot for real rows, and the padded rest or None."""
@@ -141,8 +145,10 @@ class CopyPlan:
                 sources[index] = contiguous.view(dtype)
         for group in self._groups:
             torch._foreach_copy_(group.targets, sources[group.first : group.last] + group.pads)
-        if self._has_padding:
-            self._padding.write()
+        for part, value in self._fills:
+            part.fill_(value)
+        for part, row in self._repeats:
+            part.copy_(row)
 
     def _recognised(self, inputs: Mapping[str, Any]) -> Values | None:
         """Return the inputs in the order of the copies if they need no closer check.

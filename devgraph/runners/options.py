@@ -37,13 +37,14 @@ from devgraph.api.config.phase import (
 from devgraph.api.config.resolve import resolve
 from devgraph.api.config.unused import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean, whole
+from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
 from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
 from devgraph.runners.decisions import Variant, check_variants
-from devgraph.runners.state import StateSlot
+from devgraph.runners.state import StateSlot, StateStore
 
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
 """Environment variable that sets ``debug`` if the engine does not."""
@@ -185,6 +186,13 @@ class Options:
             if getattr(self, key) is not None and not callable(getattr(self, key)):
                 raise ConfigTypeError(f"{key} must be a function: {brief(getattr(self, key))}")
 
+    def make_state(self, requests: int, width: int = 1) -> StateStore | None:
+        """Return the store of the declared state, or None without any."""
+        rows, backend, share = self.state_rows, self.backend, self.share
+        return StateStore.of(
+            self.state, requests, rows=rows, backend=backend, share=share, width=width
+        )
+
     @classmethod
     def of(cls, phase: Phase, capacity: int, given: Mapping[str, Any]) -> Options:
         """Check the keywords of a runner and settle those that depend on something else.
@@ -227,7 +235,26 @@ class Options:
         if config.verify is None and (verify := verify_from_environment()):
             config = attrs.evolve(config, verify=verify)
         debug = switched_on(DEBUG_VARIABLE) if options.debug is None else options.debug
-        return attrs.evolve(options, config=config, debug=debug)
+        options = attrs.evolve(options, config=config, debug=debug)
+        options._require_possible()
+        return options
+
+    def _require_possible(self) -> None:
+        """Raise ConfigError or CapabilityError for a configuration that cannot work."""
+        config = self.config
+        if config.policy != "disabled":
+            get_policy(config.policy)
+        if config.strict and config.capture != "eager":
+            raise ConfigError(
+                f"strict with capture={config.capture!r} would refuse every batch whose bucket is "
+                f"not captured yet; use capture='eager' or strict=False"
+            )
+        if self.max_graphs is not None and config.capture != "lazy":
+            raise ConfigError(
+                f"max_graphs={self.max_graphs} needs capture='lazy', which captures graphs when "
+                f"batches want them, not capture={config.capture!r}; list the buckets to have "
+                f"instead"
+            )
 
 
 def _compatible(options: Options, phase: Phase) -> PhaseConfig:

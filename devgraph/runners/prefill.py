@@ -21,7 +21,6 @@ from devgraph.runners.slots import (
     OutputSlot,
     check_slots,
 )
-from devgraph.runners.state import StateStore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,13 +73,7 @@ class PrefillRunner(Runner):
         requests = whole("max_requests", max_requests, 1, ConfigError)
         chosen = Options.of("prefill", capacity, options)
         settings = chosen.config
-        state = StateStore.of(
-            chosen.state,
-            requests,
-            rows=chosen.state_rows,
-            backend=chosen.backend,
-            share=chosen.share,
-        )
+        state = chosen.make_state(requests)
         slots = check_slots(inputs, (), None if state is None else state.input)
         if not any(slot.row_dim == "tokens" for slot in slots.values()):
             raise ConfigError("a prefill runner needs an input slot with a dim 'tokens'")

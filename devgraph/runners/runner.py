@@ -28,7 +28,6 @@ from devgraph.api.errors import (
 )
 from devgraph.api.gates import Gates
 from devgraph.api.marks.marks import current_scope
-from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Draw, Report, Terms
@@ -96,16 +95,8 @@ class Runner:
         engine: Sequence[Callable[..., Any]] = (),
     ) -> None:
         config, pool, backend, share = options.config, options.pool, options.backend, options.share
-        _check_config(options)
         check_functions(function, tail)
-        maximum, off = min(config.max_bs or capacity, capacity), config.policy == "disabled"
-        buckets = Buckets.of(
-            (maximum,) if off else config.buckets,  # A disabled runner ignores the listed sizes.
-            phase=counting.phase,
-            maximum=maximum,
-            multiple_of=1 if off else config.align,
-        )
-        _report_uncovered(buckets, capacity, counting.counts, options)
+        buckets = _buckets_of(options, counting, capacity)
         largest = [counting.padded(buckets.maximum, named) for named in options.variants.values()]
         if share is not None:
             pool = _pool_with(share, pool)
@@ -367,13 +358,13 @@ class Runner:
         elif decision.ok:
             self.graphs.require_fit(decision, size, options)
         if decision.reason is Reason.EMPTY_BATCH:
-            if size.requests and size.tokens:
+            if not size.is_empty:
                 raise InputError(
                     f"the decision is for an empty batch, but the batch has {size.requests} "
                     f"requests and {size.tokens} tokens; decide for this batch"
                 )
             return self._handle_empty_batch(options)
-        if self._options.idle_dummy and not decision.ok and not (size.requests and size.tokens):
+        if self._options.idle_dummy and not decision.ok and size.is_empty:
             self._join_agreed_step(decision, options)
             return self._empty(options)
         if decision.ok:
@@ -499,7 +490,8 @@ class Runner:
             else:
                 self._counters.idle += 1
                 return
-        self._step.run_pads(self.graphs.counting.some(1, options), options)
+        self._step.clock.tick()
+        self._step.run_pads(self._step.whole, self.graphs.counting.some(1, options), options)
         self._counters.reasons[decision.reason] += 1
 
     def _require_outside(self, call: str) -> None:
@@ -946,38 +938,28 @@ def _common_facts(runner: Runner) -> dict[str, Any]:
     }
 
 
-def _report_uncovered(buckets: Buckets, capacity: int, counts: str, options: Options) -> None:
-    """Warn of sizes that have no bucket within the padding factor."""
+def _buckets_of(options: Options, counting: ByTokens, capacity: int) -> Buckets:
+    """Return the buckets of a runner, and warn of sizes without one within the padding factor."""
     config = options.config
+    maximum = min(config.max_bs or capacity, capacity)
+    if config.policy == "disabled":  # The listed sizes have no effect.
+        return Buckets((maximum,))
+    buckets = Buckets.of(
+        config.buckets, phase=counting.phase, maximum=maximum, multiple_of=config.align
+    )
     missing = buckets.uncovered(capacity, config.max_padding)
     # The default buckets leave out sizes below the smallest one as well; those are no surprise.
-    if config.policy != "disabled" and missing and missing[-1][0] > buckets[0]:
+    if missing and missing[-1][0] > buckets[0]:
         logger.warning(
             "%s: steps of %s %s run eagerly: no bucket of %s holds them with at most %g times "
             "their rows",
             options.name,
             spans(missing),
-            counts,
+            counting.counts,
             list(buckets),
             config.max_padding,
         )
-
-
-def _check_config(options: Options) -> None:
-    """Raise ConfigError or CapabilityError for a configuration that cannot work."""
-    config = options.config
-    if config.policy != "disabled":
-        get_policy(config.policy)
-    if config.strict and config.capture != "eager":
-        raise ConfigError(
-            f"strict with capture={config.capture!r} would refuse every batch whose bucket is not "
-            f"captured yet; use capture='eager' or strict=False"
-        )
-    if options.max_graphs is not None and config.capture != "lazy":
-        raise ConfigError(
-            f"max_graphs={options.max_graphs} needs capture='lazy', which captures graphs when "
-            f"batches want them, not capture={config.capture!r}; list the buckets to have instead"
-        )
+    return buckets
 
 
 def _pool_with(share: object, pool: Pool | None) -> Pool:

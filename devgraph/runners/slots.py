@@ -1,8 +1,8 @@
 """Declarations of a runner's data: input slots, host slots, output slots, sizes and pad rules.
 
 Rows without a real request hold pad values. In a capture that is every row. In a run it is the rows
-after the real ones: constants are copied with the inputs of a ``CopyPlan``, and ``Padding`` writes
-the rest. Between the steps of a loop it is the rows of finished requests (``pad_rows``).
+after the real ones, which a ``CopyPlan`` writes. Between the steps of a loop it is the rows of
+finished requests (``pad_rows``).
 """
 
 from __future__ import annotations
@@ -102,6 +102,11 @@ class Size:
     requests: int
     tokens: int
     width: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no requests or no tokens."""
+        return not (self.requests and self.tokens)
 
     def rows(self, dim: str) -> int:
         """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
@@ -360,54 +365,6 @@ def _only_zero(dtype: torch.dtype) -> str:
     except (NotImplementedError, RuntimeError):
         return ": torch converts no numbers to it, so that only 0 works, which clears all bits"
     return ""
-
-
-class Padding:
-    """The pad values of parts of buffers: collected once, written in every run.
-
-    A launch costs more than everything else here, so all parts with a source tensor share one
-    grouped copy.
-    """
-
-    def __init__(self) -> None:
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-        self._fills: list[tuple[torch.Tensor, Scalar]] = []
-
-    def add(
-        self,
-        part: torch.Tensor,
-        pad: Pad,
-        *,
-        template: torch.Tensor | None = None,
-        last: torch.Tensor | None = None,
-    ) -> None:
-        """Register ``part`` as padding."""
-        source = None
-        if pad.kind == "last" and last is not None:
-            source = raw(last).expand(part.shape)
-        elif template is not None and template.numel() >= part.numel():
-            source = cut(template, part)
-        if source is None:
-            self._fills.append((raw(part), raw_value(pad.value, part.dtype)))
-        else:
-            self._targets.append(raw(part))
-            self._sources.append(source)
-
-    def __bool__(self) -> bool:
-        return bool(self._targets or self._fills)
-
-    def write(self) -> None:
-        """Write all registered parts, on the current stream."""
-        for part, value in self._fills:
-            part.fill_(value)
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
-
-
-def cut(template: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return the beginning of a flat ``template`` in the shape of ``part``."""
-    return template[: part.numel()].view(part.shape)
 
 
 def pad_rows(tensor: torch.Tensor, pad: Pad, axis: int, real: torch.Tensor) -> None:

@@ -93,7 +93,7 @@ class StateStore:
         rows: int | None,
         backend: Backend,
         share: Any,
-        width: int = 1,
+        width: int,
     ) -> StateStore | None:
         """Return the store for the declared ``slots``, or None without any."""
         if isinstance(slots, StateSlot) or not isinstance(slots, Iterable):

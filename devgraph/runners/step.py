@@ -221,13 +221,14 @@ class Step:
         with self.gates.launch():
             return self.call_eagerly(self.whole, tensors, size, host, options)
 
-    def run_pads(self, size: Size, options: Mapping[str, Any]) -> None:
-        """Run the whole step eagerly on pad values."""
+    def run_pads(
+        self, function: Callable[[Batch], Any], size: Size, options: Mapping[str, Any]
+    ) -> Any:
+        """Run ``function`` eagerly on pad values and return its result."""
         tensors = self.inputs.views(size)
         self.last = None
         self.inputs.fill(tensors)
-        self.clock.now += 1
-        self.call_eagerly(self.whole, tensors, size, self.host.at_capture(size), options)
+        return self.call_eagerly(function, tensors, size, self.host.at_capture(size), options)
 
     def replay_pads(self, graph: BucketGraph) -> None:
         """Replay ``graph`` on pad values."""
@@ -246,12 +247,8 @@ class Step:
         """
 
         def run() -> Any:
-            tensors = self.inputs.views(smallest)
-            self.last = None
-            self.inputs.fill(tensors)
-            host = self.host.at_capture(smallest)
             with self.trial():
-                return self.call_eagerly(self.function, tensors, smallest, host, options)
+                return self.run_pads(self.function, smallest, options)
 
         variant = canonical_variant(options)
         result = self.outputs.empty(variant, run, smallest, self.inputs.device)

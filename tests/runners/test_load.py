@@ -57,6 +57,31 @@ def test_a_named_dimension_need_not_be_the_first(pad):
     assert torch.equal(view, torch.cat([data, tail], dim=1))
 
 
+@pytest.mark.parametrize(
+    ("pad", "rows"),
+    [
+        (Pad.zero(), [0, 0, 0, 0]),
+        (Pad.fill(-1), [-1, -1, -1, -1]),
+        (Pad.last(5), [5, 5, 5, 5]),
+        (Pad.fill(0.1), [0.1, 0.1, 0.1, 0.1]),
+        (Pad.last(0.1), [0.1, 0.1, 0.1, 0.1]),
+    ],
+)
+def test_a_batch_without_rows_holds_its_pad_values_exactly(pad, rows):
+    slot = InputSlot("n", ("requests",), torch.float64, pad=pad)
+    view = loaded(slot, tokens().double(), Size(0, 0), Size(4, 4, 1))
+    assert view.tolist() == rows
+
+
+def test_large_marks_of_real_rows_are_filled_in_place(monkeypatch):
+    monkeypatch.setattr(inputs_module, "TEMPLATE_BYTES", 2)
+    ids = InputSlot("ids", ("tokens",), torch.int64, pad=Pad.zero())
+    mark = InputSlot("mark", ("tokens",), torch.bool, pad=Pad.zero(), real=True)
+    arena = arena_of(ids, mark)
+    CopyPlan(arena, Size(2, 2, 1), Size(4, 4, 1), {}).load({"ids": tokens(1, 2)})
+    assert arena.views(Size(4, 4, 1))["mark"].tolist() == [True, True, False, False]
+
+
 def test_large_pads_are_filled_in_place(monkeypatch):
     monkeypatch.setattr(inputs_module, "TEMPLATE_BYTES", 8)
     slot = InputSlot("n", ("tokens",), torch.int64, pad=Pad.fill(-1))

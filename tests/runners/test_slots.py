@@ -12,7 +12,7 @@ import torch
 import devgraph as dg
 from devgraph.api.errors import whole
 from devgraph.runners import HostSlot, InputSlot, OutputSlot, Pad, Size
-from devgraph.runners.slots import Padding, check_slots, pad_rows
+from devgraph.runners.slots import check_slots, pad_rows
 from tests.support.runner_steps import IDS, decode_of, double, double_runner
 
 
@@ -208,31 +208,6 @@ def test_a_pool_of_another_backend_is_refused():
             backend=backend,
             pool=foreign,
         )
-
-
-@pytest.mark.parametrize(
-    ("pad", "expected"),
-    [
-        (Pad.zero(), [0, 0, 0, 0]),
-        (Pad.fill(-1), [-1, -1, -1, -1]),
-        (Pad.last(5), [5, 5, 5, 5]),
-    ],
-)
-def test_a_slot_without_real_rows_holds_its_pad_values(pad: Pad, expected: list[int]) -> None:
-    view = torch.full((4,), 77)
-    padding = Padding()
-    padding.add(view, pad)
-    padding.write()
-    assert view.tolist() == expected
-
-
-@pytest.mark.parametrize("pad", [Pad.fill(0.1), Pad.last(0.1)])
-def test_a_pad_value_is_as_exact_as_its_slot(pad: Pad) -> None:
-    view = torch.zeros(2, dtype=torch.float64)
-    padding = Padding()
-    padding.add(view, pad)
-    padding.write()
-    assert view.tolist() == [0.1, 0.1]
 
 
 REAL = torch.tensor([False, True, True, False, True, False])
