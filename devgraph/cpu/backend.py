@@ -41,7 +41,7 @@ from devgraph.api.tensors import has_place, memory_of, tensors_in
 from devgraph.api.trees import Copied, own_copy
 from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool
-from devgraph.cpu.modes import Dispatching, Functions
+from devgraph.cpu.modes import Dispatching, Functions, current_recorder
 from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
@@ -75,15 +75,15 @@ class CpuPool(Pool):
         self.blocks = BlockPool()
         self.regions = BlockPool()
         self.graphs_begun = 0  # in the current session
-        self.recorder: Recorder | None = None  # of the current graph
 
     @property
     def bytes(self) -> int:
         return self.blocks.reserved_bytes + self.regions.reserved_bytes
 
     def note_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
-        if self.recorder is not None:
-            self.recorder.note_outputs(outputs)
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.note_outputs(outputs)
 
     def _release(self) -> None:
         self.blocks.release()
@@ -121,9 +121,8 @@ class CpuGraph(DeviceGraph):
             continues=self.pool.graphs_begun > 0,
         )
         self.pool.graphs_begun += 1
-        self._recorder = self.pool.recorder = recorder
+        self._recorder = recorder
         recorder.__enter__()
-        self._record_gates(recorder)
 
     def _end(self) -> Executable:
         recorder = self._leave()
@@ -148,13 +147,8 @@ class CpuGraph(DeviceGraph):
         recorder = self._recorder
         if recorder is not None:
             recorder.__exit__(failure)
-        self._recorder = self.pool.recorder = None
-        self._record_gates(None)
+        self._recorder = None
         return recorder
-
-    def _record_gates(self, recorder: Recorder | None) -> None:
-        assert isinstance(self.backend, CpuBackend)
-        self.backend.recorder = recorder
 
     def _free(self) -> None:
         tape, self._tape = self._tape, None
@@ -277,8 +271,6 @@ class CpuBackend(Backend):
         loops=True,
         gates=True,
     )
-    recorder: Recorder | None = None
-    """The recorder of the capture in progress."""
 
     def after_fork(self) -> None:
         super().after_fork()
@@ -315,8 +307,7 @@ class CpuBackend(Backend):
 
     def make_gate_channel(self, gates: Gates) -> GateChannel:
         def record(name: str, step: Callable[[], object]) -> None:
-            assert self.recorder is not None
-            self.recorder.append(step, Op(name=name, line=user_line()))
+            current_recorder().append(step, Op(name=name, line=user_line()))
 
         return HostGates(gates, self.fence, record)
 
