@@ -23,7 +23,6 @@ WHOLE = {
     "api/test_cases_state.py": "programs as people write them: state of the caller",
     "api/test_planted.py": "planted faults, which proofs find or captures refuse",
     "api/test_interrupts.py": "an interrupt at any instruction of any module",
-    "cpu/test_check.py": "all that a device refuses or freezes of a step, found in one run",
     "cpu/test_model.py": "a whole model through the recorder and the tape",
     "cpu/test_operator_database.py": "every operator of torch's own database against eager",
     "cuda/test_bench.py": "benchmarks/run.py beside the public package for breakable graphs",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,38 +17,24 @@ from devgraph.api.backend import Backend, own_pool
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import (
     CaptureError,
-    FrozenValueError,
-    HostReadError,
-    InputError,
     ResourceError,
-    brief,
 )
 from devgraph.api.executable import Call, EvictableExecutable, Executable, Recording
 from devgraph.api.gates import GateChannel, Gates, HostGates
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
-from devgraph.api.marks.host_values import HostSpec, exact_types_refused
-from devgraph.api.marks.marks import Mark, RegionScope, Scope, entered
-from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward
-from devgraph.api.marks.source import line_of, raising_line, user_line
-from devgraph.api.owned import Owned, host_random, without_history
+from devgraph.api.marks.marks import Mark, RegionScope, entered
+from devgraph.api.marks.source import user_line
 from devgraph.api.pool import Pool
-from devgraph.api.process import collector
-from devgraph.api.reach import Change, Watch, modules_of, rebinding, set_by_hooks
-from devgraph.api.results import refuse_host_values
-from devgraph.api.tensors import has_place, memory_of, tensors_in
-from devgraph.api.trees import Copied, own_copy
+from devgraph.cpu.check import check_step
 from devgraph.cpu.compiled import CompiledPiece
-from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.memory import BlockPool, is_shortage
 from devgraph.cpu.modes import Dispatching, Functions, current_recorder
 from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
 logger = logging.getLogger(__name__)
-
-_TOO_LARGE = re.compile("DefaultCPUAllocator|Storage size calculation overflowed")
-"""Texts of torch's errors about memory."""
 
 ENTRY_BYTES = 2048
 """Memory of a tape entry, a bound call and about three tensors. Measured: 1932 bytes (a decode step
@@ -209,46 +194,6 @@ class CpuGraph(DeviceGraph):
         self._tape.replace(recording.changes)
 
 
-class _Checking(Scope):
-    """The scope of a check: regions belong to the step, ``no_graph`` functions are not reported."""
-
-    def __init__(self, spec: HostSpec, recorder: Recorder, watch: Watch) -> None:
-        self._spec, self._recorder, self._watch = spec, recorder, watch
-        self._host: dict[Mark, dict[str, Any]] = {}
-        self.muted = False
-        self.changes: list[Change] = []
-        """The places that hold other tensors than before the step."""
-        self.state: dict[str, str] = {}
-        """Changes of plain values, by path."""
-
-    def note_changes(self) -> None:
-        """Note the changes that the step made since the last eager body."""
-        self.changes += self._watch.changes(self.note_state)
-
-    def note_state(self, path: str, old: Any, new: Any) -> None:
-        """Note a changed value."""
-        self.state[path] = f"from {brief(old)} to {brief(new)}"
-
-    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        host: dict[str, Any] = {}
-        if mark.dynamic:
-            args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
-        if mark.kind != "no_graph":
-            return mark.fn(*args, **kwargs, **host)
-        refuse_break_in_backward(mark.name)
-        self.note_changes()
-        self.muted = True
-        try:
-            with self._recorder.apart(), entered(None):
-                return mark.fn(*args, **kwargs, **host)
-        finally:
-            self.muted = False
-            self._watch.settle()
-
-    def graph_break(self) -> None:
-        refuse_break_in_backward("dg.graph_break()")
-
-
 class CpuBackend(Backend):
     """Device graphs on the CPU, for development, tests and machines without a device."""
 
@@ -301,7 +246,7 @@ class CpuBackend(Backend):
             # switches torch's dispatcher back to recording. The exit of a mode switches it off.
             with TorchDispatchMode():  # type: ignore[no-untyped-call]
                 pass
-            if isinstance(error, RuntimeError) and _TOO_LARGE.search(str(error)):
+            if isinstance(error, RuntimeError) and is_shortage(error):
                 raise ResourceError(f"no memory for a tensor of the step: {error}") from error
             raise
 
@@ -345,94 +290,4 @@ class CpuBackend(Backend):
             kwargs: keyword arguments of the step.
             host_args: declared host arguments; ``fn`` receives them as tracked values.
         """
-        violations: dict[tuple[object, ...], Violation] = {}
-
-        def note(violation: Violation) -> None:
-            place = (violation.kind, violation.op, violation.file, violation.line)
-            violations.setdefault(place, violation)
-
-        spec = HostSpec(host_args, fn)
-        try:
-            owned = Owned(fn, tuple(args), kwargs or {})
-        except InputError as error:
-            note(Violation.at(line_of(fn), kind="refused", op="argument", text=str(error)))
-            return [*violations.values()]
-        original = Watch([*owned.roots, *owned.arguments.items()], gradients=True)
-        try:
-            for _ in range(2):
-                violations.clear()
-                self._check_run(fn, owned, spec, note)
-        except FrozenValueError as error:
-            line = raising_line(error) or user_line()
-            note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
-        except Exception as error:
-            known = isinstance(error, CaptureError | ResourceError) or _TOO_LARGE.search(str(error))
-            # A reported violation or its assumed value may have caused the error.
-            if not violations and not known:
-                raise
-            logger.info("the check ended early", exc_info=True)
-            explained = isinstance(error, HostReadError) or any(
-                violation.kind in ("refused", "thread") for violation in violations.values()
-            )
-            if known and not explained:
-                line, name = raising_line(error) or line_of(fn), type(error).__name__
-                note(Violation.at(line, kind="refused", op=name, text=str(error)))
-        finally:
-            original.put_back()
-        return list(violations.values())
-
-    def _check_run(
-        self,
-        fn: Callable[..., Any],
-        owned: Owned,
-        spec: HostSpec,
-        note: Callable[[Violation], None],
-    ) -> None:
-        """Run the step once, and note its violations."""
-        reached, generators = owned.reached()
-        recorder = Recorder(
-            BlockPool(),
-            knowledge=self.knowledge,
-            arguments=[tensor for _, tensor in owned.tensors],
-            reached=[tensor for _, tensor in reached],
-            generators=generators,
-            on_violation=lambda violation: None if scope.muted else note(violation),
-        )
-        copies: dict[int, Copied] = {}
-        arguments = {n: own_copy(n, value, copies) for n, value in owned.arguments.items()}
-        args = [arguments.pop(name) for name in [*arguments][: owned.count]]
-        watch = Watch([*owned.roots, *((item.path, item.copy) for item in copies.values())])
-        scope, numbers = _Checking(spec, recorder, watch), host_random()
-        exact = exact_types_refused() if spec.declared else contextlib.nullcontext()
-        with collector.paused(), recorder, entered(scope), exact:
-            outputs = fn(*args, **arguments, **spec.tracked())
-            refuse_host_values(outputs)
-            recorder.note_outputs(tensors_in(outputs))
-        outputs = without_history(outputs)  # which would keep other results alive
-        scope.note_changes()
-        for name, state in host_random().items():
-            if numbers.get(name, state) != state:
-                scope.note_state(name, numbers[name][-1], state[-1])
-        modules = modules_of(fn)
-        held = [tensor.grad for _, tensor in owned.everything() if tensor.is_leaf]
-        held += [vars(module).get(name) for module in modules for name in set_by_hooks(module)]
-        escaping = recorder.escaping(tensors_in((outputs, held)))
-        where = line_of(fn)
-        for verb, path, tensors in scope.changes:
-            memories = [memory_of(tensor) for _, tensor in tensors if has_place(tensor)]
-            allocated = [escaping[memory] for memory in memories if memory in escaping]
-            if verb == "adds" and allocated:
-                continue
-            for memory in memories:
-                escaping.pop(memory, None)
-            text, kind = rebinding(verb, path), "rebinding"
-            for source in allocated or [Violation.at(where, kind=kind, op=path, text=text)]:
-                note(attrs.evolve(source, kind=kind, op=path, text=text))
-        for violation in escaping.values():
-            note(violation)
-        for path, change in scope.state.items():
-            text = (
-                f"the step changes {path} {change}. A replay does not change it, and uses the "
-                f"value of capture. Keep such state in tensors, or change it outside of the step."
-            )
-            note(Violation.at(where, kind="python_state", op=path, text=text))
+        return check_step(self.knowledge, fn, args, kwargs or {}, host_args)

@@ -11,6 +11,7 @@ import bisect
 import ctypes
 import functools
 import mmap
+import re
 import threading
 import weakref
 from collections import deque
@@ -31,6 +32,14 @@ ALIGNMENT = 64
 
 SLAB_BYTES = 2 * 2**20
 """Smallest reservation: the size that caching allocators of devices use for small blocks."""
+
+
+_SHORTAGE = re.compile("DefaultCPUAllocator|Storage size calculation overflowed")
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether torch raised ``error`` because there is no memory for a tensor."""
+    return _SHORTAGE.search(str(error)) is not None
 
 
 def _poison_byte(dtype: torch.dtype) -> int:

@@ -1,0 +1,182 @@
+"""The check of a step: a recording that goes on after violations, and lists them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from devgraph.api.errors import (
+    CaptureError,
+    FrozenValueError,
+    HostReadError,
+    InputError,
+    ResourceError,
+    brief,
+)
+from devgraph.api.marks.host_values import HostSpec, exact_types_refused
+from devgraph.api.marks.marks import Mark, Scope, entered
+from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward
+from devgraph.api.marks.source import line_of, raising_line, user_line
+from devgraph.api.owned import Owned, host_random, without_history
+from devgraph.api.process import collector
+from devgraph.api.reach import Change, Watch, modules_of, rebinding, set_by_hooks
+from devgraph.api.results import refuse_host_values
+from devgraph.api.tensors import has_place, memory_of, tensors_in
+from devgraph.api.trees import Copied, own_copy
+from devgraph.cpu.memory import BlockPool, is_shortage
+from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.violations import Violation
+
+logger = logging.getLogger(__name__)
+
+
+def check_step(
+    knowledge: Knowledge,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    host_args: Mapping[str, Any] | None,
+) -> list[Violation]:
+    """Return the violations in a step; see ``CpuBackend.check``."""
+    violations: dict[tuple[object, ...], Violation] = {}
+
+    def note(violation: Violation) -> None:
+        place = (violation.kind, violation.op, violation.file, violation.line)
+        violations.setdefault(place, violation)
+
+    spec = HostSpec(host_args, fn)
+    try:
+        owned = Owned(fn, tuple(args), kwargs)
+    except InputError as error:
+        return [Violation.at(line_of(fn), kind="refused", op="argument", text=str(error))]
+    original = Watch([*owned.roots, *owned.arguments.items()], gradients=True)
+    try:
+        for _ in range(2):
+            violations.clear()
+            _CheckedRun(fn, owned, spec, note, knowledge).run()
+    except FrozenValueError as error:
+        line = raising_line(error) or user_line()
+        note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
+    except Exception as error:
+        is_known = isinstance(error, CaptureError | ResourceError) or is_shortage(error)
+        # A reported violation or its assumed value may have caused the error.
+        if not violations and not is_known:
+            raise
+        logger.info("the check ended early", exc_info=True)
+        is_explained = isinstance(error, HostReadError) or any(
+            violation.kind in ("refused", "thread") for violation in violations.values()
+        )
+        if is_known and not is_explained:
+            line, name = raising_line(error) or line_of(fn), type(error).__name__
+            note(Violation.at(line, kind="refused", op=name, text=str(error)))
+    finally:
+        original.put_back()
+    return list(violations.values())
+
+
+class _CheckedRun(Scope):
+    """One run of a checked step.
+
+    Regions belong to the step. Functions marked ``no_graph`` run, and are not reported.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        owned: Owned,
+        spec: HostSpec,
+        note: Callable[[Violation], None],
+        knowledge: Knowledge,
+    ) -> None:
+        self._fn, self._owned, self._spec, self._note = fn, owned, spec, note
+        self._host: dict[Mark, dict[str, Any]] = {}
+        self._is_muted = False
+        self._changes: list[Change] = []
+        """The places that hold other tensors than before the step."""
+        self._state: dict[str, str] = {}
+        """Changes of plain values, by path."""
+        reached, generators = owned.reached()
+        self._recorder = Recorder(
+            BlockPool(),
+            knowledge=knowledge,
+            arguments=[tensor for _, tensor in owned.tensors],
+            reached=[tensor for _, tensor in reached],
+            generators=generators,
+            on_violation=lambda violation: None if self._is_muted else note(violation),
+        )
+        copies: dict[int, Copied] = {}
+        self._kwargs = {n: own_copy(n, value, copies) for n, value in owned.arguments.items()}
+        self._args = [self._kwargs.pop(name) for name in [*self._kwargs][: owned.count]]
+        self._watch = Watch([*owned.roots, *((item.path, item.copy) for item in copies.values())])
+
+    def run(self) -> None:
+        """Run the step and note its violations."""
+        numbers, spec = host_random(), self._spec
+        exact = exact_types_refused() if spec.declared else contextlib.nullcontext()
+        with collector.paused(), self._recorder, entered(self), exact:
+            outputs = self._fn(*self._args, **self._kwargs, **spec.tracked())
+            refuse_host_values(outputs)
+            self._recorder.note_outputs(tensors_in(outputs))
+        outputs = without_history(outputs)  # which would keep other results alive
+        self._note_changes()
+        for name, state in host_random().items():
+            if numbers.get(name, state) != state:
+                self._note_state(name, numbers[name][-1], state[-1])
+        for violation in self._kept_tensors(outputs):
+            self._note(violation)
+        where = line_of(self._fn)
+        for path, change in self._state.items():
+            text = (
+                f"the step changes {path} {change}. A replay does not change it, and uses the "
+                f"value of capture. Keep such state in tensors, or change it outside of the step."
+            )
+            self._note(Violation.at(where, kind="python_state", op=path, text=text))
+
+    def _kept_tensors(self, outputs: Any) -> Iterator[Violation]:
+        """Yield the places that hold other tensors now, and results that outlive the step."""
+        modules = modules_of(self._fn)
+        held = [tensor.grad for _, tensor in self._owned.everything() if tensor.is_leaf]
+        held += [vars(module).get(name) for module in modules for name in set_by_hooks(module)]
+        escaping = self._recorder.escaping(tensors_in((outputs, held)))
+        where = line_of(self._fn)
+        for verb, path, tensors in self._changes:
+            memories = [memory_of(tensor) for _, tensor in tensors if has_place(tensor)]
+            allocated = [escaping[memory] for memory in memories if memory in escaping]
+            if verb == "adds" and allocated:
+                continue
+            for memory in memories:
+                escaping.pop(memory, None)
+            text, kind = rebinding(verb, path), "rebinding"
+            for source in allocated or [Violation.at(where, kind=kind, op=path, text=text)]:
+                yield attrs.evolve(source, kind=kind, op=path, text=text)
+        yield from escaping.values()
+
+    def _note_changes(self) -> None:
+        """Note the changes that the step made since the last eager body."""
+        self._changes += self._watch.changes(self._note_state)
+
+    def _note_state(self, path: str, old: Any, new: Any) -> None:
+        self._state[path] = f"from {brief(old)} to {brief(new)}"
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        host: dict[str, Any] = {}
+        if mark.dynamic:
+            args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
+        if mark.kind != "no_graph":
+            return mark.fn(*args, **kwargs, **host)
+        refuse_break_in_backward(mark.name)
+        self._note_changes()
+        self._is_muted = True
+        try:
+            with self._recorder.apart(), entered(None):
+                return mark.fn(*args, **kwargs, **host)
+        finally:
+            self._is_muted = False
+            self._watch.settle()
+
+    def graph_break(self) -> None:
+        refuse_break_in_backward("dg.graph_break()")
