@@ -51,11 +51,11 @@ from devgraph.api.reach import PLAIN, Entry, modules_of
 from devgraph.api.registry import get_backend
 from devgraph.api.tensors import alike_to, overwrite
 from devgraph.api.training import (
-    Results,
     StaticInputs,
     TrainingGraphs,
     capture_steps,
     differentiable_leaves,
+    results_of,
     tensors_of,
 )
 from devgraph.api.trees import children_of, leaves_of
@@ -739,7 +739,7 @@ class _Inference:
         spec = captured.host_spec
         self._fill = spec.fill if spec.declared else None
         self._written = captured.written
-        self._results = Results(captured.outputs, static_inputs, clone=clone).of
+        self._results = results_of(captured.outputs, static_inputs, clone=clone)
 
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
         """Replay with the tensors of a call; called under the pool's lock."""

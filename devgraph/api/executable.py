@@ -20,7 +20,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
 import torch
@@ -86,6 +86,9 @@ def dereference(reference: Callable[[], _Referent | None]) -> _Referent:
 class Recording(abc.ABC):
     """A region set's parameters for one key, made by a backend and owned by the pool."""
 
+    used = 0
+    """Stamp of the last use."""
+
     @property
     @abc.abstractmethod
     def bytes(self) -> int:
@@ -98,16 +101,9 @@ class Recording(abc.ABC):
         """Free the recording; safe while a replay that used it is in flight."""
 
 
-@attrs.define
-class _Item:
+class _Item(NamedTuple):
     owner: weakref.ref[Any]  # a graph
     recording: Recording  # or the executable of the owner
-    used: int = 0  # stamp of the last use of a recording; an executable has its own
-
-    @property
-    def last_use(self) -> int:
-        item = self.recording
-        return item.used if isinstance(item, EvictableExecutable) else self.used
 
 
 @attrs.frozen(kw_only=True)
@@ -205,15 +201,16 @@ class Recordings:
             self.misses += 1
             return None
         self.hits += 1
-        item = self._items[id(owner), key]
-        item.used = next(self.clock)
-        return item.recording
+        recording = self._items[id(owner), key].recording
+        recording.used = next(self.clock)
+        return recording
 
-    def put(self, owner: object, key: Hashable, recording: Recording | EvictableExecutable) -> None:
+    def put(self, owner: object, key: Hashable, recording: Recording) -> None:
         """Keep ``recording`` and bring the others within the budget."""
         place = (id(owner), key)
         self._remove(place)
-        self._items[place] = _Item(weakref.ref(owner), recording, used=next(self.clock))
+        recording.used = next(self.clock)
+        self._items[place] = _Item(weakref.ref(owner), recording)
         self.trim()
 
     def drop_excess(self, owner: object) -> None:
@@ -285,7 +282,7 @@ class Recordings:
 
     def count(self, owner: object) -> int:
         """Return the number of recordings of ``owner``."""
-        return sum(1 for number, key in self._items if number == id(owner) and key is not _OWN)
+        return sum(number == id(owner) and key is not _OWN for number, key in self._items)
 
     def drop(self, owner: object) -> None:
         """Free every recording of ``owner``, and its own executable."""
@@ -295,7 +292,7 @@ class Recordings:
 
     def _by_use(self) -> list[tuple[int, Hashable]]:
         """Return the places of all items, least recently used first."""
-        stamps = {place: item.last_use for place, item in list(self._items.items())}
+        stamps = {place: item.recording.used for place, item in list(self._items.items())}
         return sorted(stamps, key=stamps.__getitem__)
 
     def _evictable(self) -> list[tuple[int, Hashable]]:
@@ -351,8 +348,6 @@ class EvictableExecutable(Recording):
         self._executable: Executable | None = None
         """The target; None while the state is absent or evicted."""
         self._bound: dict[int | None, Callable[[], None]] = {}  # launches of the target, by stream
-        self.used = 0
-        """Stamp of the last launch."""
         self._bytes = nbytes
 
     @property
@@ -375,7 +370,9 @@ class EvictableExecutable(Recording):
         def launch() -> None:
             call = bound.get(stream)
             if call is None:
-                self._launch_and_bind(stream)
+                self.launch()
+                if self._executable is not None:
+                    bound[stream] = self._executable.bound(stream)
             else:
                 self.used = next(clock)
                 call()
@@ -388,16 +385,10 @@ class EvictableExecutable(Recording):
         self._bound.clear()
         self._drop()
 
-    def _launch_and_bind(self, stream: int | None) -> None:
-        self.launch()
-        if self._executable is not None:
-            self._bound[stream] = self._executable.bound(stream)
-
     def _make_and_launch(self) -> None:
         graph, recordings = dereference(self._graph), self._recordings
         recordings.drop_own(graph)  # an interrupted launch may have left one
         executable = recordings.make(self._make)
-        self.used = next(recordings.clock)
         recordings.put(graph, _OWN, self)
         self._executable = executable
         executable.launch()

@@ -37,11 +37,6 @@ logger = logging.getLogger(__name__)
 TIMEOUT_VARIABLE = "DEVGRAPH_GATE_TIMEOUT"
 """Environment variable with the seconds of ``gate_timeout`` if nothing else gives them."""
 
-_DEFAULT_TIMEOUT = 30.0
-
-_MOST_ERRORS = 64
-"""Number of invalid replays that are remembered for ``Gate.wait``."""
-
 Fence = Callable[[], bool]
 """Whether the work before an ``open_after`` has finished."""
 
@@ -106,7 +101,6 @@ class _Launch:
     """Whether the channel knows the launch; an eager step begins with its first mark."""
     since: float | None = None
     """Time from which timeouts count: no earlier launch has a closed gate."""
-    error: GateTimeoutError | None = None
 
     @property
     def closed(self) -> list[int]:
@@ -229,7 +223,8 @@ class Gates(Mapping[str, Gate]):
         """The launch whose step this host is launching."""
         self._held_open = 0
         self._errors: dict[int, GateTimeoutError] = {}
-        self._unseen: list[GateTimeoutError] = []
+        """The errors of the last invalid launches, by launch."""
+        self._unseen: GateTimeoutError | None = None
         self.untold: GateTimeoutError | None = None
         """The last error, until other ranks know of it."""
         self._watch: threading.Thread | None = None
@@ -451,6 +446,7 @@ class Gates(Mapping[str, Gate]):
                 launch.unwritten.clear()
             if unlaunched:
                 del self._launches[launch.number]
+                self._errors.pop(launch.number, None)
                 self._launched -= 1
                 self._ahead[launch.number] = launch.opened
         if not unlaunched:
@@ -500,9 +496,9 @@ class Gates(Mapping[str, Gate]):
                     epoch += 1
                 gate.next = epoch + 1
             number, place = self._at(gate, epoch)
-            launch = self._launches.get(number)
-            if number <= self.channel.finished() or (launch is not None and launch.error):
-                why = f" ({launch.error})" if launch is not None and launch.error else ""
+            launch, error = self._launches.get(number), self._errors.get(number)
+            if error or number <= self.channel.finished():
+                why = f" ({error})" if error else ""
                 raise GateError(
                     f"gate {gate.name!r} of {self.owner} cannot be opened for replay {epoch}, "
                     f"which is over{why}. The last replay was {self.epoch}: open a later one."
@@ -568,22 +564,21 @@ class Gates(Mapping[str, Gate]):
         Raises:
             GateTimeoutError: the outputs of that replay are invalid.
         """
-        if self._unseen:
-            with self._state:
-                error, self._unseen = self._unseen[0], []
+        error, self._unseen = self._unseen, None
+        if error is not None:
             raise error
 
     def _expire(self, launch: _Launch, place: int) -> GateTimeoutError:
         epoch = (launch.number - 1) * self._turns + place % self._turns + 1
         name, late = self.name_of(place), place in launch.opened
         reason = "the stream of its open_after has not finished" if late else "nobody opened it"
-        launch.error = error = GateTimeoutError(
+        error = GateTimeoutError(
             f"gate {name!r} of {self.owner} was closed for {launch.waits[place]:g} s in replay "
             f"{epoch} ({reason}). The outputs of this replay are invalid. Open the gate with "
             f"gates[{name!r}].open(), or allow more time with gate_timeout= or {TIMEOUT_VARIABLE}."
         )
         self._errors[launch.number] = self.untold = error
-        while len(self._errors) > _MOST_ERRORS:
+        if len(self._errors) > 64:
             del self._errors[next(iter(self._errors))]
         logger.error("%s", error)
         return error
@@ -601,7 +596,8 @@ class Gates(Mapping[str, Gate]):
                 pending = launch.pending
                 late = [p for p in pending if since + launch.waits[p] <= now]
                 if late:
-                    self._unseen.append(self._expire(launch, late[0]))
+                    error = self._expire(launch, late[0])
+                    self._unseen = self._unseen or error
                     launch.opened.update(dict.fromkeys(pending))
                     launch.unwritten.difference_update(pending)
                     self.channel.open(launch.number, pending, None)
@@ -676,13 +672,12 @@ def _timeout(given: float | None) -> float:
     Raises:
         InputError: it is not a positive number.
     """
-    value: Any = given
-    if value is None:
-        text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if given is None:
+        text = os.environ.get(TIMEOUT_VARIABLE) or "30"
         try:
-            value = float(text) if text else _DEFAULT_TIMEOUT
+            given = float(text)
         except ValueError:
             raise InputError(f"{TIMEOUT_VARIABLE} must be seconds, got {text!r}") from None
-    if not finite("gate_timeout", value):
+    if not finite("gate_timeout", given):
         raise InputError("gate_timeout must be more than 0 seconds")
-    return float(value)
+    return float(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -183,105 +184,87 @@ class Report:
 
 def _causes(report: Report) -> Iterator[str]:
     """Yield the likely causes of the failures of ``report``."""
-    for kind in ("padding", "eager", "size"):
-        group = [failure for failure in report.failures if failure.kind == kind]
-        if not group:
-            continue
-        where = ", ".join(dict.fromkeys(failure.where for failure in group))
-        if kind == "padding":
-            yield from dict.fromkeys(failure.message for failure in group)
-        elif kind == "eager":
-            moved = f" (Python state moved: {', '.join(report.moved)})" if report.moved else ""
-            yield (
-                f"eager differs from itself in {where}: the step reads Python state or memory that "
-                f"nothing wrote, or draws from a generator that is not registered{moved}"
-            )
-        else:
-            yield (
-                f"{where} of real rows depends on padding or on the size of the bucket, in "
-                f"{_count(group)}; graphs equal eager on the padded batch"
-            )
-    cases = {case.number: case for case in report.tried}
-    filled = {name for failure in report.failures for name in cases[failure.case].filled}
-    if filled and all(cases[failure.case].filled for failure in report.failures):
+    kinds: dict[str, list[Failure]] = {"padding": [], "eager": [], "size": [], "graph": []}
+    for failure in report.failures:
+        kinds[failure.kind].append(failure)
+    yield from dict.fromkeys(failure.message for failure in kinds["padding"])
+    if unstable := kinds["eager"]:
+        moved = f" (Python state moved: {', '.join(report.moved)})" if report.moved else ""
         yield (
-            f"the data of no real batch: {', '.join(sorted(filled))} holds pad values in "
+            f"eager differs from itself in {_where(unstable)}: the step reads Python state or "
+            f"memory that nothing wrote, or draws from a generator that is not registered{moved}"
+        )
+    if sized := kinds["size"]:
+        yield (
+            f"{_where(sized)} of real rows depends on padding or on the size of the bucket, in "
+            f"{_count(sized)}; graphs equal eager on the padded batch"
+        )
+    cases = {case.number: case for case in report.tried}
+    filled = [cases[failure.case].filled for failure in report.failures]
+    if filled and all(filled):
+        names = sorted({name for names in filled for name in names})
+        yield (
+            f"the data of no real batch: {', '.join(names)} holds pad values in "
             f"{_count(report.failures)}. Declare sample= or a range, or run batches of these sizes "
             f"before the proof"
         )
-    unstable = {failure.where for failure in report.failures if failure.kind == "eager"}
-    graphs = (failure for failure in report.failures if failure.kind == "graph")
-    failures = [failure for failure in graphs if failure.where not in unstable]
-    if not failures:
-        return
+    wavering = {failure.where for failure in unstable}
+    if failures := [failure for failure in kinds["graph"] if failure.where not in wavering]:
+        yield _cause_in_graphs(report, failures)
+
+
+def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
+    """Return the likely cause of ``failures``, of replays that differ from a stable eager run."""
     failed = {failure.case for failure in failures}
-    wrong = [case for number, case in cases.items() if number in failed]
-    right = [case for number, case in cases.items() if number not in failed]
-    later = [case for case in right if case.number]  # the first case may be right by chance
-    where = ", ".join(dict.fromkeys(failure.where for failure in failures))
-    buckets = dict.fromkeys(map(_bucket, wrong))
-    evidence = f"{where} differs in {_count(failures)} of {report.cases}"
-    if report.replaced:
-        yield (
-            f"replaced weight or cache: {', '.join(report.replaced)} has other memory than at "
-            f"capture, and graphs use the old one ({evidence})"
-        )
-    elif not any(failure.lasting for failure in failures):
-        yield (
-            f"only the first replay of a case differs, and a repetition from the same state does "
-            f"not: the step reads memory before it is written, or leaves work on a side stream "
-            f"that is not joined ({evidence})"
-        )
-    elif wrong and all(case.changed for case in wrong) and any(not c.changed for c in right):
-        values = ", ".join(dict.fromkeys(str(dict(case.host_args)) for case in wrong))
-        yield (
-            f"only with changed host arguments ({values}): a value of capture is in the graph, or "
-            f"updates are lost. Read host arguments in marked functions ({evidence})"
-        )
-    elif wrong and all(case.updated for case in wrong) and right:
-        yield (
-            f"only after an update: values of an earlier case stay in the graph, or an update "
-            f"reaches another region ({evidence})"
-        )
-    elif report.draws and not later:
-        yield (
-            f"every case, and the step draws random numbers: a replay does not draw where eager "
-            f"does ({evidence})"
-        )
-    elif all(_EQUALS in failure.message for failure in failures):
-        yield (
-            f"outputs that are other outputs: the graph writes both into the same memory "
-            f"({failures[0].where} {failures[0].message})"
-        )
-    elif wrong and all(case.padded for case in wrong) and any(not c.padded for c in right):
-        yield f"only padded batches: real rows read padded rows ({evidence})"
-    elif not any(failure.where.startswith("output") for failure in failures):
-        yield (
-            f"only state differs: a write of the step is lost, happens twice, or goes to other "
-            f"memory ({evidence})"
-        )
-    elif buckets and len(buckets) < len({_bucket(case) for case in cases.values()}):
-        yield (
-            f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends "
-            f"on the size is in the graph ({evidence})"
-        )
-    elif all(failure.complete for failure in failures) and not later:
-        yield (
-            f"every element in every case: the step reads a value on the host that is not marked, "
-            f"a setting of torch, or a tensor that was replaced ({evidence})"
-        )
-    else:
-        yield (
-            f"only some rows or outputs: a branch of capture is in the graph, or memory is shared "
-            f"with other work ({evidence})"
-        )
+    wrong = [case for case in report.tried if case.number in failed]
+    right = [case for case in report.tried if case.number not in failed]
+    always = not any(case.number for case in right)  # the first case may be right by chance
+    values = ", ".join(dict.fromkeys(str(dict(case.host_args)) for case in wrong))
+    buckets = _buckets(wrong)
+
+    def only(field: str) -> bool:
+        has = attrgetter(field)
+        return all(map(has, wrong)) and not all(map(has, right))
+
+    causes = {
+        f"replaced weight or cache: {', '.join(report.replaced)} has other memory than at capture, "
+        "and graphs use the old one": report.replaced,
+        "only the first replay of a case differs, and a repetition from the same state does not: "
+        "the step reads memory before it is written, or leaves work on a side stream that is not "
+        "joined": not any(failure.lasting for failure in failures),
+        f"only with changed host arguments ({values}): a value of capture is in the graph, or "
+        "updates are lost. Read host arguments in marked functions": only("changed"),
+        "only after an update: values of an earlier case stay in the graph, or an update reaches "
+        "another region": only("updated"),
+        "every case, and the step draws random numbers: a replay does not draw where eager "
+        "does": report.draws and always,
+        "outputs that are other outputs: the graph writes both into the same memory "
+        f"({failures[0].where} {failures[0].message})": all(_EQUALS in f.message for f in failures),
+        "only padded batches: real rows read padded rows": only("padded"),
+        "only state differs: a write of the step is lost, happens twice, or goes to other "
+        "memory": not any(failure.where.startswith("output") for failure in failures),
+        f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends on "
+        "the size is in the graph": len(buckets) < len(_buckets(report.tried)),
+        "every element in every case: the step reads a value on the host that is not marked, a "
+        "setting of torch, or a tensor that was replaced": (
+            always and all(failure.complete for failure in failures)
+        ),
+        "only some rows or outputs: a branch of capture is in the graph, or memory is shared with "
+        "other work": True,
+    }
+    cause = next(cause for cause, holds in causes.items() if holds)
+    return f"{cause} ({_where(failures)} differs in {_count(failures)} of {report.cases})"
 
 
 _EQUALS = "and equals output"
 
 
-def _bucket(case: Case) -> str:
-    return case.bucket.partition(",")[0]
+def _buckets(cases: Iterable[Case]) -> dict[str, None]:
+    return dict.fromkeys(case.bucket.partition(",")[0] for case in cases)
+
+
+def _where(failures: Iterable[Failure]) -> str:
+    return ", ".join(dict.fromkeys(failure.where for failure in failures))
 
 
 def _count(failures: Iterable[Failure]) -> str:
@@ -744,25 +727,22 @@ class _Prover:
 
     def _poison_outputs(self) -> None:
         kept = {leaf.untyped_storage().data_ptr() for _, leaf in self._state}
-        for _, output in named_tensors(self._captured.outputs, ""):
+        for _, output in _named_tensors(self._captured.outputs):
             if has_place(output) and output.untyped_storage().data_ptr() not in kept:
                 with torch.inference_mode():
                     poison(unexpanded(output))
 
 
-def copies_of(tree: Any) -> NamedTensors:
+def copies_of(outputs: Any) -> NamedTensors:
     """Return copies of the tensors in outputs, by name."""
-    return [(name, tensor.detach().clone()) for name, tensor in named_tensors(tree, "output ")]
+    return [(name, tensor.detach().clone()) for name, tensor in _named_tensors(outputs)]
 
 
-def named_tensors(tree: Any, prefix: str) -> NamedTensors:
-    """Return the tensors of a tree, each behind its path with a prefix.
-
-    Tensors that wrap others are taken apart.
-    """
+def _named_tensors(outputs: Any) -> NamedTensors:
+    """Return the tensors of outputs by name; tensors that wrap others are taken apart."""
     named: NamedTensors = []
-    for path, leaf in leaves_of("", tree):
-        name = prefix + (path or "0")
+    for path, leaf in leaves_of("", outputs):
+        name = f"output {path or 0}"
         if is_traceable_wrapper_subclass(leaf):
             inner, _ = leaf.__tensor_flatten__()
             named += ((f"{name}.{part}", getattr(leaf, part)) for part in inner)

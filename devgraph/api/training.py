@@ -82,8 +82,6 @@ class StaticInputs:
         if len(targets) == 1:
             [index], copy_one = indices, targets[0].copy_
             return lambda tensors: copy_one(tensors[index])
-        if indices == [*range(len(self.tensors))]:
-            return lambda tensors: copy(targets, tensors)  # type: ignore[arg-type]
         return lambda tensors: copy(targets, [tensors[index] for index in indices])
 
     def _copy_each(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -98,37 +96,33 @@ class StaticInputs:
                 overwrite(tensors[index], static)
 
 
-class Results:
-    """The outputs of a step, in the form that each call returns."""
+def results_of(
+    outputs: Any, static_inputs: StaticInputs, *, clone: bool
+) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """Return a function of the tensors of a call that returns its results."""
+    positions: dict[int, int] = {}
+    for index, static in enumerate(static_inputs.tensors):
+        positions.setdefault(id(static), index)
 
-    def __init__(self, outputs: Any, static_inputs: StaticInputs, *, clone: bool) -> None:
-        self._positions: dict[int, int] = {}
-        for index, static in enumerate(static_inputs.tensors):
-            self._positions.setdefault(id(static), index)
-        self._clone = clone
-
-        kind = type(outputs)
-        self.of: Callable[[Sequence[torch.Tensor]], Any] = functools.partial(self._given, outputs)
-        """Returns the results of a call with these tensors."""
-        if clone and self._is_copied(outputs):
-            clone_one = outputs.clone
-            self.of = lambda tensors: clone_one()
-        elif clone and (kind is tuple or kind is list) and all(map(self._is_copied, outputs)):
-            self.of = lambda tensors: kind([output.clone() for output in outputs])
-
-    def _is_copied(self, node: Any) -> bool:
-        """Whether a call returns a copy of ``node``."""
+    def is_copied(node: Any) -> bool:
         is_other = isinstance(node, torch.Tensor) and not isinstance(node, torch.nn.Parameter)
-        return is_other and id(node) not in self._positions
+        return clone and is_other and id(node) not in positions
 
-    def _given(self, outputs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        def given(leaf: Any) -> Any:
-            position = self._positions.get(id(leaf))
-            if position is not None:
+    def results(tensors: Sequence[torch.Tensor]) -> Any:
+        def result(leaf: Any) -> Any:
+            if (position := positions.get(id(leaf))) is not None:
                 return tensors[position]  # the step returns its argument
-            return leaf.clone() if self._clone and self._is_copied(leaf) else leaf
+            return leaf.clone() if is_copied(leaf) else leaf
 
-        return mapped(given, outputs)
+        return mapped(result, outputs)
+
+    kind = type(outputs)
+    if is_copied(outputs):
+        clone_one = outputs.clone
+        return lambda tensors: clone_one()
+    if kind in (tuple, list) and all(map(is_copied, outputs)):
+        return lambda tensors: kind([output.clone() for output in outputs])
+    return results
 
 
 class TrainingGraphs:
@@ -217,7 +211,7 @@ class TrainingGraphs:
         # later backwards of the caller synchronise with that stream.
         fresh = self._tensors = [tensor.detach() for tensor in self._tensors]
         self._outputs, self._differentiable = without_history(self._outputs), []
-        self._results = Results(fresh, self.static_inputs, clone=self._clone)
+        self._results_of = results_of(fresh, self.static_inputs, clone=self._clone)
 
     def _gradients(
         self, outputs: list[torch.Tensor], grads: list[torch.Tensor]
@@ -259,7 +253,7 @@ class TrainingGraphs:
             self._epoch = abs(self._epoch) + 1
             if self.owned.written:
                 self.static_inputs.store(tensors, self.owned.written)
-            return self._epoch, tuple(self._results.of(tensors))
+            return self._epoch, tuple(self._results_of(tensors))
 
     @property
     def constant(self) -> list[int]:
@@ -302,22 +296,21 @@ class TrainingGraphs:
             for tensor, static in zip(tensors, self.static_inputs.tensors, strict=True):
                 randomize(tensor, generator)
                 tensor.requires_grad_(static.requires_grad)
-            eager, graph = (
-                self._results_of(run, tensors) for run in (self._run_eagerly, self._run_graphs)
-            )
+            replay = functools.partial(self.run, host={})
+            eager, graph = (self._ran(run, tensors) for run in (self._run_eagerly, replay))
             for (name, want), (_, got) in zip(eager, graph, strict=True):
                 if message := compare(want, got):
                     failures.append(case.failure(name, message))
         return Report(cases=cases, failures=tuple(failures), tried=tuple(tried))
 
-    def _results_of(
-        self, run: Callable[..., list[torch.Tensor]], tensors: list[torch.Tensor]
+    def _ran(
+        self, run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
     ) -> list[tuple[str, torch.Tensor]]:
         """Return outputs and gradients of a run, with the state of the step put back."""
         wanted = [*(t for t in tensors if t.requires_grad), *self._parameters]
         backend: Any = self.pool.backend
         with self.owned.kept(backend, None), torch.enable_grad():
-            outputs = run(tensors)
+            outputs = tensors_of(run(tensors))
             differentiable = [tensor for tensor in outputs if tensor.requires_grad]
             ones = [torch.ones_like(tensor) for tensor in differentiable]
             grads = torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
@@ -327,12 +320,9 @@ class TrainingGraphs:
             *((f"gradient {i}", g.clone()) for i, g in enumerate(grads) if g is not None),
         ]
 
-    def _run_eagerly(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _run_eagerly(self, tensors: list[torch.Tensor]) -> Any:
         args, kwargs = self.static_inputs.arguments_with(tensors)
-        return tensors_of(self.fn(*args, **kwargs))
-
-    def _run_graphs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return tensors_of(self.run(tensors, {}))
+        return self.fn(*args, **kwargs)
 
     def explain(self) -> str:
         infos = [graph.info() for graph in (self._forward, self._backward)]
@@ -455,7 +445,9 @@ def make_graphed_callables(
         for path, leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise InputTypeError(f"{path} is {brief(leaf)}; sample_args hold tensors only")
+        target = function
         if isinstance(function, torch.nn.Module):
+            target = function.forward
             wrong = [name for name, b in function.named_buffers() if b.requires_grad]
             if wrong:
                 raise InputError(f"buffer {wrong[0]!r} requires gradients; make it a parameter")
@@ -464,23 +456,14 @@ def make_graphed_callables(
             if leaves and leaves[0][1].device.type != backend.device.type:
                 backend = get_backend(leaves[0][1].device.type)
             pool = backend.make_pool()
-        is_module = isinstance(function, torch.nn.Module)
-        target = function.forward if is_module else function
         parameters = [leaf for leaf in differentiable_leaves(target) if leaf.requires_grad]
-        static_inputs = StaticInputs(tuple(sample), {})
+        inputs, unused = StaticInputs(tuple(sample), {}), allow_unused_input
         steps.append(
-            TrainingGraphs(
-                target,
-                static_inputs,
-                pool,
-                parameters,
-                clone=False,
-                allow_unused=allow_unused_input,
-            )
+            TrainingGraphs(target, inputs, pool, parameters, clone=False, allow_unused=unused)
         )
     capture_steps(steps, num_warmup_iters)
-    made = tuple(map(_callable_of, functions, steps))
-    return made[0] if single else made
+    graphed = tuple(map(_callable_of, functions, steps))
+    return graphed[0] if single else graphed
 
 
 def _callable_of(function: Any, step: TrainingGraphs) -> Any:

@@ -41,7 +41,7 @@ ENTRY_BYTES = 2048
 of 30 layers, 1277 entries, torch 2.13)."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class CpuRecording(Recording):
     """The entries of every region for one key."""
 

@@ -25,7 +25,7 @@ from devgraph.npu.task_groups import Group, Host, TaskGroups
 logger = logging.getLogger(__name__)
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class _Recording(Recording):
     """Host values for this graph's groups, which hold the values of one key at a time."""
 

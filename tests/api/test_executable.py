@@ -124,7 +124,7 @@ def test_recordings_of_an_owner_that_is_gone_are_no_other_owners() -> None:
     owner: Any = _Owner()
     kept = Recordings(None)
     kept.put(owner, 0, _Item(4))
-    kept._items[id(owner), 0].owner = weakref.ref(_Owner())
+    kept._items[id(owner), 0] = kept._items[id(owner), 0]._replace(owner=weakref.ref(_Owner()))
     assert kept.get(owner, 0) is None
     assert not kept.holds(owner, 0)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from devgraph.api.device import raise_if_lost
-from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, StateError, note
+from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, note
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.gates import open_recorded
@@ -25,25 +25,20 @@ class EagerSegment:
 
     def __init__(self, call: MarkedCall, host: dict[str, Any]) -> None:
         self.mark = call.mark
-        self.call: MarkedCall | None = call
+        self.call = call
         self._host = host
 
     def replay(self) -> None:
         """Run the body once; see ``MarkedCall.run``."""
-        self._held().run(self._host)
+        self.call.run(self._host)
 
     def bound(self, stream: int | None = None) -> Callable[[], Any]:
         """Return ``replay`` as a callable for the current modes of torch, on any stream."""
-        return self._held().bound_run(self._host)
+        return self.call.bound_run(self._host)
 
     def reset(self) -> None:
         """Drop all tensors."""
-        self.call = None
-
-    def _held(self) -> MarkedCall:
-        if self.call is None:
-            raise StateError(f"the eager segment of {self.mark.name} was reset; capture again")
-        return self.call
+        vars(self).pop("call", None)
 
     def __repr__(self) -> str:
         return f"<eager {self.mark.name}>"
@@ -59,7 +54,7 @@ class BreakablePlan:
         self,
         segments: list[Any],
         pool: Pool,
-        host: dict[Mark, dict[str, Any]] | None = None,
+        host: dict[Mark, dict[str, Any]],
         *,
         check: bool = False,
     ) -> None:
@@ -71,8 +66,8 @@ class BreakablePlan:
         self._pool = pool
         self._backend = pool.backend
         self._check = check
-        self._host = host or {}
-        self.marks = [mark for mark in self._host if mark.dynamic]
+        self._host = host
+        self.marks = [mark for mark in host if mark.dynamic]
         self._steps: dict[int | None, list[Callable[[], Any]]] = {}
         self._epoch: int | None = None
 
@@ -122,10 +117,7 @@ class BreakablePlan:
         self.outputs = None
         self._steps, self._epoch = {}, None
         for segment in self.segments:
-            if isinstance(segment, DeviceGraph):
-                segment.close()
-            else:
-                segment.reset()
+            segment.close() if isinstance(segment, DeviceGraph) else segment.reset()
         self.held = None
 
 
@@ -158,9 +150,9 @@ class _BreakableScope(Scope):
         graph = self._session.end(allow_empty=True)
         if graph.recorded_nothing:
             graph.close()
-            return
-        self.segments.append(graph)
-        self._unrun.append(graph)
+        else:
+            self.segments.append(graph)
+            self._unrun.append(graph)
 
     def run_finished(self) -> None:
         """End the current graph and run pending segments, so that the next body sees its inputs."""
@@ -196,10 +188,7 @@ class _BreakableScope(Scope):
         refuse_break_in_backward(mark.name)
         args, kwargs, host = captured_call(mark, args, kwargs, job.spec, self.host)
         stub = mark.capture_stub if self._stubs else None
-        if stub is None:
-            self.run_finished()
-        else:
-            self.finish_segment()
+        (self.run_finished if stub is None else self.finish_segment)()
         with entered(None), job.pool.eager_body(), job.owned.eager_body(mark, args):
             if job.before_break is not None:
                 job.before_break()

@@ -73,7 +73,7 @@ def segment_classes() -> tuple[Any, Any]:
 
         def __init__(self, pool: Pool, count: ModeCount) -> None:
             super().__init__(None)
-            self.plan = BreakablePlan([], pool)
+            self.plan = BreakablePlan([], pool, {})
             self._pool = pool
             self._count = count
             self.seconds = 0.0
