@@ -294,7 +294,7 @@ class ModelSizes:
 
 
 def _size(config: Any, name: str, default: int = 0) -> int:
-    """Return a size; of a list with an entry per layer, the largest."""
+    """Return a size; the largest, if the configuration lists one per layer."""
     value = getattr(config, name, None) or default
     size = max(value) if isinstance(value, (list, tuple)) else value
     if not isinstance(size, int) or size < 1:
@@ -329,8 +329,8 @@ class Estimate:
     variants: int = 0
     """Graphs of each bucket and segment: with and without adapters, and one per width."""
     graphs: int | None = 0
-    """All graphs. A bucket has one under ``full``, else one between the regions, of which a layer
-    has one."""
+    """All graphs. Under ``full`` a bucket has one. Otherwise it has one before, between and after
+    the regions, and a layer has one region."""
     streams: int | None = 0
     """At least one per graph; None on a backend where captured graphs hold none."""
     uncovered: str = ""

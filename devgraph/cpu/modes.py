@@ -72,7 +72,7 @@ class _BottomMode:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Report calls of the block, which is in a report, too."""
+        """Report the calls of the block too, although it runs inside a report."""
         self.stack.push(self)
         try:
             yield
@@ -164,7 +164,7 @@ class _Stance:
 
 
 def _refuse_machine_code(frame: FrameType) -> None:
-    """Refuse a call of a function that must be compiled, as ``fullgraph`` says, to other bits."""
+    """Refuse a function that ``fullgraph`` requires to be compiled and that then has other bits."""
     callback, caller = frame.f_locals.get("callback"), frame.f_back
     if caller is None or not getattr(caller.f_locals.get("self"), "fullgraph", False):
         return

@@ -25,8 +25,8 @@ _claim: dict[str, int] = {}
 def _claimed() -> bool:
     """Claim the default generator for this thread unless another one that lives has it.
 
-    An interrupt may leave a claim behind. A thread records one step at a time, so that its own
-    claim is such a one.
+    An interrupt may leave a claim behind. A thread records one step at a time, so a claim of its
+    own was left behind.
     """
     here = threading.get_ident()
     holder = _claim.setdefault("default", here)
@@ -179,15 +179,15 @@ class Randomness:
         self._objects[_address(generator)] = generator
 
     def _is_held(self, address: int) -> bool:
-        """Whether the user's code holds a generator, which then was not made in the step."""
+        """Whether the user's code holds a generator. If so, the step did not make it."""
         # Not by weak references, which generators of torch 2.11 do not have.
         return address not in self._objects or sys.getrefcount(self._objects[address]) > 2
 
     def source(self, generator: torch.Generator | None) -> torch.Generator:
         """Return the generator that replays draw from in place of ``generator``.
 
-        A generator that nothing has drawn from is seeded in the step, where a stand-in that is
-        seeded by replays takes its place, or it is the caller's. ``follow`` refuses the latter.
+        If nothing has drawn from the generator, either the step or the caller seeded it. A stand-in
+        that every replay seeds takes its place, and ``follow`` refuses a generator of the caller.
         """
         if generator is None or _address(generator) == _address(torch.default_generator):
             return torch.default_generator

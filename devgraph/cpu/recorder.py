@@ -254,7 +254,7 @@ class Recorder:
         return made
 
     def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> dict[int, Violation]:
-        """Return a violation for each memory that outlives the recording and is not an output's."""
+        """Return a violation for each block that outlives the recording and holds no output."""
         known = set(map(memory_of, outputs))
         return {
             block.address: Violation.at(

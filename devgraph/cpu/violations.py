@@ -85,7 +85,7 @@ class Refusal:
             self._on_violation(Violation.at(user_line(), kind=kind, op=op, text=text))
 
 
-# These functions read tensors on the host without an operation, or have a clearer name than it.
+# These functions read tensors on the host without an operation, or have the clearer name.
 HOST_READS: dict[Any, str] = {
     torch.Tensor.tolist: ".tolist()",
     torch.Tensor.numpy: ".numpy()",

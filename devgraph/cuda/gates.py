@@ -1,4 +1,4 @@
-"""Gates on CUDA: batched memory operations, of which a wait and its signals share a graph node."""
+"""Gates on CUDA: batched memory operations. A wait and its signals share a graph node."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class DeviceGates(FlagGates):
 
 
 def _batch(ops: Sequence[Op]) -> Any:
-    """Return the driver's array of operations; other flags of a write than 0 are refused."""
+    """Return the operations as the driver's array. The driver refuses flags of a write."""
     array = (MemOp * len(ops))()
     for item, (kind, address, value) in zip(array, ops, strict=True):
         item.operation = _WRITE_VALUE if kind == WRITE else _WAIT_VALUE

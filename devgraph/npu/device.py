@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 GRAPH_STREAMS = 2048 - 248
 """Device streams left for graphs. The 910 series has 2048, according to users whose captures failed
-for lack of streams. Eager work takes 70 for torch_npu's own pools, each communicator several."""
+for lack of streams. Eager work takes 70 for torch_npu's own pools, and each communicator takes
+several."""
 
 _CURE = (
     "Capture fewer buckets, or with fewer segments each: a breakable capture holds a stream per "

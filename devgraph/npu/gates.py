@@ -1,4 +1,4 @@
-"""Gates on Ascend: the waits for values and writes of values of which external events consist.
+"""Gates on Ascend: waits for values and writes of values, the parts of external events.
 
 A stream writes device memory only, so words for the host are copied to it after each write.
 """

@@ -54,8 +54,8 @@ def queue(runtime: NodeRuntime, stream: int, ops: Sequence[Op]) -> None:
 def captures_values(runtime: NodeRuntime, device: torch.device) -> bool:
     """Whether a captured wait and write become nodes that a launch runs.
 
-    The wait is for a value that the word has, so that a runtime that runs it at once does not hang.
-    A stream whose capture failed is left alone, because it may still capture.
+    The wait is for the value that the word already has. A runtime that runs it at once therefore
+    does not hang. A stream whose capture failed is left alone, because it may still capture.
     """
     if runtime.missing & GATE_CALLS:
         return False

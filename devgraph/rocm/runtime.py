@@ -62,7 +62,7 @@ class Version(NamedTuple):
 
     @property
     def reports_unsafe_calls(self) -> bool:
-        """Whether a call that a capture does not allow raises; before 7.14 none does."""
+        """Whether calls that a capture does not allow raise an error; before 7.14 they do not."""
         return self >= Version(7, 14)
 
 

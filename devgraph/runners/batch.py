@@ -249,7 +249,7 @@ class HostArgs:
     ) -> Mapping[str, Any]:
         """Return ``host`` with the host arguments that were planned for a batch of ``size``.
 
-        Raises as ``resolve``, also for a name that is in neither.
+        Raises as ``resolve``, and for a declared argument without a value.
         """
         values = {**host, **self.resolve(planned, size, size)}
         self._require_all(values)

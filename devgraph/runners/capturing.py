@@ -271,7 +271,7 @@ class CaptureScheduler:
     def _run_largest(self, barrier: Callable[[], None]) -> None:
         """Run every variant once at its largest size and allocate the outputs.
 
-        ``barrier`` is called as often on a rank that has done its runs already.
+        A rank that has done its runs already calls ``barrier`` as often as the others.
         """
         step = self._step
         if self._share is not None:  # The lender's outputs determine which buffers exist.

@@ -167,7 +167,7 @@ class EncoderRunner(Runner):
             lengths = [length for length, _ in data]
             options = self.graphs.asked(variant)
             mine = range(len(data)) if shares is None else shares.of(lengths)[shares.rank]
-            if not data:  # is counted, and is a step if there is an idle dummy
+            if not data:  # An empty run is counted.
                 self._run_pack((), data, host_args, options)
             for pack in self._packs(mine, lengths, options):
                 out = self._run_pack(pack, data, host_args, options)

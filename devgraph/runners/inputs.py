@@ -80,7 +80,7 @@ class InputArena:
     def real_views(
         self, padded: Size, real: Size, names: frozenset[str]
     ) -> dict[str, torch.Tensor]:
-        """Return the real rows in the static view of each slot of ``names`` for ``padded``."""
+        """Return the real rows of each slot of ``names``, in its static view for ``padded``."""
         return {
             name: view
             if (axis := self.slots[name].axis) is None

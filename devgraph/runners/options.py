@@ -119,9 +119,9 @@ class Options:
     DEVGRAPH_DEBUG."""
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), by name: trees of tensors, modules,
-    and functions that return trees (``lambda: model.cache``). They are kept alive. A run refuses
-    if one was replaced, has moved or has another layout. Captures and proofs give them their
-    values back, as far as ``snapshot_limit`` allows copies; larger ones are hashed."""
+    and functions that return trees (``lambda: model.cache``). They are kept alive. A run raises
+    StateError if one was replaced, has moved or has another layout. Captures and proofs give them
+    their values back, as far as ``snapshot_limit`` allows copies; larger ones are hashed."""
     weights_epoch: Callable[[], Hashable] | None = None
     """Returns a value that changes when weights are replaced. A graph is only used while the value
     equals that of its capture."""

@@ -187,7 +187,7 @@ class Proof:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
         """Return inputs of a batch, the marks of its real rows, and the slots without legal data.
 
-        Proofs change these marks.
+        Marks are those of slots with a sample; a proof changes them.
         """
         step = self.step
         implied = self._implied(real) if self._implied else {}
@@ -220,7 +220,7 @@ class Proof:
         return data
 
     def is_real(self, slot: InputSlot, value: int, data: Sequence[int]) -> bool:
-        """Whether real rows of ``slot`` may have ``value``, as its sample or its last data say."""
+        """Whether real rows of ``slot`` may have ``value``, judged by its sample or its data."""
         name = slot.name
         if name not in self._sample:
             return value in data and name in self._varied
@@ -396,7 +396,7 @@ class _CaseRun:
     def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
         """Return the differences of a graph from eager on the unpadded batch.
 
-        Of state, only elements count that the unpadded batch wrote and that one row wrote alone.
+        State is compared only where the unpadded batch wrote it, and where a single row did.
         """
         state: dict[str, Any] = {}
         graphs: dict[str, Any] = {}
@@ -443,7 +443,7 @@ class _CaseRun:
                 yield slot, view.narrow(slot.axis, rows, view.shape[slot.axis] - rows)
 
     def _shared_values(self) -> tuple[set[int], set[int]]:
-        """Return the pad values that several rows of the batch have, and those no real row uses."""
+        """Return pad values that several rows have, and those of them that no real row uses."""
         shared, scratch = set[int](), set[int]()
         for slot, data in self._integers():
             axis = slot.axis or 0

@@ -22,7 +22,7 @@ paces of Hopper by 18%."""
 
 @attrs.frozen(kw_only=True)
 class ReplayPace:
-    """Pace of replays on a device with a slow pace that lasts."""
+    """Pace of replays, on a device that may stay at a slower pace."""
 
     microseconds: float
     """Time from one kernel to the next in a graph of tiny kernels."""

@@ -207,9 +207,10 @@ class Runner:
     def agree(self, decision: Decision | None) -> Decision:
         """Return the decision that all ranks take for this step; every rank must call it.
 
-        A step runs in a graph only if every rank can, in the largest bucket that a rank needs. A
-        rank without requests passes None and then calls ``run(None, decision=...)``. If such a rank
-        is suspended, or a graph of it has other weights, all ranks run eagerly.
+        A step runs in a graph only if every rank can run it in one. The ranks use the largest
+        bucket that any of them needs. A rank without requests passes None and then calls
+        ``run(None, decision=...)``. If such a rank is suspended, or a graph of it has other
+        weights, all ranks run eagerly.
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
@@ -599,8 +600,8 @@ class Runner:
         """Capture the buckets that are not captured yet, largest first; retry failed ones.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration, this only learns the
-        outputs of the step. Buckets follow after enough batches wanted one, or one per ``idle``
-        call (with several ranks, both in ``idle``).
+        outputs of the step. A lazy bucket is captured once enough batches have wanted it, and each
+        call of ``idle`` captures one bucket. With several ranks, only ``idle`` captures them.
 
         The autocast settings at this call hold for all captures and steps until the graphs are
         captured again. If ``idle`` or a step captures first, the settings of the last step hold.
@@ -899,8 +900,8 @@ class Runner:
             state: compare state as well as outputs.
             rtol: relative tolerance against the real batch; torch's default if None.
             atol: absolute tolerance against the real batch; torch's default if None.
-            snapshot_limit: bytes of copies of the state. Of larger tensors, the rows that integer
-                slots of a case name are restored, and the rest is hashed.
+            snapshot_limit: maximum bytes of copies of the state. In larger tensors, only the rows
+                that a case names in integer slots are restored, and the rest is hashed.
 
         Returns:
             a report with ``ok``, ``failures``, ``causes`` and ``not_varied``.

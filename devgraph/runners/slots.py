@@ -117,7 +117,7 @@ class Size:
 
 
 def as_dims(dims: Iterable[Any] | Any) -> tuple[Any, ...]:
-    """Return the dims of a slot, which may be declared as a single one."""
+    """Return ``dims`` as a tuple; a slot with one dim may be declared without a tuple."""
     return tuple(dims) if isinstance(dims, Iterable) and not isinstance(dims, str) else (dims,)
 
 
@@ -217,8 +217,8 @@ class InputSlot:
             raise ConfigError(f"input slot {name!r} has both a range and sample=; declare one")
         if low >= self.high or not (_fits(low, self.dtype) and _fits(self.high - 1, self.dtype)):
             raise ConfigError(
-                f"input slot {name!r} has the range {low} to {self.high}, of which {self.dtype} "
-                f"must hold at least one number and all numbers"
+                f"input slot {name!r} has the range {low} to {self.high}, which must contain a "
+                f"number and fit into {self.dtype}"
             )
 
     def _drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -79,7 +79,7 @@ class StateStore:
         self.earlier: StaticBuffers | None = None
         """The other versions of the state, by name."""
         self._steps: list[tuple[int, int]] = [(0, _NO_STEP)] * rows
-        """For each request slot the version before its last step, and the tokens after it."""
+        """For each request slot, the version before its last step and the tokens of that step."""
         self._unassigned = set(range(rows))
         """Request slots whose row nobody has cleared or loaded."""
         self._cached: dict[tuple[int, ...], torch.Tensor] = {}
@@ -269,7 +269,7 @@ class StateStore:
             self._steps[slot] = step
 
     def check(self, slot: object, *, used: bool = False) -> int:
-        """Return ``slot`` if it is a request slot, with ``used`` an assigned one."""
+        """Return ``slot`` if it is a valid request slot; with ``used``, it must be assigned."""
         number = whole("a request slot", slot)
         if number >= self.rows:
             raise InputError(

@@ -74,7 +74,7 @@ class Step:
     live: Live = attrs.field(factory=Live)
     """The current run, as eager bodies of graphs see it."""
     autocast: Autocast | None = None
-    """Autocast settings of the captures, for every run after them; before, of the last step."""
+    """Autocast settings of the captures and of later runs; before them, those of the last step."""
     captured: bool = False
     """Whether there was a capture."""
     _saved: Snapshot | None = attrs.field(default=None, init=False)
@@ -438,7 +438,7 @@ class GraphStep:
         step.live.size, step.live.tensors = self.real, self._run_tensors
 
     def loaded(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``inputs``, with the loaded data for those that loading overwrote or expired."""
+        """Return ``inputs``, with loaded data in place of tensors that loading made unusable."""
         overlaps = self._step.inputs.buffers.overlaps
         return {
             name: self.tensors[name]

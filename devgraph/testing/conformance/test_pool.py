@@ -364,7 +364,7 @@ def test_memory_that_was_given_back_returns_with_every_graph(
 
 @declares("releasable_memory")
 def test_what_lives_in_memory_that_was_given_back_is_kept(kit: Kit) -> None:
-    """FAULTS 10. Every launch counts on a workspace that a capture allocated."""
+    """FAULTS 10. Every launch increments a workspace that a capture allocated."""
     pool, x = kit.backend.make_pool(releasable=True), kit.tensor(8, WIDTH)
     first, workspace = kit.record(lambda: x * 0, pool=pool)
     second, out = kit.record(lambda: workspace.add_(1) + x, pool=pool)
