@@ -78,6 +78,13 @@ class RankOutcome:
 
     outcome: Outcome
     text: str = ""
+    reason: Reason | None = None
+    """The reason for a dropped graph; None with all other outcomes."""
+
+    @classmethod
+    def of(cls, reason: Reason | None, text: str = "") -> RankOutcome:
+        """Return the outcome of a graph that is dropped for ``reason``, or captured with None."""
+        return cls(Outcome.CAPTURED if reason is None else Outcome.DROPPED, text, reason)
 
     @classmethod
     def of_error(cls, error: BaseException) -> RankOutcome:
@@ -86,13 +93,13 @@ class RankOutcome:
 
     def encoded(self) -> str:
         """Return the text that represents this outcome in an exchange."""
-        return json.dumps([self.outcome.value, self.text])
+        return json.dumps([self.outcome.value, self.text, self.reason])
 
     @classmethod
-    def decoded(cls, text: str) -> RankOutcome:
-        """Return the outcome that ``encoded`` made ``text`` from."""
-        value, explanation = json.loads(text)
-        return cls(Outcome(value), explanation)
+    def decoded(cls, encoded: str) -> RankOutcome:
+        """Return the outcome that a text represents."""
+        outcome, text, reason = json.loads(encoded)
+        return cls(Outcome(outcome), text, reason and Reason(reason))
 
 
 class CaptureScheduler:
@@ -184,9 +191,9 @@ class CaptureScheduler:
             for index, graph in enumerate(graphs):
                 advance(str(graph.key))
                 with _traced(profile, f"{self._name} {graph.key}"):
-                    reason, detail = self._take_turn(graph, self._config.warmup)
-                if reason is not None:
-                    self._drop(graphs[index:], reason, detail)
+                    dropped = self._take_turn(graph, self._config.warmup)
+                if dropped is not None:
+                    self._drop(graphs[index:], *dropped)
                     break
                 done.append(graph)
             self._require_unwritten(done, before)
@@ -318,27 +325,26 @@ class CaptureScheduler:
             before.require_unwritten()
         return added
 
-    def _take_turn(self, graph: BucketGraph, runs: int) -> tuple[Reason | None, str]:
+    def _take_turn(self, graph: BucketGraph, runs: int) -> tuple[Reason, str] | None:
         """Capture one graph on every rank, after ``runs`` warm-up runs.
 
         A capture that fails after fewer than two warm-up runs is retried once, after two.
+
+        Returns:
+            The reason to drop the graph, with its explanation; None if all ranks captured it.
         """
-        ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
+        tag = f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
         barrier = self._barrier(tag)
-        reason, detail = self._spent_budget(), ""
-        begun = self._exchange(f"{tag}/begin", _dropped(reason))
-        if any(rank.outcome is Outcome.DROPPED for rank in begun):
-            return _common_reason(begun, reason, "")
-        mine = RankOutcome(Outcome.CAPTURED)
+        begun = self._exchange(f"{tag}/begin", RankOutcome.of(self._spent_budget()))
+        if dropped := self._common_drop(begun):
+            return dropped
         try:
             self._capture(graph, barrier, runs)
-            reason = self._spent_graph_budget()
-            mine = _dropped(reason)
+            mine = RankOutcome.of(self._spent_graph_budget())
         except PeerFailed:
             mine = RankOutcome(Outcome.PEER_FAILED)
         except EXHAUSTED as error:
-            reason, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
-            mine = _dropped(reason, detail)
+            mine = RankOutcome.of(Reason.OUT_OF_MEMORY, self._shortage(graph, error))
             error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
         except BaseException as error:
             # Code that tunes or sets itself up in its first run reads from the device, which a
@@ -346,7 +352,7 @@ class CaptureScheduler:
             is_refusal = isinstance(error, DeviceGraphError) and not isinstance(error, CaptureError)
             if runs >= _RETRY_RUNS or is_refusal or not isinstance(error, Exception):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
-                ranks.post(f"{tag}/outcome", RankOutcome.of_error(error).encoded())
+                self._ranks.post(f"{tag}/outcome", RankOutcome.of_error(error).encoded())
                 raise
             logger.info("%s %s is retried after warm-up runs: %s", self._name, graph.key, error)
             mine, error.__traceback__ = RankOutcome(Outcome.RETRY), None
@@ -358,9 +364,18 @@ class CaptureScheduler:
         if any(other.outcome is Outcome.RETRY for other in outcomes):
             graph.close()
             return self._take_turn(graph, _RETRY_RUNS)
-        if any(other.outcome is Outcome.DROPPED for other in outcomes):
-            return _common_reason(outcomes, reason, detail)
-        return None, ""
+        return self._common_drop(outcomes)
+
+    def _common_drop(self, outcomes: Sequence[RankOutcome]) -> tuple[Reason, str] | None:
+        """Return the reason to drop a graph: that of this rank, or of another; None without any."""
+        mine = outcomes[self._ranks.rank]
+        if mine.reason is not None:
+            return mine.reason, mine.text
+        for rank, other in enumerate(outcomes):
+            if other.reason is not None:
+                text = f": {other.text}" if other.text else ""
+                return Reason.RANKS_DROPPED, f"rank {rank}: {other.reason}{text}"
+        return None
 
     def _exchange(self, tag: str, mine: RankOutcome) -> list[RankOutcome]:
         return [RankOutcome.decoded(text) for text in self._ranks.gather(tag, mine.encoded())]
@@ -480,22 +495,6 @@ class CaptureScheduler:
                 f"{detail}. Buckets not captured: {keys}. Use fewer or smaller buckets, leave more "
                 f"memory for graphs, or allow eager steps with strict=False."
             )
-
-
-def _dropped(reason: Reason | None, detail: str = "") -> RankOutcome:
-    if reason is None:
-        return RankOutcome(Outcome.CAPTURED)
-    return RankOutcome(Outcome.DROPPED, f"{reason.value}: {detail}" if detail else reason.value)
-
-
-def _common_reason(
-    outcomes: Sequence[RankOutcome], mine: Reason | None, detail: str
-) -> tuple[Reason, str]:
-    """Return this rank's own reason, or the reason of the first rank that has one."""
-    if mine is not None:
-        return mine, detail
-    rank = [other.outcome for other in outcomes].index(Outcome.DROPPED)
-    return Reason.RANKS_DROPPED, f"rank {rank}: {outcomes[rank].text}"
 
 
 def _beyond(wanted: Sequence[int], existing: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ requests take a step; all other rows are padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -137,18 +137,8 @@ class Loop:
                 self.advance(batch, result)
                 if self.done is not None:
                     batch.running.logical_and_(self._done(batch, result).logical_not())
-                for name, tensor in tensors.items():
-                    if getattr(batch, name) is not tensor:
-                        raise InputError(
-                            f"advance of a loop writes into the tensors of the batch, and "
-                            f"batch.{name} is another tensor now: use batch.{name}.copy_(...)"
-                        )
-                moving = batch.running.logical_and(batch.held.logical_not())
-                for slot in engine_slots:
-                    requests = moving if slot.fixed_in_proofs else batch.running
-                    if slot.axis is not None:
-                        real = _rows(requests, slot.row_dim, width)
-                        pad_rows(getattr(batch, slot.name), slot.pad, slot.axis, real)
+                _require_tensors(batch, tensors)
+                _pad_finished(batch, engine_slots, width)
                 return running, masked
 
             # Collectives would hang if the device of one rank ended its loop before the others.
@@ -194,6 +184,25 @@ def looped_outputs(outputs: Any) -> LoopResult:
     """Return the output slots of a loop, from those of one step."""
     stacked = pytree.tree_map(lambda slot: attrs.evolve(slot, dim=slot.dim + 1), outputs)
     return LoopResult._make((stacked, OutputSlot(rows=None), ROW_PER_REQUEST))
+
+
+def _require_tensors(batch: Batch, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if getattr(batch, name) is not tensor:
+            raise InputError(
+                f"advance of a loop writes into the tensors of the batch, and batch.{name} is "
+                f"another tensor now: use batch.{name}.copy_(...)"
+            )
+
+
+def _pad_finished(batch: Batch, slots: Sequence[InputSlot], width: int) -> None:
+    """Write pad values into the rows of requests that do not take the next step."""
+    moving = batch.running.logical_and(batch.held.logical_not())
+    for slot in slots:
+        requests = moving if slot.fixed_in_proofs else batch.running
+        if slot.axis is not None:
+            real = _rows(requests, slot.row_dim, width)
+            pad_rows(getattr(batch, slot.name), slot.pad, slot.axis, real)
 
 
 def _masked(result: Any, outputs: Any, running: torch.Tensor, width: int) -> Any:
