@@ -106,26 +106,22 @@ class Decision:
     """The decision to run one batch in a graph or eagerly.
 
     Attributes:
-        ok: whether a captured graph is replayed.
-        bucket: rows of that graph; None if the batch runs eagerly.
-        reason: the reason; ``Reason.GRAPH`` exactly if ``ok``.
+        reason: ``Reason.GRAPH``, or the reason to run eagerly.
         key: variant and bucket of the graph. An eager decision has a key too if the bucket exists.
     """
 
-    ok: bool
-    bucket: int | None
     reason: Reason
-    key: GraphKey | None
+    key: GraphKey | None = None
 
-    @classmethod
-    def graph(cls, key: GraphKey) -> Decision:
-        """Return the decision to replay the graph ``key``."""
-        return cls(True, key.bucket, Reason.GRAPH, key)
+    @property
+    def ok(self) -> bool:
+        """Whether a captured graph is replayed."""
+        return self.reason is Reason.GRAPH
 
-    @classmethod
-    def eager(cls, reason: Reason, key: GraphKey | None = None) -> Decision:
-        """Return the decision to run eagerly; ``key`` names the graph of the batch's bucket."""
-        return cls(False, None, reason, key)
+    @property
+    def bucket(self) -> int | None:
+        """Rows of that graph; None if the batch runs eagerly."""
+        return self.key.bucket if self.key is not None and self.ok else None
 
 
 _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {

@@ -213,16 +213,16 @@ class Graphs:
         This is the only rule of eligibility.
         """
         if size.is_empty:
-            return Decision.eager(Reason.EMPTY_BATCH)
+            return Decision(Reason.EMPTY_BATCH)
         if self._config.policy == "disabled":
-            return Decision.eager(Reason.DISABLED)
+            return Decision(Reason.DISABLED)
         if self.suspended:
-            return Decision.eager(Reason.SUSPENDED)
+            return Decision(Reason.SUSPENDED)
         variant = self.counting.variant(size, options, self.variants)
         if isinstance(variant, Reason):
-            return Decision.eager(variant)
+            return Decision(variant)
         if not self.counting.fits(size):
-            return Decision.eager(Reason.OVER_MAX_REQUESTS)
+            return Decision(Reason.OVER_MAX_REQUESTS)
         return self.launchable(self._choose(variant, size))
 
     def unusable(self) -> Reason | None:
@@ -231,7 +231,7 @@ class Graphs:
         Without any captured graph, the reason is that of the largest one.
         """
         for graph in self.captured or self._order[:1]:
-            decision = self.launchable(Decision.graph(graph.key))
+            decision = self.launchable(Decision(Reason.GRAPH, graph.key))
             if not decision.ok:
                 return decision.reason
         return None
@@ -255,7 +255,7 @@ class Graphs:
             reason = Reason.WEIGHTS_CHANGED
         else:
             return decision
-        return Decision.eager(reason, decision.key)
+        return Decision(reason, decision.key)
 
     def require_fit(self, decision: Decision, size: Size, options: Mapping[str, Any]) -> None:
         """Raise an error unless the graph of ``decision`` can run a batch of ``size`` now."""
@@ -285,16 +285,16 @@ class Graphs:
         rows = self.rows(size)
         exact = self.buckets.fitting(rows)
         if exact is None:
-            return Decision.eager(Reason.OVER_LARGEST_BUCKET)
+            return Decision(Reason.OVER_LARGEST_BUCKET)
         graph = self._by_key[GraphKey(variant, exact)]
         if exact > self._config.max_padding * rows:
-            return Decision.eager(Reason.PADDING, graph.key)
+            return Decision(Reason.PADDING, graph.key)
         if graph.captured is not None:
-            return Decision.graph(graph.key)
+            return Decision(Reason.GRAPH, graph.key)
         if graph.dropped:
             for bucket in self.buckets.at_least(exact + 1):
                 if bucket > self._config.max_padding * rows:
                     break
                 if self._by_key[GraphKey(variant, bucket)].captured is not None:
-                    return Decision.graph(GraphKey(variant, bucket))
-        return Decision.eager(graph.reason, graph.key)
+                    return Decision(Reason.GRAPH, GraphKey(variant, bucket))
+        return Decision(graph.reason, graph.key)

@@ -340,7 +340,7 @@ class RankGroup:
             AgreementError: ranks request different variants, or a rank did not vote.
         """
         if self.size == 1:
-            return decision or Decision.eager(Reason.EMPTY_BATCH)
+            return decision or Decision(Reason.EMPTY_BATCH)
         bucket, variant = 0, None
         busy = decision if decision and decision.reason is not Reason.EMPTY_BATCH else None
         if busy is None:
@@ -359,11 +359,11 @@ class RankGroup:
             )
         key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
         if able and key is None and (able == 2 or not dummy):
-            return Decision.eager(Reason.EMPTY_BATCH)
+            return Decision(Reason.EMPTY_BATCH)
         if able < 2:
             if busy is None:
-                return Decision.eager(unable or Reason.VOTED_EAGER, key)
-            return Decision.eager(Reason.VOTED_EAGER, busy.key) if busy.ok else busy
+                return Decision(unable or Reason.VOTED_EAGER, key)
+            return Decision(Reason.VOTED_EAGER, busy.key) if busy.ok else busy
         assert key is not None
         if low != -high:
             raise AgreementError(
@@ -371,7 +371,7 @@ class RankGroup:
                 f"{dict(variants[low])} and {dict(variants[-high])}; pass the same variant on all "
                 f"ranks of a step"
             )
-        return Decision.graph(key)
+        return Decision(Reason.GRAPH, key)
 
     def elect(self, wanted: int | None, name: str, *, ready: bool, state: str) -> int | None:
         """Return the number of the graph that all ranks capture now, from a single vote.

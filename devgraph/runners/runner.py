@@ -404,7 +404,7 @@ class Runner:
         if self._config.strict or (isinstance(error, ExecutableError) and error.partly):
             raise error
         logger.debug("%s: %s", self._name, error)
-        return Decision.eager(reason_of(error), graph.key)
+        return Decision(reason_of(error), graph.key)
 
     def _run_eager(
         self,
@@ -454,9 +454,9 @@ class Runner:
         variant = canonical_variant(options)
         usable = [graph for graph in self.graphs.captured if graph.key.variant == variant]
         if usable and not self.graphs.suspended:
-            decision = self.graphs.launchable(Decision.graph(usable[-1].key))
+            decision = self.graphs.launchable(Decision(Reason.GRAPH, usable[-1].key))
         else:
-            decision = Decision.eager(Reason.EMPTY_BATCH)
+            decision = Decision(Reason.EMPTY_BATCH)
         self._run_on_pads(decision, options)
         return self._empty(options)
 

@@ -46,7 +46,7 @@ def test_every_reason_but_graph_and_by_choice_has_an_error_with_a_way_out():
     for reason in Reason:
         if reason in (Reason.GRAPH, Reason.EMPTY_BATCH):
             continue
-        error = refusal(Decision.eager(reason), "a batch")
+        error = refusal(Decision(reason), "a batch")
         assert isinstance(error, dg.DeviceGraphError)
         assert "a batch cannot run in a graph" in str(error)
         assert ";" in str(error)

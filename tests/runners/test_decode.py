@@ -263,7 +263,7 @@ def test_pads_run_under_a_declared_variant():
     )
     runner.capture()
     runner.run({"x": torch.zeros(0, 2)})
-    runner.run(None, decision=Decision.eager(Reason.VOTED_EAGER))
+    runner.run(None, decision=Decision(Reason.VOTED_EAGER))
     assert runner.stats().idle_steps == 1
     assert runner.stats().eager == {"voted_eager": 1}
 

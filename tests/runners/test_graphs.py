@@ -29,7 +29,7 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it():
     assert list(runner.buckets) == [1, 2, 4, 8]
     assert [runner.can_run(n).bucket for n in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
     decision = runner.can_run(3)
-    assert decision == Decision(True, 4, Reason.GRAPH, GraphKey((), 4))
+    assert decision == Decision(Reason.GRAPH, GraphKey((), 4))
 
 
 def test_can_run_counts_nothing():
@@ -142,7 +142,7 @@ def test_a_decision_may_be_handed_over():
     runner = double_runner()
     larger = runner.can_run(8)
     assert torch.equal(runner.run({"x": rows_of_x(2)}, decision=larger), rows_of_x(2) * 2)
-    eager = Decision.eager(Reason.VOTED_EAGER)
+    eager = Decision(Reason.VOTED_EAGER)
     runner.run({"x": rows_of_x(2)}, decision=eager)
     stats = runner.stats()
     assert {b.key: b.hits for b in stats.buckets}["8"] == 1
@@ -166,7 +166,7 @@ def test_a_decision_brings_the_variant_that_it_was_made_for():
     with pytest.raises(dg.InputError, match=r"bucket 4 \(lora=True\), but the batch .* variant {}"):
         runner.run({"x": x}, decision=runner.can_run(3, variant={"lora": True}), variant={})
     with pytest.raises(dg.InputError, match="no declared variant has 'width2'"):
-        runner.run({"x": x}, decision=Decision.graph(GraphKey((("width2", 1),), 4)))
+        runner.run({"x": x}, decision=Decision(Reason.GRAPH, GraphKey((("width2", 1),), 4)))
 
 
 def test_a_decision_for_wide_requests_counts_them_by_its_width():
@@ -196,7 +196,7 @@ def test_a_decision_that_does_not_fit_is_refused():
     with pytest.raises(dg.InputError, match="bucket 2, but the batch has 3 requests"):
         runner.run({"x": rows_of_x(3)}, decision=runner.can_run(2))
     with pytest.raises(dg.StateError, match="here decode .*not captured"):
-        runner.run({"x": rows_of_x(1)}, decision=Decision.graph(GraphKey((), 3)))
+        runner.run({"x": rows_of_x(1)}, decision=Decision(Reason.GRAPH, GraphKey((), 3)))
     with pytest.raises(dg.InputError, match="for an empty batch, but the batch has 1 requests"):
         runner.run({"x": rows_of_x(1)}, decision=runner.can_run(0))
     assert runner.stats().steps == 0

@@ -53,7 +53,7 @@ def test_a_batch_of_several_widths_cannot_loop() -> None:
 
 def test_a_batch_without_requests_loops_with_the_others() -> None:
     runner = decode_of(lambda batch: batch.x * 2, [X], loop=dg.Loop(steps=2, advance=_stay))
-    for decision in (runner.can_run(2), dg.Decision.eager(dg.Reason.VOTED_EAGER)):
+    for decision in (runner.can_run(2), dg.Decision(dg.Reason.VOTED_EAGER)):
         found = runner.run({"x": torch.ones(0, 3)}, decision=decision)
         assert found.outputs.shape == (2, 0, 3)
 

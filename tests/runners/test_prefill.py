@@ -386,7 +386,7 @@ def test_an_empty_batch_and_an_idle_rank_touch_no_state():
     assert model.cache[:ROWS].eq(0).all()
     assert runner.stats().eager == {"empty_batch": 1}
     assert runner.stats().idle_steps == 1
-    runner.run(None, decision=dg.Decision.eager(Reason.VOTED_EAGER))
+    runner.run(None, decision=dg.Decision(Reason.VOTED_EAGER))
     assert model.cache[:ROWS].eq(0).all()
 
 

@@ -149,7 +149,7 @@ def test_a_rank_without_requests_replays_the_decided_bucket():
     stats = runner.stats()
     assert (stats.graph_steps, stats.idle_steps) == (1, 1)
     assert runner.run(None, decision=runner.agree(None)) is None
-    assert runner.run(None, decision=Decision.eager(Reason.VOTED_EAGER)) is None
+    assert runner.run(None, decision=Decision(Reason.VOTED_EAGER)) is None
     assert runner.stats().eager == {"empty_batch": 1, "voted_eager": 1}
     with pytest.raises(dg.InputTypeError, match="pass decision="):
         runner.run(None)
@@ -416,7 +416,9 @@ def test_output_fed_back_as_the_next_input_is_read_before_it_is_overwritten(
 def test_a_batch_without_rows_replays_the_variant_of_its_decision():
     runner = decode_of(double, (X,), config={"buckets": [4]}, variants=[{}, {"lora": True}])
     for variant in ((("lora", True),), ()):
-        runner.run({"x": rows_of_x(0)}, variant={}, decision=Decision.graph(GraphKey(variant, 4)))
+        runner.run(
+            {"x": rows_of_x(0)}, variant={}, decision=Decision(Reason.GRAPH, GraphKey(variant, 4))
+        )
     assert {bucket.key: bucket.hits for bucket in runner.stats().buckets} == {
         "4": 1,
         "4 (lora=True)": 1,
