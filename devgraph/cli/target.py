@@ -143,9 +143,7 @@ def user_code(name: str) -> Iterator[None]:
         where = f" at {own.file}:{own.line}" if own else ""
         text = str(error).strip().splitlines() or [""]
         hint = "--debug prints the traceback"
-        if (
-            isinstance(error, TypeError) and own is None
-        ):  # the arguments do not match the parameters
+        if isinstance(error, TypeError) and own is None:  # wrong arguments for the parameters
             hint = (
                 "--inputs MODULE:FUNCTION names a function that returns its arguments, and "
                 "--host-arg NAME=VALUE gives a host argument"

@@ -80,17 +80,13 @@ class _BottomMode:
             self.stack.pop()
 
 
-def _cond(predicate: Any, yes: Any, no: Any, operands: Any) -> Any:
-    return (yes if predicate else no)(*operands)  # reads a tensor on the host
-
-
 def _scan(function: Any, init: Any, inputs: Any, additional_inputs: Any) -> Any:
     scan = importlib.import_module("torch._higher_order_ops.scan").generic_scan
     return scan(function, init, inputs, additional_inputs=additional_inputs)
 
 
 _RULES: dict[str, Callable[..., Any]] = {
-    "cond": _cond,
+    "cond": lambda predicate, yes, no, operands: (yes if predicate else no)(*operands),
     "scan": _scan,
     "strict_mode": lambda function, operands: function(*operands),
     "invoke_subgraph": lambda graph, identifier, *operands: graph(*operands),

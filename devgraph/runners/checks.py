@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from devgraph.api.config.phase import Verify
 from devgraph.api.errors import CaptureError
 from devgraph.api.prove import Report, Terms
 from devgraph.runners.decisions import Reason
@@ -20,29 +21,28 @@ from devgraph.runners.step import Step
 logger = logging.getLogger(__name__)
 
 
+@attrs.define(eq=False)
 class GraphChecks:
     """Compares the graphs of a runner with eager, and drops those that differ on any rank."""
 
-    def __init__(
-        self,
-        step: Step,
-        graphs: Graphs,
-        counters: Counters,
-        *,
-        ranks: RankGroup,
-        implied: Implied | None,
-    ) -> None:
-        self._step = step
-        self._graphs = graphs
-        self._counters = counters
-        self._ranks = ranks
-        self._implied = implied
-        self._name = step.options.name
-        config = step.options.config
-        self._strict = config.strict
-        self._verify = None if config.emulate else config.verify
-        self._proofs = 0  # number of proofs so far; it keeps their exchanges between ranks apart
-        self._checked_at = 0  # number of steps at the last check
+    _step: Step
+    _graphs: Graphs
+    _counters: Counters
+    _ranks: RankGroup
+    _implied: Implied | None
+    _proofs: int = attrs.field(default=0, init=False)
+    """Number of proofs so far, which keeps their exchanges between ranks apart."""
+    _checked_at: int = attrs.field(default=0, init=False)
+    """Number of steps at the last check."""
+
+    @property
+    def _name(self) -> str:
+        return self._step.options.name
+
+    @property
+    def _verify(self) -> Verify | None:
+        config = self._step.options.config
+        return None if config.emulate else config.verify
 
     def proof(self, terms: Terms, chosen: Sequence[BucketGraph]) -> tuple[Report, Proof]:
         """Prove the ``chosen`` graphs, which are captured; raises as ``Runner.prove``."""
@@ -100,7 +100,7 @@ class GraphChecks:
             self._counters.failed_checks += 1
             text = "%s: bucket %s differs from eager and is dropped: %s"
             logger.warning(text, self._name, key, graph.detail)
-        if dropped and self._strict:
+        if dropped and self._step.options.config.strict:
             keys = ", ".join(str(graph.key) for graph in dropped)
             raise CaptureError(
                 f"{self._name}: graphs differ from eager in buckets {keys}: {dropped[0].detail}. "

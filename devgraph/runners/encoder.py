@@ -394,9 +394,7 @@ class _Shares:
             counts = [leaf.nbytes_for(size) for size in sizes]
             most = max(sum(counts[item] for item in share) for share in shares)
             data = torch.cat([flat[item][index].reshape(-1) for item in mine]).view(torch.uint8)
-            sent = F.pad(
-                data, (0, most - len(data))
-            )  # bytes, as not all transports have all dtypes
+            sent = F.pad(data, (0, most - len(data)))  # bytes, which all transports can send
             received = [torch.empty_like(sent) for _ in shares]
             dist.all_gather(received, sent, group=self._group)
             for share, block in zip(shares, received, strict=True):

@@ -155,9 +155,7 @@ class Runner:
             facts=_common_facts(self),
             share=lender and lender._scheduler,
         )
-        self._checks = GraphChecks(
-            self._step, self.graphs, self._counters, ranks=self._ranks, implied=implied
-        )
+        self._checks = GraphChecks(self._step, self.graphs, self._counters, self._ranks, implied)
         self._process = identity.token
         self._busy: list[Runner] = [] if share is None else share._busy
         """The runner at work, if any, among the runners that share buffers."""

@@ -268,17 +268,7 @@ class _Plugin:
                 for name in names:
                     rows.setdefault(name, _Row()).count(outcome, report)
                 if names and outcome in ("failed", "error"):
-                    lines = report.longreprtext.strip().splitlines()
-                    errors = [line for line in lines if line.startswith("E ")]
-                    failures.append(
-                        {
-                            "test": report.nodeid,
-                            "capabilities": names,
-                            "hooks": sorted({hook for name in names for hook in _hooks(name)}),
-                            "faults": next((v for kind, v in properties if kind == _FAULTS), ""),
-                            "text": errors[:8] + lines[-1:],
-                        }
-                    )
+                    failures.append(_failure(report, names))
         if not rows or not self._concerned:
             return
         capabilities = self.backend(self.name).capabilities
@@ -296,16 +286,9 @@ class _Plugin:
             write(f"{name:<20} {says:<8} {figures}  {'; '.join(row.reasons)}".rstrip())
             if row.failed:
                 write(f"{'':<20} implement or mend: {', '.join(_hooks(name))}")
-                rows_of_table = sorted(
-                    {
-                        int(number)
-                        for failure in failures
-                        if name in failure["capabilities"]
-                        for number in re.findall(r"\d+", failure["faults"])
-                    }
-                )
-                if rows_of_table:
-                    links = ", ".join(f"#row-{number}" for number in rows_of_table)
+                own = [one["faults"] for one in failures if name in one["capabilities"]]
+                if numbers := sorted(set(map(int, re.findall(r"\d+", " ".join(own))))):
+                    links = ", ".join(f"#row-{number}" for number in numbers)
                     write(f"{'':<20} likely causes: docs/faults.md {links}")
             elif not row.declared and row.proved and not row.skipped:
                 write(
@@ -346,6 +329,19 @@ class _Plugin:
             lines.append(f"| {name} | {row.badge} | {figures} |")
         text = "\n".join(lines) + "\n"
         Path(path).with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+def _failure(report: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return a failed test of the capabilities ``names`` as JSON values."""
+    lines = report.longreprtext.strip().splitlines()
+    errors = [line for line in lines if line.startswith("E ")]
+    return {
+        "test": report.nodeid,
+        "capabilities": names,
+        "hooks": sorted({hook for name in names for hook in _hooks(name)}),
+        "faults": next((v for kind, v in report.user_properties if kind == _FAULTS), ""),
+        "text": errors[:8] + lines[-1:],
+    }
 
 
 @attrs.define
