@@ -174,7 +174,6 @@ class Recordings:
         return sum(i.recording.bytes for (_, k), i in items if k is not _OWN) - DEFAULT_BUDGET_BYTES
 
     def limit(self, budget_bytes: int) -> None:
-        """Lower the budget to ``budget_bytes``, unless it is lower already."""
         if self.budget_bytes is None or budget_bytes < self.budget_bytes:
             self.budget_bytes = budget_bytes
             self.trim()
@@ -281,7 +280,6 @@ class Recordings:
                 return
 
     def count(self, owner: object) -> int:
-        """Return the number of recordings of ``owner``."""
         return sum(number == id(owner) and key is not _OWN for number, key in self._items)
 
     def drop(self, owner: object) -> None:
@@ -291,7 +289,6 @@ class Recordings:
                 self._remove(place)
 
     def _by_use(self) -> list[tuple[int, Hashable]]:
-        """Return the places of all items, least recently used first."""
         stamps = {place: item.recording.used for place, item in list(self._items.items())}
         return sorted(stamps, key=stamps.__getitem__)
 

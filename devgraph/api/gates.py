@@ -87,8 +87,6 @@ class GateChannel(Protocol):
 
 @attrs.define(eq=False)
 class _Launch:
-    """One replay or eager step."""
-
     number: int
     waits: dict[int, float]
     """Timeout of each place that waits."""
@@ -282,7 +280,6 @@ class Gates(Mapping[str, Gate]):
 
     @property
     def running(self) -> int:
-        """Number of the launch whose step this host is launching, or 0."""
         return 0 if self._now is None else self._now.number
 
     def _named(self, name: str) -> Gate:
@@ -290,7 +287,6 @@ class Gates(Mapping[str, Gate]):
             return self._gates.setdefault(name, Gate(self, name, len(self._gates)))
 
     def name_of(self, place: int) -> str:
-        """Return the name of the gate with ``place``."""
         return list(self._gates)[place // self._turns]
 
     # Marks.
@@ -485,7 +481,6 @@ class Gates(Mapping[str, Gate]):
             self._watch.start()
 
     def open(self, gate: Gate, epoch: int | None, fence: Fence | None) -> int:
-        """See ``Gate.open``."""
         if epoch is not None:
             whole("epoch", epoch, 1)
         with self._state:
@@ -513,7 +508,6 @@ class Gates(Mapping[str, Gate]):
             return epoch
 
     def _at(self, gate: Gate, epoch: int) -> tuple[int, int]:
-        """Return the launch and the place of ``gate`` in ``epoch``."""
         launch, turn = divmod(epoch - 1, self._turns)
         return launch + 1, gate.number * self._turns + turn
 
@@ -526,7 +520,6 @@ class Gates(Mapping[str, Gate]):
         return place not in launch.opened and (launch.grows or place in launch.waits)
 
     def wait(self, gate: Gate, timeout: float | None, epoch: int | None) -> int:
-        """See ``Gate.wait``."""
         seconds = self.timeout if timeout is None else finite("timeout", timeout)
         deadline, pause, channel = time.monotonic() + seconds, 2e-5, self.channel
         if epoch is not None:

@@ -449,7 +449,6 @@ class DeviceGraph(abc.ABC):
         return result
 
     def capture_loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        """Capture a loop; see ``_loop``."""
         self._refuse_spoiled()
         return self._loop(body, going)
 

@@ -50,7 +50,6 @@ class Terms:
         whole("snapshot_limit", self.snapshot_limit)
 
     def near(self, expected: torch.Tensor, got: torch.Tensor) -> str:
-        """Return "" if the tensors are equal within tolerance, else the difference as text."""
         return compare_near(expected, got, self.rtol, self.atol)
 
 
@@ -323,12 +322,10 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the data of ``tensor`` on the host."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each element as a row."""
     return tensor.reshape(-1).view(torch.uint8).view(-1, tensor.itemsize)
 
 
@@ -657,8 +654,6 @@ def drawn(draw: Draw, tensor: torch.Tensor, generator: torch.Generator) -> torch
 
 
 class _Prover:
-    """The proof of one capture."""
-
     def __init__(self, captured: Any, job: Job, sample: Mapping[str, Draw], limit: int) -> None:
         self._captured = captured
         self._job = job

@@ -75,8 +75,6 @@ class BackendInfo:
 
 
 class _Registry:
-    """Backend factories by name, and one instance per name and process."""
-
     def __init__(self) -> None:
         self._factories: dict[str, Callable[[], Backend]] = {}
         self._instances: dict[str, Backend] = {}

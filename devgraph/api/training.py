@@ -67,7 +67,6 @@ class StaticInputs:
         return args, {name: replaced(argument) for name, argument in self.kwargs.items()}
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors of a call into the static ones."""
         if self._needs_no_grad and torch.is_grad_enabled():
             with torch.no_grad():
                 self._copy(tensors)
@@ -351,8 +350,6 @@ def _copy_gradients(
 
 
 class _Function(torch.autograd.Function):
-    """The autograd function of a ``TrainingGraphs``."""
-
     @staticmethod
     def forward(ctx: Any, step: TrainingGraphs, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.step = step

@@ -96,16 +96,13 @@ class GroupPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
-        resolved = {} if self.error is not None else self.resolution.to_dict()
+        group = attrs.asdict(self.group, filter=lambda field, _: field.name != "facts")
         return {
-            "group": self.group.name,
-            "backend": self.group.backend,
-            "role": self.group.role,
-            "count": self.group.count,
-            "tensor_parallel": self.group.tensor_parallel,
+            "group": group.pop("name"),
+            **group,
             "collectives": self.group.facts.collectives,
             "error": None if self.error is None else str(self.error),
-            **resolved,
+            **({} if self.error else self.resolution.to_dict()),
         }
 
 

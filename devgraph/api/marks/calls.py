@@ -125,20 +125,13 @@ class _GradientStop(torch.autograd.Function):
         )
 
 
-class _Watched:
+class _Watched(NamedTuple):
     """A result that a region allocated, without a reference to its memory."""
 
-    __slots__ = ("_storage", "position", "requires_grad")
-
-    def __init__(self, position: int, tensor: torch.Tensor) -> None:
-        self.position = position
-        self.requires_grad = tensor.requires_grad
-        self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the memory is still referenced."""
-        return not self._storage.expired()
+    position: int
+    requires_grad: bool
+    memory: Any
+    """The memory as a weak reference."""
 
 
 class _Passed(NamedTuple):
@@ -249,7 +242,11 @@ class MarkedCall:
         Parameters are looked up only here, because few regions return memory of others.
         """
         watched = {
-            memory_of(leaf): _Watched(index, leaf)
+            memory_of(leaf): _Watched(
+                index,
+                leaf.requires_grad,
+                StorageWeakRef(leaf.untyped_storage()),  # type: ignore[no-untyped-call]
+            )
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and has_place(leaf) and leaf.numel()
         }
@@ -267,13 +264,13 @@ class MarkedCall:
         Autograd may keep a result that requires grad, so such a result counts as stored only if
         the function holds it visibly.
         """
-        alive = {memory: seen for memory, seen in watched.items() if seen.is_alive}
+        alive = {memory: seen for memory, seen in watched.items() if not seen.memory.expired()}
         if any(seen.requires_grad for seen in alive.values()):
             held = _memories_held(self.mark.fn)
             alive = {m: seen for m, seen in alive.items() if not seen.requires_grad or m in held}
         if alive:
             gc.collect()  # A traceback may hold the frame of the function in a cycle.
-        for seen in (seen for seen in alive.values() if seen.is_alive):
+        for seen in (seen for seen in alive.values() if not seen.memory.expired()):
             raise RegionError(
                 f"{self.mark.name} returned a tensor (result {seen.position}) that is also stored "
                 f"elsewhere, such as in a global, a closure, an attribute or a cache. Results have "
@@ -352,11 +349,9 @@ class MarkedCall:
     def _check(self, leaf: Any, known: Any) -> None:
         if isinstance(known, torch.Tensor):
             self._results.layout(leaf, known)
-        elif (
-            known != _Passed.of(leaf)
-            if isinstance(leaf, torch.Tensor)
-            else known is not leaf and known != leaf
-        ):
+            return
+        now = _Passed.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if known is not now and known != now:
             self._results.refuse(describe(leaf), repr(known))
 
     def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:

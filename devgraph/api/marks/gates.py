@@ -23,34 +23,29 @@ current_turn: ContextVar[int] = ContextVar("devgraph_turn", default=0)
 
 
 @contextlib.contextmanager
-def entered_gates(gates: Any) -> Iterator[None]:
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def entered_gates(gates: Any) -> AbstractContextManager[None]:
     """Make ``gates`` those of the marks in the block."""
-    token = current_gates.set(gates)
-    try:
-        yield
-    finally:
-        current_gates.reset(token)
+    return _set(current_gates, gates)
 
 
-@contextlib.contextmanager
-def in_tail() -> Iterator[None]:
+def in_tail() -> AbstractContextManager[None]:
     """Refuse marks of gates in the block, a tail, which only some policies have in the graph."""
-    token = _refuses.set(True)
-    try:
-        yield
-    finally:
-        _refuses.reset(token)
+    return _set(_refuses, True)
 
 
 def turns(count: int) -> Iterator[int]:
     """Iterate over the turns of a loop; each turn is an epoch of its gates."""
-    token = current_turn.set(0)
-    try:
-        for turn in range(count):
-            current_turn.set(turn)
+    for turn in range(count):
+        with _set(current_turn, turn):
             yield turn
-    finally:
-        current_turn.reset(token)
 
 
 def recording_gates() -> AbstractContextManager[None]:

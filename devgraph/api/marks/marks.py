@@ -161,8 +161,11 @@ class Mark:
                 raise InputTypeError(
                     f"{what} of a mark is a mapping of names to functions, got {brief(rules)}"
                 )
-        given = {"context": context, "fake": fake, "capture_stub": capture_stub}
-        for what, function in given.items():
+        for what, function in (
+            ("context", context),
+            ("fake", fake),
+            ("capture_stub", capture_stub),
+        ):
             if function is not None and not callable(function):
                 raise InputTypeError(f"{what} of a mark must be a function, got {brief(function)}")
         self.fn = fn
@@ -199,9 +202,8 @@ class Mark:
         parameters = self.signature.parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             known = [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
-            wanted = [*self.host_args, *self.mutates, *self.derive]
-            if self.context is not None:
-                wanted.append("context")
+            context = ["context"] if self.context is not None else []
+            wanted = [*self.host_args, *self.mutates, *self.derive, *context]
             self._require(wanted, known, "parameter")
         self._require(self.reduce, [*self.host_args, *self.derive, "context"], "host argument")
         for inputs in self._derive_inputs.values():
@@ -252,11 +254,6 @@ class Mark:
         missing = [n for n in self.host_args if n not in host]
         if missing:
             raise HostArgumentError(f"{self.name} needs its host arguments {', '.join(missing)}.")
-        return self._without_host(args, kwargs, host)
-
-    def _without_host(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         # Arguments after a positional host argument become keywords, or they would shift.
         rest = {k: v for k, v in kwargs.items() if k not in host}
         named = self._positional[: len(args)]

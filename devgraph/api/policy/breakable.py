@@ -113,7 +113,6 @@ class BreakablePlan:
         return steps
 
     def close(self) -> None:
-        """Free graphs and drop tensors."""
         self.outputs = None
         self._steps, self._epoch = {}, None
         for segment in self.segments:
@@ -122,8 +121,6 @@ class BreakablePlan:
 
 
 class _BreakableScope(Scope):
-    """The capture in progress and its finished segments."""
-
     def __init__(
         self, job: Job, session: Session, host: Mapping[Mark, dict[str, Any]], *, stubs: bool
     ) -> None:

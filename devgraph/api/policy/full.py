@@ -49,7 +49,6 @@ class _MissBudget:
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
 
     def earn(self) -> None:
-        """Count a replay of a recorded key."""
         if self._left < self._misses:
             self._left += 1
 
@@ -116,7 +115,6 @@ class FullPlan:
             self._break(host, "broken_over_miss_budget")
 
     def close(self) -> None:
-        """Close all graphs and drop the arguments."""
         self.outputs = self._targets = None
         for graph in self._graphs:
             graph.close()

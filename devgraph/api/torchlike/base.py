@@ -96,7 +96,6 @@ class TorchPool(Pool):
         self._word: torch.Tensor | None = None
 
     def _make_memory(self) -> Any:
-        """Create a MemPool."""
         make = self.backend.namespace.MemPool
         return make() if self._pages is None else make(self._pages.allocator)
 
@@ -353,7 +352,6 @@ class TorchGraph(DeviceGraph):
         return Call(self._native.replay)
 
     def _close_capture(self) -> None:
-        """End the current capture."""
         self.backend.end_native(self._native)
 
     def _abort(self) -> None:

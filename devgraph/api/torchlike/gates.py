@@ -40,8 +40,6 @@ class Op(NamedTuple):
 
 
 class _After:
-    """A fence behind the work of a stream."""
-
     def __init__(self, event: Any, stream: int) -> None:
         self.event, self.stream = event, stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,6 @@ class SideStreams:
         self._runtime = runtime
         self._make = make
         self._handle_of = handle_of
-        self._handles: tuple[int, ...] = ()
 
     def unjoined(self, stream: int, capture: Capture) -> list[int]:
         """Return the streams that forked from ``capture`` with work that ``stream`` does not join.
@@ -69,7 +69,7 @@ class SideStreams:
         """
         capture_id, graph, joined = capture
         forked = {}
-        for other in self._runtime.capturing(self._all_handles()):
+        for other in self._runtime.capturing(self._handles):
             other_capture = self._runtime.capture_of(other) if other != stream else None
             if other_capture is not None and other_capture[0] == capture_id:
                 forked[other] = other_capture[2]
@@ -80,17 +80,16 @@ class SideStreams:
         loose = [other for other, last in forked.items() if ends.intersection(last)]
         return loose or list(forked)
 
-    def _all_handles(self) -> tuple[int, ...]:
-        if not self._handles:
-            handles: dict[int, None] = {}
-            for priority in (0, -1):
-                for _ in range(MOST_STREAMS):
-                    handle = self._handle_of(self._make(priority=priority))
-                    if handle in handles:
-                        break
-                    handles[handle] = None
-            self._handles = tuple(handles)
-        return self._handles
+    @functools.cached_property
+    def _handles(self) -> tuple[int, ...]:
+        handles: dict[int, None] = {}
+        for priority in (0, -1):
+            for _ in range(MOST_STREAMS):
+                handle = self._handle_of(self._make(priority=priority))
+                if handle in handles:
+                    break
+                handles[handle] = None
+        return tuple(handles)
 
 
 def name_streams(streams: Sequence[int]) -> str:

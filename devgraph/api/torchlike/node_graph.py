@@ -57,8 +57,6 @@ costs the host time of about 12 updates (docs/benchmarks.md), so 16 uses repay i
 
 @attrs.define
 class _Call:
-    """A call of a region in a capture."""
-
     lane: Any  # the stream of the call, or None for the capture stream
     last: frozenset[int]
     """Nodes that precede the capture stream's next work only since the call. At least one belongs
@@ -68,8 +66,6 @@ class _Call:
 
 
 class _Direct:
-    """An executable of the driver."""
-
     def __init__(
         self, backend: NodeBackend, handle: int, prologue: Callable[[], None] | None
     ) -> None:
@@ -419,7 +415,7 @@ class NodeGraph(TorchGraph):
         try:
             capture = runtime.capture_of(stream)
             assert capture is not None
-            for mark, calls in itertools.groupby(self.calls, _mark_of):
+            for mark, calls in itertools.groupby(self.calls, operator.attrgetter("mark")):
                 with entered(RegionScope(mark, "full")):
                     for call in calls:
                         self._run_again(call, host[mark])
@@ -455,8 +451,7 @@ class NodeGraph(TorchGraph):
             raise
 
     def _run_in_lane(self, call: MarkedCall, host: dict[str, Any]) -> None:
-        lane = call.note.lane
-        if lane is None:
+        if (lane := call.note.lane) is None:
             call.run(host)
             return
         lane.wait_stream(self._stream)
@@ -619,6 +614,3 @@ def _replay_calls_operations(native: Any) -> bool:
 def compilers() -> tuple[str, ...]:
     """Return the compilers for a device for which Inductor generates Triton code."""
     return ("eager", "inductor") if importlib.util.find_spec("triton") else ("eager",)
-
-
-_mark_of = operator.attrgetter("mark")

@@ -67,8 +67,6 @@ class RawGraph:
 
 
 class _Node(NamedTuple):
-    """A node of the captured graph."""
-
     node: int
     kind: str
     fixed: Any  # properties that an executable cannot change
