@@ -130,7 +130,6 @@ class _Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print the error as one line and exit."""
         _complain(f"error: {message} ({self.prog} --help lists the options)")
         self.exit(ERROR)
 

@@ -81,7 +81,6 @@ class Decoder(nn.Module):
         self.fill_caches()
 
     def fill_caches(self) -> None:
-        """Fill the caches with fixed random keys and values."""
         generator = torch.Generator().manual_seed(0)
         for cache in self.buffers():
             cache.copy_(torch.randn(cache.shape, generator=generator))

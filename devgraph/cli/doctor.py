@@ -235,7 +235,6 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
 
 
 def _devices() -> list[str]:
-    """Return the names of the accelerators that torch sees."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         return []

@@ -118,7 +118,6 @@ def _data(captured: Captured, parts: list[_Part], report: Any) -> dict[str, Any]
 
 
 def _page(captured: Captured, target: Target, parts: list[_Part], report: Any) -> str:
-    """Return the report as one HTML file."""
     longest = max(part.seconds for part in parts)
     times = [
         (part.index, part.name, time_text(part.seconds), "█" * round(30 * part.seconds / longest))

@@ -312,7 +312,6 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def _print_phases(report: dict[str, Any]) -> None:
-    """Print a table with one column per phase."""
     phases = report["runs"][0]["phases"]
     requested = report["mode"]["requested"]
     rows = {

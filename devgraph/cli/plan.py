@@ -219,7 +219,6 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
 
 
 def _print_phases(plan: _Plan, *, estimated: bool) -> None:
-    """Print a table with one column per phase."""
     assert plan.resolution is not None
     rows: list[list[Any]] = [[name] for name in _LINES]
     for estimate in plan.estimates:

@@ -282,12 +282,7 @@ class CpuBackend(Backend):
         element of a mask counts. If no value can be assumed, the check ends there. The step runs
         twice, because it may set itself up in its first run; tensors that it makes in objects of
         torch then, such as the state of an optimizer, stay there without data. Functions marked
-        ``no_graph`` are never captured, so they are not reported.
-
-        Args:
-            fn: the step.
-            args: positional arguments of the step.
-            kwargs: keyword arguments of the step.
-            host_args: declared host arguments; ``fn`` receives them as tracked values.
+        ``no_graph`` are never captured, so they are not reported. ``fn`` receives ``host_args`` as
+        tracked values.
         """
         return check_step(self.knowledge, fn, args, kwargs or {}, host_args)

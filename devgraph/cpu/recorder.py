@@ -191,7 +191,6 @@ class Recorder:
         return Tape(self.parts, self._holds)
 
     def append(self, run: Callable[[], object], op: Op) -> None:
-        """Add an entry."""
         self.count += 1
         (self.parts if self.open_span is None else self._inside).append(Entry(run, op))
 

@@ -90,7 +90,6 @@ class MappedPages:
     @classmethod
     @functools.cache
     def of_process(cls) -> MappedPages:
-        """Return the instance of this process."""
         command = compiler()
         assert command is not None
         return cls(compiled(command, cache_folder()), "libcuda.so.1")

@@ -260,7 +260,6 @@ class NpuDevice(TorchBackend):
 
     @property
     def native_module(self) -> Any:
-        """The compiled module of torch_npu."""
         return sys.modules["torch_npu"]._C
 
     def _make_current_stream_id(self) -> Callable[[], int]:

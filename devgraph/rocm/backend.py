@@ -53,7 +53,6 @@ class RocmBackend(NodeBackend):
         self.attach(Runtime.find())
 
     def attach(self, runtime: Runtime) -> None:
-        """Use the graph calls of ``runtime``."""
         self.use_runtime(runtime)
         self.retired: set[int] = set()
         """Streams that a failed capture left capturing; they are never used again."""
@@ -162,7 +161,6 @@ class RocmBackend(NodeBackend):
             super().join(current, side)
 
     def is_device_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is in the device's memory."""
         return tensor.device.type == self.device_type
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:

@@ -43,7 +43,6 @@ class ValueGates(FlagGates):
 
 
 def queue(runtime: NodeRuntime, stream: int, ops: Sequence[Op]) -> None:
-    """Queue ``ops`` on a stream."""
     for kind, address, value in ops:
         if kind == WRITE:
             runtime.call("StreamWriteValue32", stream, address, value, 0)

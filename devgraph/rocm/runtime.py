@@ -47,7 +47,6 @@ class Version(NamedTuple):
 
     @staticmethod
     def decode(number: int) -> Version:
-        """Decode the result of ``hipRuntimeGetVersion``."""
         return Version(number // 10_000_000, number // 100_000 % 100, number % 100_000)
 
     def __str__(self) -> str:

@@ -191,7 +191,6 @@ class _VerifiedLaunch:
         """Whether a launch has proved that the runtime used the written parameters."""
 
     def launch(self) -> None:
-        """Launch the executable once."""
         self._launch()
         if self.expected is not None:
             self._how.verify(dereference(self._graph), self, self.expected)

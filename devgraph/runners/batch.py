@@ -256,7 +256,6 @@ class HostArgs:
         return values
 
     def _require_all(self, given: Mapping[str, Any]) -> None:
-        """Raise HostArgumentError for a declared argument without a value."""
         missing = sorted(self.declared.keys() - given.keys())
         if missing:
             raise HostArgumentError(

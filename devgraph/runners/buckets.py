@@ -102,7 +102,6 @@ class Buckets(tuple[int, ...]):
 
     @property
     def maximum(self) -> int:
-        """The largest bucket."""
         return self[-1]
 
     def at_least(self, rows: int) -> Iterator[int]:

@@ -88,7 +88,6 @@ class RankOutcome:
 
     @classmethod
     def of_error(cls, error: BaseException) -> RankOutcome:
-        """Return the outcome of a turn that raised ``error``."""
         return cls(Outcome.RAISED, f"raised {type(error).__name__}: {error}")
 
     def encoded(self) -> str:
@@ -465,9 +464,7 @@ class CaptureScheduler:
     def _spent_graph_budget(self) -> Reason | None:
         budget = self._config.graph_budget_bytes
         used = self._step.state_bytes + sum(graph.bytes for graph in self._graphs)
-        if budget is not None and used > budget:
-            return Reason.MEMORY_BUDGET
-        return None
+        return Reason.MEMORY_BUDGET if budget is not None and used > budget else None
 
     def _shortage(self, graph: BucketGraph, error: BaseException) -> str:
         info = self._backend.memory_info()

@@ -202,7 +202,6 @@ def check_mapping(variant: object, error: type[DeviceGraphError] = InputTypeErro
 
 
 def check_values(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
-    """Check the values of a variant."""
     for name, value in options.items():
         if isinstance(value, torch.Tensor) or (isinstance(value, float) and math.isnan(value)):
             raise InputTypeError(

@@ -43,18 +43,15 @@ class EmulatedGraph:
             self._step(**host)
 
     def info(self) -> GraphInfo:
-        """Return the figures of an empty graph."""
         return summed((), state="emulated", capture_seconds=0.0)
 
     def stats(self) -> dict[str, Any]:
-        """Return no counters."""
         return {}
 
     def pin(self, pinned: bool) -> None:
         """Do nothing, because there is no executable."""
 
     def explain(self) -> str:
-        """Return one line of text."""
         return "emulated: the step runs eagerly, over the static buffers"
 
     def close(self) -> None:

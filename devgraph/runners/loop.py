@@ -20,7 +20,6 @@ from devgraph.api.marks.gates import turns
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.decisions import Variant, canonical_variant
-from devgraph.runners.options import check_functions
 from devgraph.runners.outputs import slots_by_leaf
 from devgraph.runners.ranks import several_ranks
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot, Pad, pad_rows
@@ -109,15 +108,10 @@ class Loop:
         *,
         ranks: bool,
     ) -> Callable[[Batch], LoopResult]:
-        """Return a callable that runs all steps.
+        """Return a callable that runs all steps of ``forward``.
 
-        Args:
-            forward: one step.
-            slots: the input slots, including ``LOOP_SLOTS``.
-            outputs: the output slots of one step.
-            ranks: whether other ranks take the same steps.
+        With ``ranks``, other ranks take the same steps.
         """
-        check_functions(forward)
         engine_slots = [slot for slot in slots.values() if slot.real is None]
         layouts: dict[tuple[int, int, Variant], Any] = {}
         """Layout of a step's outputs by requests, tokens and variant of the batch."""

@@ -200,11 +200,6 @@ class Options:
         The environment decides ``debug`` and emulation, and the compatibility rules change the
         configuration as ``facts`` require.
 
-        Args:
-            phase: kind of runner.
-            capacity: size of the runner's largest batch.
-            given: the keywords.
-
         Raises:
             ConfigError: a name is unknown (lists the existing names), a value cannot work, or a
                 choice does not work with ``facts``.

@@ -252,7 +252,6 @@ def _declared(leaf: Any) -> str:
 
 
 def copied(outputs: Any) -> Any:
-    """Return a copy of a step's result."""
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
 
 

@@ -134,15 +134,10 @@ class RunnerStats:
         estimates: Sequence[int],
         **facts: Any,
     ) -> RunnerStats:
-        """Return the snapshot of a runner.
+        """Return the snapshot of a runner; ``facts`` are the remaining fields.
 
-        Args:
-            per_request: whether graphs have request slots.
-            graphs: the graphs of the runner.
-            counters: the counters of the runner.
-            estimates: bytes of the graphs that are not captured, largest first. The last number
-                stands for all smaller graphs. Empty if unknown.
-            **facts: the fields that neither graphs nor counters provide.
+        ``estimates`` are the bytes of graphs that are not captured, largest first. The last number
+        stands for all smaller graphs.
         """
         sizes = estimates or (0,)
         buckets = tuple(
@@ -185,7 +180,6 @@ class RunnerStats:
 
     @property
     def eager_steps(self) -> int:
-        """Number of eager steps, for any reason."""
         return sum(self.eager.values())
 
     @property
@@ -314,12 +308,10 @@ class Page:
             self.sample(name, value)
 
     def sample(self, name: str, value: float, **labels: str) -> None:
-        """Add a sample of the metric ``name``."""
         inner = ",".join(f'{k}="{_escape(v)}"' for k, v in {**self._labels, **labels}.items())
         self._lines.append(f"devgraph_{name}{{{inner}}} {value}")
 
     def text(self) -> str:
-        """Return the page."""
         return "\n".join(self._lines) + "\n"
 
 

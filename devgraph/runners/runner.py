@@ -340,7 +340,6 @@ class Runner:
         decision: Decision | None,
         clone: bool,
     ) -> Any:
-        """Check the batch, decide and run it."""
         self._require_open("run")
         self.buffers.check()
         _require_decision(decision)
@@ -587,10 +586,8 @@ class Runner:
         """Return the tokens per request of a step that can be rolled back, else 0."""
         if not self._keeps_versions:
             return 0
-        requests, tokens = self._steps.measured(inputs)
-        if tokens is None:
-            return int((variant or {}).get("width", 1))
-        return tokens // requests if requests and tokens % requests == 0 else 0
+        shown = self._steps.measured(inputs)
+        return self.graphs.counting.size(*shown, variant or {}).width or 0
 
     # Capture.
 

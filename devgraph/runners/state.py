@@ -153,12 +153,10 @@ class StateStore:
 
     @property
     def memory(self) -> list[StaticBuffers]:
-        """All buffers."""
         return [self.buffers] if self.earlier is None else [self.buffers, self.earlier]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(buffers.nbytes for buffers in self.memory)
 
     @property
@@ -284,7 +282,6 @@ class StateStore:
         return number
 
     def clear(self, slot: int) -> None:
-        """Zero the row of a request slot."""
         self._unassigned.discard(slot)
         self.note([slot], 0)
         for buffer in self.buffers.values():

@@ -231,7 +231,6 @@ class Step:
         return self.call_eagerly(function, tensors, size, self.host.at_capture(size), options)
 
     def replay_pads(self, graph: BucketGraph) -> None:
-        """Replay ``graph`` on pad values."""
         assert graph.captured is not None
         values = StaticBatch(self, graph).prepared()
         self.clock.now += 1
@@ -357,7 +356,6 @@ class StaticBatch:
         return self._step.prepared(self.batch(host), host, size)
 
     def batch(self, host: Mapping[str, Any]) -> Batch:
-        """Return the batch for the step."""
         return self._step.static_batch(self._graph, host)
 
 

@@ -21,5 +21,4 @@ def kit(devgraph_backend: Backend) -> Iterator[Kit]:
 
 @pytest.fixture
 def pool(kit: Kit) -> dg.Pool:
-    """A new pool for each test."""
     return kit.backend.make_pool()

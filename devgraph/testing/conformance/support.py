@@ -41,7 +41,6 @@ def same(got: Any, want: Any, what: str = "the result") -> None:
 
 
 def copied(tree: Any) -> Any:
-    """Return ``tree`` with every tensor cloned."""
     return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
@@ -94,7 +93,6 @@ class Kit:
         return graph, result
 
     def capture(self, fn: Callable[..., Any], *args: Any, **options: Any) -> dg.Captured:
-        """Call ``dg.capture`` with this backend."""
         return dg.capture(fn, *args, backend=self.backend, **options)
 
     def check(
