@@ -181,7 +181,7 @@ class CpuGraph(DeviceGraph):
         with recorder:
             for call in self.calls:
                 span = recorder.begin_span(call.note.label)
-                with entered(RegionScope(call.mark, "full")):
+                with entered(RegionScope(call.mark)):
                     call.run(host[call.mark])
                 recorder.end_span(span)
                 check_topology(call.note, span.entries)

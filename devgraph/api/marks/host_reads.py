@@ -15,12 +15,10 @@ def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -
 
 def host_read_cure() -> str:
     """Return the remedy for a host read inside this capture."""
-    scope = current_scope()
-    if isinstance(scope, RegionScope):
-        where = f"Region {scope.outer.name} is" if scope.outer else "It is"
+    if isinstance(scope := current_scope(), RegionScope):
         return (
-            f"{where} part of the graph under policy {scope.policy!r}: keep the value in a device "
-            f"tensor, or capture with policy='breakable', which runs regions eagerly."
+            f"Region {scope.outer.name} is part of the graph under policy 'full': keep the value "
+            f"in a device tensor, or capture with policy='breakable', which runs regions eagerly."
         )
     return (
         "Read it after the replay, keep it in a device tensor, or move it into a function marked "

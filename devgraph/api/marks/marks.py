@@ -281,19 +281,15 @@ class Mark:
 
 
 class RegionScope(Scope):
-    """The scope inside a captured region, in which marks call their functions directly.
+    """The scope inside a region of a graph, in which marks call their functions directly."""
 
-    The name of the ``policy`` is for messages.
-    """
-
-    def __init__(self, outer: Mark, policy: str, around: Scope | None = None) -> None:
+    def __init__(self, outer: Mark, around: Scope | None = None) -> None:
         self.outer = outer
-        self.policy = policy
         self._around = around
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
-            refuse_no_graph(mark, self.policy, inside=self.outer)
+            refuse_no_graph(mark, f" inside region {self.outer.name}")
         return mark.call_eager(args, kwargs)
 
     def records_gates(self, call: str) -> bool:
@@ -305,12 +301,11 @@ class RegionScope(Scope):
         return self._around is not None and self._around.records_gates(call)
 
 
-def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> None:
+def refuse_no_graph(mark: Mark, where: str = "") -> NoReturn:
     """Raise the error of a ``no_graph`` function under a policy that cannot break."""
-    where = f" inside region {inside.name}" if inside else ""
     raise refused(
         NotCapturableError(
-            f"{mark.name} is marked @dg.no_graph and was called{where} under policy {policy!r}, "
+            f"{mark.name} is marked @dg.no_graph and was called{where} under policy 'full', "
             f"which captures everything in one graph (at {user_line()}). Capture with "
             f"policy='breakable' or 'piecewise', which run it eagerly between segments, or move "
             f"the call out of the step."

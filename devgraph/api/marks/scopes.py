@@ -163,24 +163,23 @@ class GraphScope(Scope):
         self.loops.update(loops=1, loop_nodes=nodes)
 
     def records_gates(self, call: str) -> bool:
-        if self._repeating:
-            self._graph.spoiled = LoopError("gates", f"{call} was called in a loop")
-            raise self._graph.spoiled
+        self._refuse_in_loop("gates", call)
         return True
+
+    def _refuse_in_loop(self, reason: str, call: str) -> None:
+        if self._repeating:
+            self._graph.spoiled = LoopError(reason, f"{call} was called in a loop")
+            raise self._graph.spoiled
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
-            refuse_no_graph(mark, "full")
+            refuse_no_graph(mark)
         names = self._graph.names
         name = contextlib.nullcontext() if names is None else names.named(mark.name)
-        with entered(RegionScope(mark, "full", self)), name:
+        with entered(RegionScope(mark, self)), name:
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
-            if self._repeating:
-                self._graph.spoiled = LoopError(
-                    "region", f"updatable region {mark.name} was called in a loop"
-                )
-                raise self._graph.spoiled
+            self._refuse_in_loop("region", f"updatable region {mark.name}")
             args, kwargs, host = captured_call(
                 mark, args, kwargs, self._graph.spec, self._host_of, accept_equal=self._accept_equal
             )

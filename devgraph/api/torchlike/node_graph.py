@@ -416,7 +416,7 @@ class NodeGraph(TorchGraph):
             capture = runtime.capture_of(stream)
             assert capture is not None
             for mark, calls in itertools.groupby(self.calls, operator.attrgetter("mark")):
-                with entered(RegionScope(mark, "full")):
+                with entered(RegionScope(mark)):
                     for call in calls:
                         self._run_again(call, host[mark])
                         bounds.append(runtime.count(capture[1]))
