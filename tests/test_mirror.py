@@ -64,6 +64,7 @@ ELSEWHERE = {
     "integrations/vllm/layer.py": "integrations/vllm/test_wrappers.py",
     "integrations/vllm/manager.py": "integrations/vllm/test_install.py",
     "npu/graph.py": "npu/test_task_groups.py",
+    "runners/dispatch.py": "runners/test_runner.py",
 }
 """Modules without a test file of their name, with the file that tests them."""
 

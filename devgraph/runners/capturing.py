@@ -38,11 +38,12 @@ from devgraph.api.process import collector
 from devgraph.api.prove import addresses
 from devgraph.api.session import session
 from devgraph.api.snapshots import Snapshot
+from devgraph.runners.checks import GraphChecks
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, EmulatedGraph, Graphs
 from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import Counters, ReplayPace, format_bytes
-from devgraph.runners.step import StaticBatch, Step
+from devgraph.runners.step import BoundSteps, StaticBatch, Step
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,10 @@ class CaptureScheduler:
     def __init__(
         self,
         step: Step,
+        steps: BoundSteps,
         graphs: Graphs,
         counters: Counters,
+        checks: GraphChecks,
         *,
         ranks: RankGroup,
         facts: Mapping[str, Any],
@@ -116,8 +119,10 @@ class CaptureScheduler:
     ) -> None:
         self._share = share
         self._step = step
+        self._steps = steps
         self._graphs = graphs
         self._counters = counters
+        self._checks = checks
         self._ranks = ranks
         self._options = step.options
         self._config = step.options.config
@@ -170,6 +175,16 @@ class CaptureScheduler:
         """Whether enough batches wanted ``graph`` for ``capture="lazy"``."""
         config = self._config
         return config.capture == "lazy" and graph.wants >= config.lazy_hits
+
+    def capture(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
+        """Capture ``graphs``, and check them if the key ``verify`` asks for it."""
+        self._steps.clear()
+        self._step.clock.tick()
+        try:
+            self.round(graphs, profile)
+            self._checks.at_start(graphs)
+        finally:
+            self._steps.clear()
 
     def round(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
         """Capture ``graphs``, which are ordered largest first."""

@@ -124,6 +124,14 @@ class Decision:
         return self.key.bucket if self.key is not None and self.ok else None
 
 
+def require_decision(decision: object) -> None:
+    """Raise InputTypeError unless ``decision`` is one, or None."""
+    if decision is not None and not isinstance(decision, Decision):
+        raise InputTypeError(
+            f"decision must be a decision of can_run or agree, got {brief(decision)}"
+        )
+
+
 _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.DISABLED: (ConfigError, "choose the policy 'full' or 'breakable' for this phase"),
     Reason.OVER_LARGEST_BUCKET: (InputError, "add a bucket of that size or split the batch"),

@@ -17,12 +17,9 @@ from devgraph.api.errors import (
     CapabilityError,
     ConfigError,
     ConfigTypeError,
-    ExecutableError,
     InputError,
-    InputTypeError,
     NestedCaptureError,
     StateError,
-    UpdateError,
     brief,
     whole,
 )
@@ -36,23 +33,17 @@ from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, ByTokens, Phase, spans
 from devgraph.runners.capturing import CaptureScheduler
 from devgraph.runners.checks import GraphChecks
-from devgraph.runners.decisions import (
-    UNLAUNCHED,
-    Decision,
-    Reason,
-    canonical_variant,
-    reason_of,
-    refusal,
-)
+from devgraph.runners.decisions import Decision, Reason, require_decision
+from devgraph.runners.dispatch import Dispatcher
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.options import Options, check_functions
-from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
+from devgraph.runners.outputs import LeaseClock, OutputStore
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size
 from devgraph.runners.state import StateStore
-from devgraph.runners.step import BoundSteps, GraphStep, Step
+from devgraph.runners.step import BoundSteps, Step
 from devgraph.runners.timing import ReplayTimer
 
 logger = logging.getLogger(__name__)
@@ -147,21 +138,24 @@ class Runner:
         self._steps = BoundSteps(self._step, self.graphs)
         self._counters = Counters()
         self._ranks = ranks_of(options.group)
+        self._checks = GraphChecks(self._step, self.graphs, self._counters, self._ranks, implied)
         self._scheduler = CaptureScheduler(
             self._step,
+            self._steps,
             self.graphs,
             self._counters,
+            self._checks,
             ranks=self._ranks,
             facts=_common_facts(self),
             share=lender and lender._scheduler,
         )
-        self._checks = GraphChecks(self._step, self.graphs, self._counters, self._ranks, implied)
+        self._dispatcher = Dispatcher(
+            self._step, self._steps, self.graphs, self._counters, self._scheduler
+        )
         self._process = identity.token
         self._busy: list[Runner] = [] if share is None else share._busy
         """The runner at work, if any, among the runners that share buffers."""
         self._closed = False
-        self._warned = config.capture != "eager"
-        """Whether the warning about a run before ``capture`` is out or does not apply."""
         # Otherwise a size that once ran in a graph needs no further decision, because the table of
         # bound steps is cleared whenever a decision could change.
         self._decide_always = options.weights_epoch is not None
@@ -216,7 +210,7 @@ class Runner:
             InputError: the decision belongs to another runner.
         """
         self._require_open("agree")
-        _require_decision(decision)
+        require_decision(decision)
         if decision and decision.key and self.graphs.get(decision.key) is None:
             raise InputError(
                 f"the decision is for graph {decision.key}, which {self._name} does not have; pass "
@@ -292,19 +286,20 @@ class Runner:
             self._require_outside("run")
             try:
                 self._busy.append(self)
-                slots = None
+                slots: tuple[int, ...] = ()
                 if self.state is not None or state_slots is not None or accepted is not None:
                     inputs, slots = self._with_state(inputs, state_slots, accepted)
                 step = None
                 if decision is None and not self._decide_always and inputs is not None:
                     step = self._steps.find(inputs, variant)
                 if step is None or inputs is None:
-                    out = self._decide(inputs, host_args, variant, decision, clone)
+                    self._require_open("run")
+                    out = self._dispatcher.dispatch(inputs, host_args, variant, decision, clone)
                 else:
                     if self._options.bound:
                         self.buffers.check()
-                    out = self._replay(step, inputs, host_args, clone)
-                if inputs is not None and slots is not None and self.state is not None:
+                    out = self._dispatcher.replay(step, inputs, host_args, clone)
+                if slots and self.state is not None:
                     self.state.note(slots, self._width(inputs, variant))
                 return out
             except Exception as error:
@@ -318,11 +313,11 @@ class Runner:
         inputs: Mapping[str, Any] | None,
         state_slots: Sequence[int] | torch.Tensor | None,
         accepted: Sequence[int | None] | None,
-    ) -> tuple[Any, tuple[int, ...] | None]:
+    ) -> tuple[Any, tuple[int, ...]]:
         """Roll the state of the requests back; return the inputs of the step and their slots."""
         state = self._require_state("run")
         if inputs is None:
-            return None, None
+            return None, ()
         slots = state.admit(state_slots)
         if isinstance(inputs, Mapping):
             inputs = {**inputs, STATE_SLOTS: state.tensor(slots)}
@@ -331,166 +326,6 @@ class Runner:
             self.pool.order()
             state.roll_back(slots, accepted)
         return inputs, slots
-
-    def _decide(
-        self,
-        inputs: Mapping[str, Any] | None,
-        host_args: Mapping[str, Any] | None,
-        variant: Mapping[str, Any] | None,
-        decision: Decision | None,
-        clone: bool,
-    ) -> Any:
-        self._require_open("run")
-        self.buffers.check()
-        _require_decision(decision)
-        if variant is None and decision is not None and decision.key is not None:
-            variant = dict(decision.key.variant)
-        options = self.graphs.asked(variant)
-        if inputs is None:
-            return self._join_agreed_step(decision, options)
-        shown = self._steps.measured(inputs)
-        size = self.graphs.counting.size(*shown, options)
-        agreed = None if decision is None else decision.bucket
-        if decision is None:
-            decision = self.graphs.decide(size, options)
-        elif decision.ok:
-            self.graphs.require_fit(decision, size, options)
-        if decision.reason is Reason.EMPTY_BATCH:
-            if not size.is_empty:
-                raise InputError(
-                    f"the decision is for an empty batch, but the batch has {size.requests} "
-                    f"requests and {size.tokens} tokens; decide for this batch"
-                )
-            return self._handle_empty_batch(options)
-        if self._options.idle_dummy and not decision.ok and size.is_empty:
-            self._join_agreed_step(decision, options)
-            return self._empty(options)
-        if decision.ok:
-            assert decision.key is not None
-            step = self._steps.get(shown, options, agreed, decision.key, size)
-            return self._replay(step, inputs, host_args, clone)
-        if self._config.strict and decision.reason is not Reason.DISABLED:
-            batch = f"{self._name}: {size.requests} requests, {size.tokens} tokens"
-            graph = self.graphs.get(decision.key)
-            raise refusal(decision, batch, graph.detail if graph else None)
-        return self._run_eager(inputs, host_args, size, options, decision, clone)
-
-    def _replay(
-        self,
-        step: GraphStep,
-        inputs: Mapping[str, Any],
-        host_args: Mapping[str, Any] | None,
-        clone: bool,
-    ) -> Any:
-        for check in self._step.checks:
-            check()
-        try:
-            step.run(inputs, host_args)
-        except UNLAUNCHED as error:
-            decision = self._fallback(step.graph, error)
-            inputs, options = step.loaded(inputs), step.graph.options
-            return self._run_eager(inputs, host_args, step.real, options, decision, clone)
-        outputs = step.outputs() if step.tail is None else step.result(host_args)
-        return self._delivered(outputs, clone)
-
-    def _fallback(self, graph: BucketGraph, error: UpdateError | ExecutableError) -> Decision:
-        """Return the eager decision after ``graph`` could not be launched.
-
-        Raises ``error`` if the runner is strict or a part of the step has run.
-        """
-        if self._config.strict or (isinstance(error, ExecutableError) and error.partly):
-            raise error
-        logger.debug("%s: %s", self._name, error)
-        return Decision(reason_of(error), graph.key)
-
-    def _run_eager(
-        self,
-        inputs: Mapping[str, Any],
-        host_args: Mapping[str, Any] | None,
-        size: Size,
-        options: Mapping[str, Any],
-        decision: Decision,
-        clone: bool,
-    ) -> Any:
-        if decision.reason is Reason.NOT_CAPTURED and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s runs eagerly, because its graphs are not captured; call capture() first, or "
-                "configure capture='lazy' to capture buckets while serving",
-                self._name,
-            )
-        outputs = self._step.run_eagerly(inputs, size, host_args, options)
-        self._counters.reasons[decision.reason] += 1
-        graph = self._scheduler.want(decision)
-        if graph is not None:  # Enough batches wanted it.
-            outputs = copied(outputs)  # Warm-up runs may write to their memory.
-            try:
-                self._capture([graph])
-            except Exception:
-                # The step itself succeeded. Its bucket stays eager and keeps the reason.
-                logger.exception("%s: capture of bucket %s failed", self._name, graph.key)
-        return self._delivered(outputs, clone)
-
-    def _delivered(self, outputs: Any, clone: bool) -> Any:
-        """Return the outputs of a step as copies, leases, or as they are."""
-        if clone:
-            return copied(outputs)
-        return lease(outputs, self._step.clock) if self._options.debug else outputs
-
-    def _empty(self, options: Mapping[str, Any]) -> Any:
-        """Return the outputs of a batch without rows."""
-        options = self.graphs.of_pads(options)
-        return self._step.empty_result(options, self.graphs.counting.some(1, options))
-
-    def _handle_empty_batch(self, options: Mapping[str, Any]) -> Any:
-        """Run nothing for an empty batch, or the declared idle dummy; return an empty result."""
-        if not self._options.idle_dummy:
-            self._counters.reasons[Reason.EMPTY_BATCH] += 1
-            return self._empty(options)
-        options = self.graphs.of_pads(options)
-        variant = canonical_variant(options)
-        usable = [graph for graph in self.graphs.captured if graph.key.variant == variant]
-        if usable and not self.graphs.suspended:
-            decision = self.graphs.launchable(Decision(Reason.GRAPH, usable[-1].key))
-        else:
-            decision = Decision(Reason.EMPTY_BATCH)
-        self._run_on_pads(decision, options)
-        return self._empty(options)
-
-    def _join_agreed_step(self, decision: Decision | None, options: Mapping[str, Any]) -> None:
-        """Take part in an agreed step on a rank that has no requests."""
-        options = self.graphs.of_pads(options)
-        if decision is None:
-            raise InputTypeError(
-                "run(None) is for a rank without requests in an agreed step; pass decision=, the "
-                "result of agree(None)"
-            )
-        if decision.ok:
-            self.graphs.require_fit(decision, self.graphs.counting.some(1, options), options)
-        if decision.reason is Reason.EMPTY_BATCH:
-            self._counters.reasons[decision.reason] += 1
-            return
-        if self._config.strict and self.graphs and not decision.ok:
-            # The ranks with requests raise the same error.
-            raise refusal(decision, f"{self._name}: a step of no requests here")
-        self._run_on_pads(decision, options)
-
-    def _run_on_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:
-        """Run a step on pad values only."""
-        self.pool.order()
-        if decision.ok:
-            assert decision.key is not None
-            graph = self.graphs[decision.key]
-            try:
-                self._step.replay_pads(graph)
-            except UNLAUNCHED as error:
-                decision = self._fallback(graph, error)
-            else:
-                self._counters.idle += 1
-                return
-        self._step.clock.tick()
-        self._step.run_pads(self._step.whole, self.graphs.counting.some(1, options), options)
-        self._counters.reasons[decision.reason] += 1
 
     def _require_outside(self, call: str) -> None:
         """Raise StateError inside a step that uses the pool or the buffers of this runner.
@@ -582,7 +417,7 @@ class Runner:
             )
         return self.state
 
-    def _width(self, inputs: Mapping[str, Any], variant: Mapping[str, Any] | None) -> int:
+    def _width(self, inputs: Any, variant: Mapping[str, Any] | None) -> int:
         """Return the tokens per request of a step that can be rolled back, else 0."""
         if not self._keeps_versions:
             return 0
@@ -623,9 +458,8 @@ class Runner:
             self._scheduler.require(profile)
             if not self.graphs.captured:
                 self._step.autocast = None  # Take the settings of the caller.
-            self._warned = True
             if everything or self.captures_first:
-                self._capture(self._scheduler.pending, profile)
+                self._scheduler.capture(self._scheduler.pending, profile)
             else:
                 self._scheduler.learn_together()
 
@@ -652,7 +486,7 @@ class Runner:
             usable = not (self.graphs.suspended or self.pool.recordings.released)
             graph = self._scheduler.elect(ready=ready and usable)
             if graph is not None:
-                self._capture([graph])
+                self._scheduler.capture([graph])
                 return True
             if not self._checks.are_due(ready=ready and usable):
                 return False
@@ -660,15 +494,6 @@ class Runner:
             self._checks.repeat()
             self._steps.clear()
             return True
-
-    def _capture(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
-        self._steps.clear()
-        self._step.clock.tick()
-        try:
-            self._scheduler.round(graphs, profile)
-            self._checks.at_start(graphs)
-        finally:
-            self._steps.clear()
 
     # Lifecycle.
 
@@ -969,10 +794,3 @@ def _pool_with(share: object, pool: Pool | None) -> Pool:
             f"follow each other; leave pool= out"
         )
     return share.pool
-
-
-def _require_decision(decision: object) -> None:
-    if decision is not None and not isinstance(decision, Decision):
-        raise InputTypeError(
-            f"decision must be a decision of can_run or agree, got {brief(decision)}"
-        )
