@@ -378,7 +378,6 @@ class DeviceGraph(abc.ABC):
         self.arguments, self.names = arguments, names
         self.spec = spec or NO_HOST_ARGS
         self._values = dict(self.spec.declared)
-        self._host, self._named = {}, []
         self.spoiled = None
         self._capture_seconds = -time.perf_counter()
         self._state = GraphState.CAPTURING

@@ -324,8 +324,8 @@ class TrainingGraphs:
         return self.fn(*args, **kwargs)
 
     def explain(self) -> str:
-        infos = [graph.info() for graph in (self._forward, self._backward)]
-        return "forward {} nodes, backward {} nodes".format(*[info.nodes for info in infos])
+        forward, backward = (graph.info().nodes for graph in (self._forward, self._backward))
+        return f"forward {forward} nodes, backward {backward} nodes"
 
     def close(self) -> None:
         self._outputs, self._tensors, self._differentiable = None, [], []

@@ -85,11 +85,8 @@ def read_file(path: str | os.PathLike[str]) -> object:
     try:
         name = os.fspath(path)
         text = Path(name).read_text(encoding="utf-8-sig")  # skip a byte order mark
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-    ) as error:  # not UTF-8, a zero byte in the name, or not a name
+    except (OSError, ValueError, TypeError) as error:
+        # The file is not UTF-8, or its name holds a zero byte or is no name.
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
     return (read_json if name.lower().endswith(".json") else _read_yaml)(text, name)
 

@@ -115,10 +115,8 @@ def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str])
     if not over:
         return None
     refines = backend is not None
-    if (sizes.level, refines and own_sizes in state) > (
-        largest.level,
-        refines and own_largest in state,
-    ):
+    strength_of_largest = (largest.level, refines and own_largest in state)
+    if (sizes.level, refines and own_sizes in state) > strength_of_largest:
         notes.append(
             f"{path_of(own_largest)}: the bucket {over[-1]} from {sizes.name} overrides {largest}"
         )

@@ -66,13 +66,7 @@ class Tracked:
         _refuse(self._devgraph_name, f".{attribute} = ...")
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = next(_tracked_in((*args, *(kwargs or {}).values())))
         _refuse(found, f"torch's {getattr(func, '__name__', func)}()")
 
@@ -222,10 +216,8 @@ class HostSpec:
 
         With ``asked``, reads of its type by user code, such as isinstance(), are noted there.
         """
-        declared = self.declared.items()
-        if asked is None:
-            return {name: Tracked(name, value) for name, value in declared}
-        return {name: _Watched(name, value, asked) for name, value in declared}
+        make = Tracked if asked is None else functools.partial(_Watched, asked=asked)
+        return {name: make(name, value) for name, value in self.declared.items()}
 
     def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a value for each declared argument, from ``given`` and the defaults."""
@@ -245,16 +237,12 @@ class HostSpec:
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``given`` after a check of names and types against the declaration."""
-        out = {}
-        for name, value in given.items():
+        for name in given:
             if name not in self.declared:
                 raise HostArgumentError(
                     f"unknown host argument {name!r}. {did_you_mean(name, self.declared)}"
                 )
-            captured = self.declared[name]
-            same = type(value) is type(captured)
-            out[name] = value if same else _same_kind(name, captured, value)
-        return out
+        return {name: _same_kind(name, self.declared[name], given[name]) for name in given}
 
 
 def declared_names(declared: object) -> dict[str, Any]:
@@ -298,6 +286,8 @@ def _signature_defaults(fn: Callable[..., Any], names: Iterable[str]) -> dict[st
 
 def _same_kind(name: str, captured: Any, value: Any) -> Any:
     kind = type(captured)
+    if type(value) is kind:
+        return value
     if kind is int and not isinstance(value, bool):
         try:
             return operator.index(value)
