@@ -1,4 +1,4 @@
-"""Metadata of results without running operations: sizes, strides and dtypes from fake tensors."""
+"""Metadata of results without running operations: sizes, strides and dtypes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from devgraph.cpu.ops import OpPlan
+
+logger = logging.getLogger(__name__)
 
 
 class DataDependentError(Exception):
@@ -119,7 +121,6 @@ class Metadata:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fakes: dict[Layout, torch.Tensor] = {}
         self._known: dict[Any, Any] = {}
 
     @functools.cached_property
@@ -150,13 +151,17 @@ class Metadata:
             with self._lock:
                 if len(self._known) >= self.LIMIT:
                     self._known.clear()
-                    self._fakes.clear()
                 self._known[key] = layouts
         return layouts
 
     def _ask(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.name in _UNFAITHFUL:
             return _try(plan, args, kwargs)
+        if _is_fast(plan):
+            try:
+                return _ask_kernel(plan, args, kwargs)
+            except Exception as error:
+                logger.debug("%s has no result on the device meta: %s", plan.name, error)
         try:
             return self._ask_fakes(plan, args, kwargs)
         except (UnknownMetadataError, RuntimeError) as error:
@@ -183,45 +188,78 @@ class Metadata:
         return False
 
     def _ask_fakes(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        schema = plan.func._schema.arguments
-        positions = {argument.name: at for at, argument in enumerate(schema)}
-        written: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def fake_of(position: int, value: Any) -> Any:
-            if isinstance(value, torch.Generator):
-                return None  # fake tensors refuse a generator of the CPU
-            if position not in plan.writes:
-                return map_tensors(value, self._fake)
-            resizable = plan.func.namespace == "aten" and schema[position].is_out
-
-            def fresh(tensor: torch.Tensor) -> torch.Tensor:
-                # An empty output takes the shape of the result without torch's warning.
-                fake = torch.empty(0, dtype=tensor.dtype) if resizable else _new(Layout.of(tensor))
-                written.append((tensor, fake))
-                return fake
-
-            return map_tensors(value, fresh)
-
         with self._lock, self._mode, _quiet():
-            result = _run(
-                plan.func,
-                [fake_of(at, value) for at, value in enumerate(args)],
-                {name: fake_of(positions[name], value) for name, value in kwargs.items()},
-            )
-        for tensor, fake in written:
-            if tuple(fake.shape) != tuple(tensor.shape):
-                raise UnrecordableError(
-                    f"{plan.name} would resize its output from {tuple(tensor.shape)} to "
-                    f"{tuple(fake.shape)}; memory has fixed addresses in a capture, so give it an "
-                    f"output of the right shape"
-                )
-        return map_tensors(result, lambda fake: _layout(plan, fake))
+            return _infer(plan, args, kwargs, "cpu")
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        layout = Layout.of(tensor)
-        if layout not in self._fakes:
-            self._fakes[layout] = _new(layout)
-        return self._fakes[layout]
+
+_FAST = frozenset(
+    f"aten::{name}"
+    for name in """
+    _fused_rms_norm _log_softmax _scaled_dot_product_flash_attention_for_cpu _softmax _to_copy addmm
+    all amax amin any arange argmax argmin baddbmm bmm cat clone constant_pad_nd copy_ cumsum
+    embedding empty empty_like flip full full_like gather index index_add index_add_ index_copy
+    index_copy_ index_put index_put_ index_select max mean min mm new_empty new_full new_ones
+    new_zeros ones ones_like prod rand rand_like randint randint_like randn randn_like repeat roll
+    scalar_tensor scatter scatter_ scatter_add scatter_add_ select_scatter slice_scatter sort
+    split_with_sizes_copy sum topk tril triu zeros zeros_like
+    """.split()
+)
+"""Operations whose metadata kernel does not ask for the device, apart from pointwise ones."""
+
+
+def _is_fast(plan: OpPlan) -> bool:
+    return plan.name in _FAST or (
+        plan.func.namespace == "aten" and torch.Tag.pointwise in plan.func.tags
+    )
+
+
+def _ask_kernel(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the layouts of the results from the metadata kernel."""
+    if any(argument.name == "device" for argument in plan.func._schema.arguments):
+        if kwargs.get("device", _CPU) not in (None, _CPU):
+            raise OtherDeviceError(kwargs["device"])
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return _infer(plan, args, kwargs, "meta")
+
+
+_CPU = torch.device("cpu")
+
+
+def _infer(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
+    """Return the layouts of the results, from arguments on ``device`` that have no data."""
+    schema = plan.func._schema.arguments
+    positions = {argument.name: at for at, argument in enumerate(schema)}
+    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def stand_in(position: int, value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return None  # which must be of the device
+        resizable = plan.func.namespace == "aten" and schema[position].is_out
+
+        def new(tensor: torch.Tensor) -> torch.Tensor:
+            if position not in plan.writes:
+                return _new(Layout.of(tensor), device)
+            # An empty output takes the shape of the result without torch's warning.
+            layout = Layout((0,), (1,), tensor.dtype) if resizable else Layout.of(tensor)
+            written.append((tensor, _new(layout, device)))
+            return written[-1][1]
+
+        return map_tensors(value, new)
+
+    result = _run(
+        plan.func,
+        [stand_in(at, value) for at, value in enumerate(args)],
+        {name: stand_in(positions[name], value) for name, value in kwargs.items()},
+    )
+    for tensor, other in written:
+        if tuple(other.shape) != tuple(tensor.shape):
+            raise UnrecordableError(
+                f"{plan.name} would resize its output from {tuple(tensor.shape)} to "
+                f"{tuple(other.shape)}; memory has fixed addresses in a capture, so give it an "
+                f"output of the right shape"
+            )
+    return map_tensors(result, functools.partial(_layout, plan, device=device))
 
 
 def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -277,15 +315,15 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-def _new(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="cpu")
+def _new(layout: Layout, device: str = "cpu") -> torch.Tensor:
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=device)
 
 
-def _layout(plan: OpPlan, fake: torch.Tensor) -> Layout:
-    _require_plain(fake, f"{plan.name} returns ")
-    if fake.device.type != "cpu":
-        raise OtherDeviceError(fake.device)
-    return Layout.of(fake)
+def _layout(plan: OpPlan, result: torch.Tensor, device: str = "cpu") -> Layout:
+    _require_plain(result, f"{plan.name} returns ")
+    if result.device.type != device:
+        raise OtherDeviceError(result.device)
+    return Layout.of(result)
 
 
 def _run(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:

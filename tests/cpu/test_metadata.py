@@ -24,12 +24,13 @@ def test_metadata_forgets_at_its_limit() -> None:
     assert len(knowledge.metadata._known) <= 10
 
 
-def test_nothing_is_made_before_the_first_operation() -> None:
-    """Fake tensors import torch's compiler: a second or two that ``devgraph plan`` need not pay."""
+def test_fake_tensors_are_made_for_operations_without_a_fast_kernel() -> None:
     knowledge = CpuBackend().knowledge
+    with Recorder(BlockPool(), knowledge=knowledge):
+        x = torch.ones(3, 3) + 1
     assert "_mode" not in vars(knowledge.metadata)
     with Recorder(BlockPool(), knowledge=knowledge):
-        torch.ones(3) + 1
+        torch.linalg.svd(x)
     assert "_mode" in vars(knowledge.metadata)
 
 
