@@ -206,8 +206,8 @@ class Engine:
         facts = EngineFacts(debug_hooks=has_hooks(model)) if facts is None else facts
         self._facts = attrs.evolve(facts, traceable=False)
         self._named = model if switched_on(DEBUG_VARIABLE) else False
-        asked = self.config.prefill.releasable or self.config.decode.releasable
-        self.pool = own_pool(self.backend, None, releasable=asked)
+        releasable = self.config.prefill.releasable or self.config.decode.releasable
+        self.pool = own_pool(self.backend, None, releasable=releasable)
         self._make_runners(max_requests, max_step_tokens)
 
     def _make_runners(self, max_requests: int, max_step_tokens: int) -> None:
@@ -319,11 +319,11 @@ class Engine:
             raise InputTypeError(f"sampling must be SamplingParams, got {brief(sampling)}")
         stop = frozenset(ids_of("stop_token_ids must be", stop_token_ids))
         ends = {"max_new_tokens": max_new_tokens, "stop": stop, "eos": self._eos}
-        request = self._made(ids, sampling, **ends)
+        request = self._new_request(ids, sampling, **ends)
         self._next_id += 1
         return request
 
-    def _made(self, tokens: list[int], sampling: SamplingParams, **fields: Any) -> Request:
+    def _new_request(self, tokens: list[int], sampling: SamplingParams, **fields: Any) -> Request:
         return Request(
             self._next_id,
             tokens,
@@ -499,7 +499,7 @@ class Engine:
                 f"{handoff.prompt_length} of them in the prompt; it must cache the prompt and all "
                 f"tokens but the last"
             )
-        request = self._made(
+        request = self._new_request(
             tokens,
             handoff.sampling,
             max_new_tokens=handoff.max_new_tokens,

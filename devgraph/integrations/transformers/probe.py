@@ -368,7 +368,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         self.mixers = mixers
         self.own = own
         self.length = 0
-        self.asked = False
+        self.uses_length = False
         """Whether the model asked for the length."""
         self.written: tuple[int, Tensor, Tensor] | None = None
         """Layer, keys and values of the last write."""
@@ -431,7 +431,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         return query_length, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        self.asked = True
+        self.uses_length = True
         return self.length
 
     def _add(self, index: int, heads: int, key: Tensor, value: Tensor, **scoring: Any) -> None:
@@ -606,7 +606,7 @@ def _probe_attention(
         raise _Refused(f"only layers {attending} attend")
     if own is None and probe.written is not None:
         raise _Refused(f"only layers {attending} attend through the registry")
-    if own is None and probe.asked and shapes:
+    if own is None and probe.uses_length and shapes:
         # A cache here holds requests of different lengths, so it has no length.
         other = _AttentionProbe(model, mixers, own=own).run(body, overrides, length=_OTHER_LENGTH)
         if not probe.equals(other):
@@ -623,7 +623,7 @@ def _probe_attention(
         dtype=probe.output.last_hidden_state.dtype,
         device=model.device,
         output_type=type(probe.output),
-        uses_length=probe.asked or own is not None,
+        uses_length=probe.uses_length or own is not None,
         own=own,
         overrides=overrides,
         trace=trace,
