@@ -95,11 +95,11 @@ class Seat:
         shapes, states = engine.model.shape.layers, engine.model.states
         for index, layer in enumerate(cache.layers):
             if index in states.layers:
-                known = type(layer) is type(states.layers[index])
+                is_supported = type(layer) is type(states.layers[index])
             else:
                 unused = index < len(shapes) and shapes[index] is None
-                known = unused or type(layer) in _KEY_LAYERS
-            if not known:
+                is_supported = unused or type(layer) in _KEY_LAYERS
+            if not is_supported:
                 return False
         length = length_of(cache)
         if not length:
@@ -107,7 +107,7 @@ class Seat:
             missing = 0 < len(cache.layers) < len(shapes) or bool(states and not cache.layers)
             return length == 0 and not missing
         return len(cache.layers) == len(shapes) and all(
-            (shape is None or _fits(engine, layer, (batch, shape.kv_heads, shape.key_dim)))
+            (shape is None or _has_rows_like(engine, layer, (batch, shape.kv_heads, shape.key_dim)))
             and (
                 index not in states.layers
                 or [
@@ -133,10 +133,12 @@ class Seat:
                 # must hold numbers.
                 last = self.length - pad
                 first = max(0, last - kept)
-                own = (rows.keys_by_slot[slot], rows.values_by_slot[slot])
-                for by_slot, held in zip(own, (layer.keys[slot], layer.values[slot]), strict=True):
-                    by_slot[:, :first].zero_()
-                    by_slot[:, first:last].copy_(held[:, kept - (last - first) :])
+                targets = (rows.keys_by_slot[slot], rows.values_by_slot[slot])
+                for target, source in zip(
+                    targets, (layer.keys[slot], layer.values[slot]), strict=True
+                ):
+                    target[:, :first].zero_()
+                    target[:, first:last].copy_(source[:, kept - (last - first) :])
 
     def leave(self) -> list[Any]:
         """Give the cache ordinary layers with copies of the rows, and return them."""
@@ -302,7 +304,7 @@ class Seat:
         return steps
 
 
-def _fits(engine: Engine, layer: Any, shape: tuple[int, int, int]) -> bool:
+def _has_rows_like(engine: Engine, layer: Any, shape: tuple[int, int, int]) -> bool:
     keys = layer.keys
     return (
         (*keys.shape[:2], keys.shape[3]) == shape
