@@ -35,6 +35,9 @@ from devgraph.api.trees import leaves_of
 CHECKED = 4
 """Number of tensors that a replay compares by address where it compares identities of all."""
 
+_EACH = 32
+"""Number of named entries of dictionaries that each replay compares. The others take turns."""
+
 AGAIN = "capture again (in a runner: invalidate() and capture())"
 """Remedy for a graph that would use old state."""
 
@@ -201,7 +204,7 @@ class Bound:
         *,
         values: bool = False,
         weights: bool = True,
-        places: Iterable[Entry] = (),
+        places: Sequence[Entry] = (),
     ) -> None:
         self._known = [(what, tensor, _look(tensor)) for what, tensor in named]
         self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
@@ -225,8 +228,15 @@ class Bound:
             for entry in group
             if entry.holder is not None and isinstance(entry.value, kind) and entry.key != "grad"
         ]
-        self._rows = [*_rows(entry for entry in held_entries if _is_row(entry.holder))]
-        others = [entry for entry in held_entries if not _is_row(entry.holder)]
+        self._rows = [
+            *_rows(entry for entry in held_entries if isinstance(entry.holder, list | type))
+        ]
+        pairs = [entry for entry in held_entries if isinstance(entry.holder, dict)]
+        given = max(len(pairs) - len(places), 0) + _EACH
+        self._rows += [_paired(pairs[:given])] if pairs else []
+        later = [_paired(pairs[at : at + _EACH]) for at in range(given, len(pairs), _EACH)]
+        self._turns = itertools.cycle(later) if later else None
+        others = [e for e in held_entries if not isinstance(e.holder, dict | list | type)]
         if cells := [entry for entry in others if isinstance(entry.holder, types.CellType)]:
             holders, contents = zip(*((e.holder, e.value) for e in cells), strict=True)
             self._rows.append((_contents, holders, contents, cells))
@@ -241,7 +251,8 @@ class Bound:
             places = [*map(torch.Tensor.data_ptr, self._placed)]
             if alike is None or places != self._places or not alike(*tensors):
                 self._look_closely()
-        for read, holder, values, row in self._rows:
+        rows = self._rows if self._turns is None else (*self._rows, next(self._turns))
+        for read, holder, values, row in rows:
             try:
                 same = all(map(operator.is_, read(holder), values))
             except (LookupError, ValueError):  # of an empty cell, the latter
@@ -307,13 +318,15 @@ class Bound:
 
 _Row = tuple[Callable[[Any], Iterable[Any]], Any, tuple[Any, ...], list[Entry]]
 """A function that reads the values of entries of one holder in one call, the holder, the values
-of capture, and the entries. The cells of closures are one row, held by their tuple."""
+of capture, and the entries. The cells of closures, and entries of dictionaries, are one row."""
 
 _contents = functools.partial(map, operator.attrgetter("cell_contents"))
+_missing = itertools.repeat(object())
 
 
-def _is_row(holder: Any) -> bool:
-    return isinstance(holder, dict | list | type)
+def _paired(entries: Sequence[Entry]) -> _Row:
+    holders, keys, values = zip(*((e.holder, e.key, e.value) for e in entries), strict=True)
+    return functools.partial(map, dict.get, holders, keys), _missing, values, [*entries]
 
 
 def _rows(entries: Iterable[Entry]) -> Iterator[_Row]:
@@ -324,8 +337,12 @@ def _rows(entries: Iterable[Entry]) -> Iterator[_Row]:
         padded = row * 2 if len(row) == 1 else row  # of one key, itemgetter returns no tuple
         read = operator.itemgetter(*(entry.key for entry in padded))
         holder = row[0].holder
-        space = vars(holder) if isinstance(holder, type) else holder
-        yield read, space, tuple(entry.value for entry in padded), row
+        yield (
+            read,
+            vars(holder) if isinstance(holder, type) else holder,
+            tuple(entry.value for entry in padded),
+            row,
+        )
 
 
 def is_equal(old: Any, new: Any) -> bool:

@@ -95,6 +95,15 @@ class EmptyCaptureError(CaptureError):
     """The capture recorded nothing."""
 
 
+def nothing_done(device: object) -> str:
+    """Return the causes and remedies in the text of EmptyCaptureError."""
+    return (
+        f". Run the step on this backend's device ({device}), inside the with block if there is "
+        f"one. Views of arguments are no work: return a clone() of them. Nor is the work that a "
+        f"generator or a coroutine does after the step returned it."
+    )
+
+
 class UnjoinedStreamError(CaptureError):
     """A side stream was still running when a segment ended."""
 

@@ -38,6 +38,7 @@ from devgraph.api.errors import (
     NestedCaptureError,
     StateError,
     UpdateUnsupportedError,
+    nothing_done,
 )
 from devgraph.api.executable import Call, Executable, Recording, call_weakly, dereference
 from devgraph.api.marks.calls import MarkedCall
@@ -402,8 +403,7 @@ class DeviceGraph(abc.ABC):
         if self.recorded_nothing:
             if not allow_empty:
                 raise EmptyCaptureError(
-                    "the capture recorded no device work. Run the step on this backend's device "
-                    f"({self.backend.device}) and inside the with block."
+                    f"the capture recorded no device work{nothing_done(self.backend.device)}"
                 )
             executable = _NOTHING
         if self.calls:
@@ -435,7 +435,7 @@ class DeviceGraph(abc.ABC):
         self._refuse_spoiled()
         call = MarkedCall(self.pool, mark, args, kwargs, len(self.calls))
         if mark not in self._host:
-            plain = (e for e in Named([(mark.name, mark.fn)]).entries if isinstance(e.value, PLAIN))
+            plain = (e for e in Named([(mark.name, mark.fn)]).places if isinstance(e.value, PLAIN))
             # Lists are mostly records that the region appends to.
             self._named += [entry for entry in plain if not isinstance(entry.holder, list | deque)]
         self._host[mark] = host

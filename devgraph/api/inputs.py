@@ -114,7 +114,7 @@ def write(pairs: Sequence[Pair]) -> None:
     for target, source in pairs:
         first, last = byte_range(source)
         overlaps = any(first < stop and last > start for start, stop in ranges)
-        sources.append(source.clone() if overlaps and source is not target else source)
+        sources.append(_clone(source) if overlaps and source is not target else source)
     for (target, _), source in zip(pairs, sources, strict=True):
         if source is not target:
             _copy(target, source)
@@ -131,6 +131,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if overlaps_itself(unexpanded(target)):
         target, source = _windowed(target), _windowed(source)
     overwrite(target, source)
+
+
+def _clone(source: torch.Tensor) -> torch.Tensor:
+    if overlaps_itself(unexpanded(source)):  # of windows, clone() loses the strides
+        return _windowed(source).clone().as_strided(source.shape, source.stride())
+    return source.clone()
 
 
 def _windowed(windows: torch.Tensor) -> torch.Tensor:

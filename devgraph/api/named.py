@@ -10,7 +10,7 @@ import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 
@@ -56,13 +56,12 @@ class NamedState:
         self._settle(named)
 
     def _places(self, named: Named) -> list[Entry]:
-        every = [*named.entries, *named.objects]
-        return [entry for entry in every if _key(entry) not in self._own]
+        return [entry for entry in named.places if _key(entry) not in self._own]
 
     def _settle(self, named: Named) -> None:
         self.modules, self._held = named.modules, self._places(named)
-        self._keys = {_key(entry) for entry in (*named.entries, *named.objects)}
-        plain = (entry for entry in named.entries if isinstance(entry.value, PLAIN))
+        self._keys = {*map(_key, named.places)}
+        plain = (entry for entry in named.places if isinstance(entry.value, PLAIN))
         self.plain = [entry for entry in plain if _key(entry) not in self._added]
         self._bound = Bound((), {}, values=True, places=self._held)
         held = [entry.value for entry in self._held]
@@ -71,10 +70,13 @@ class NamedState:
         self._sizes = [*map(len, self._sized)]
         contents = ((entry, content_of(entry.value)) for entry in self._held)
         self._contents = [pair for pair in contents if pair[1] is not None]
+        default = Entry("torch.default_generator", None, None, torch.default_generator)
+        seeded = [*self._held, default] if "initial_seed" in named.names else []
+        self._seeds = [(e, e.value.initial_seed()) for e in seeded if _is_generator(e.value)]
         self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= _SMALL]
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self._held or self._seeds)
 
     def check(self) -> None:
         """Raise StateError if a place holds another value than at capture."""
@@ -99,6 +101,9 @@ class NamedState:
         for entry, content in self._contents:
             if content_of(entry.value) != content:
                 _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
+        for entry, seed in self._seeds:
+            if (now := entry.value.initial_seed()) != seed:
+                _refuse(entry, f"has the initial seed {now} and had {seed} at capture")
 
     def constants(self) -> tuple[Any, ...]:
         """Return hashable values of the plain places; StateError if one holds an object."""
@@ -131,7 +136,7 @@ class NamedState:
         }
         if changed or [*map(len, self._sized)] != self._sizes:
             named = self._walk()
-            added = {_key(entry) for entry in (*named.entries, *named.objects)} - self._keys
+            added = {*map(_key, named.places)} - self._keys
             self._added |= added
             self._own |= changed | added
             self._settle(named)
@@ -177,6 +182,10 @@ def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
         f"warm-up and capture changed Python state: {shown}. A replay does not change it, and uses "
         f"the values of capture. Keep such state in tensors, or change it outside the step."
     )
+
+
+def _is_generator(value: Any) -> TypeGuard[torch.Generator]:
+    return isinstance(value, torch.Generator)
 
 
 def _stale(what: str) -> str:

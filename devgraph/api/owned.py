@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
@@ -55,6 +56,7 @@ from devgraph.api.reach import (
     is_context,
     is_iterator,
     rebinding,
+    walk,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import Memory, has_place
@@ -157,6 +159,17 @@ class Owned:
         ]
         return tensors, [*generators.values()]
 
+    def optimizer_state(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that optimizers in reach keep, each with its name."""
+        return [
+            (f"{path}.state[...][{key!r}]", value)
+            for path, optimizer in walk(self.roots, True)
+            if isinstance(optimizer, torch.optim.Optimizer)
+            for held in optimizer.state.values()
+            for key, value in held.items()
+            if isinstance(value, torch.Tensor) and has_place(value)
+        ]
+
     def everything(self) -> list[tuple[str, torch.Tensor]]:
         """Return bound and reached tensors, parameters included, each with its name."""
         return [*self.tensors, *self._bound_tensors, *self.reached()[0]]
@@ -246,8 +259,8 @@ class Owned:
                 continue
             objects = (("self", arg) for arg in args if not isinstance(arg, torch.Tensor))
             named = Named([(mark.name, mark.fn), *objects])
-            names = named.names | {e.path for e in (*named.entries, *named.objects)}
-            names |= {getattr(e.value, "name", "") for e in named.objects if is_context(e.value)}
+            names = named.names | {e.path for e in named.places}
+            names |= {getattr(e.value, "name", "") for e in named.places if is_context(e.value)}
             if not names.isdisjoint(re.findall(r"\w+", path)):
                 raise CaptureError(
                     f"the step sets {path} to {brief(value)} before it calls {mark.name}, and to "
@@ -314,7 +327,7 @@ class Owned:
         named = Named(self.roots, regions=True)
         self._values = {
             (id(entry.holder), entry.key): (entry.value, content_of(entry.value))
-            for entry in (*named.entries, *named.objects)
+            for entry in named.places
         }
         numbers = host_random()
         try:
@@ -446,11 +459,12 @@ def require_place(path: str, tensor: torch.Tensor) -> None:
 
 def refuse_fakes(what: str) -> None:
     """Raise CaptureError where torch traces with tensors that have no memory."""
-    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
+    tracers = (FakeTensorMode, ProxyTorchDispatchMode)
+    if any(isinstance(mode, tracers) for mode in _get_current_dispatch_mode_stack()):
         raise CaptureError(
-            f"cannot {what} under FakeTensorMode, in which tensors have no memory. Leave that mode "
-            f"(torch.compile and torch.export trace in it), or mark the caller so that it is not "
-            f"traced (torch.compiler.disable)."
+            f"cannot {what} under FakeTensorMode, or while make_fx traces: tensors have no memory "
+            f"there. Leave it (torch.compile and torch.export trace in it), or mark the caller so "
+            f"that it is not traced (torch.compiler.disable)."
         )
 
 
@@ -463,8 +477,9 @@ def checks_of(named: NamedState) -> list[Callable[[], None]]:
 class Weights:
     """The parameters and buffers of modules, which assignments replace.
 
-    torch reports every assignment to a module. A replay compares all tensors after one, and else
-    the addresses of a few, so that its cost on a device does not grow with the modules.
+    torch reports every assignment to a module, but not that of None, nor a deletion. A replay
+    compares all tensors after a report, and else the addresses of a few and a part of the entries
+    by turns, so that its cost on a device does not grow with the modules.
 
     Args:
         modules: the modules.
@@ -486,10 +501,17 @@ class Weights:
             for key, tensor in table.items()
         ]
         self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
+        self._take_turns()
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
         self._assignments = _assignments[0]
         self._hooks, self._handles = self._hook_counts(), RemovableHandle.next_id
+
+    def _take_turns(self) -> None:
+        every = (vars(module).get(name) for module in self.modules for name in _TABLES)
+        tables = [table for table in every if isinstance(table, dict) and table]
+        parts = [tables[at : at + _TURN] for at in range(0, len(tables), _TURN)] or [[]]
+        self._turn = itertools.cycle([(part, [*map(dict, part)]) for part in parts]).__next__
 
     def _hook_counts(self) -> list[int]:
         tables = (_global_forward_hooks, _global_forward_pre_hooks)
@@ -506,8 +528,14 @@ class Weights:
         After an assignment to any module, or a new hook of any kind, the answer is False until
         ``check`` has passed.
         """
+        tables, held = self._turn()
+        try:
+            same = tables == held
+        except RuntimeError:  # of tensors with several elements
+            same = False
         return (
-            self._assignments == _assignments[0]
+            same
+            and self._assignments == _assignments[0]
             and self._handles == RemovableHandle.next_id
             and self._memory.is_kept()
         )
@@ -527,7 +555,8 @@ class Weights:
         if self._hook_counts() != self._hooks:
             raise StateError(_OTHER_HOOKS)
         self._assignments, self._handles = assignments, handles
-        if not self.hold():
+        self._take_turns()
+        if not self._memory.is_kept():
             self._refuse("a parameter or buffer")
 
     def check_all(self) -> None:
@@ -550,6 +579,10 @@ class Weights:
             f"{_AGAIN}"
         )
 
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_TURN = 8
+"""Number of such tables of modules that one replay compares."""
 
 _AGAIN = (
     "than at capture: the graph would use the old one. Write new data into it with copy_() (as "

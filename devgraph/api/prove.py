@@ -674,7 +674,8 @@ class _Prover:
         self._renewed = [(name, leaf) for name, leaf in now if name in self.replaced]
         arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
         reached, generators = owned.reached()
-        self._state = [*reached, *arguments]  # of two names of a tensor, the last counts
+        # Of two names of a tensor, the last counts.
+        self._state = [*owned.optimizer_state(), *reached, *arguments]
         given = sum(leaf.nbytes for _, leaf in self._inputs)
         self.state = State(job.backend, self._state, owned.roots, generators, limit=limit + given)
 

@@ -34,6 +34,10 @@ _MOST = 4000
 _MOST_NAMED = 300
 """Objects that a search for named places looks into."""
 
+_MOST_SPACES = 32
+"""Mappings that a search compares, if they are those of children of containers of modules."""
+
+_MODULES = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _DEEPEST = 8
 PLAIN = (bool, int, float, complex, str, type(None))
 _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -88,7 +92,7 @@ def tree_entries(path: str, node: Any) -> Iterator[Entry]:
         keys = [name for name in names if hasattr(node, name)]
         held = getattr(node, "__dict__", {})
         holder = held if all(name in held for name in keys) else node  # slots and properties
-    elif not isinstance(node, list):
+    elif not isinstance(node, list | deque):
         holder = None
     for key, (suffix, child) in zip(keys, children, strict=True):
         if children_of(child) is not None:
@@ -101,12 +105,12 @@ def tree_entries(path: str, node: Any) -> Iterator[Entry]:
 
 
 def containers(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the lists and mappings in trees, each behind its path."""
+    """Yield the lists, queues and mappings in trees, each behind its path."""
     for path, node in roots:
         children = children_of(node)
         if children is None:
             continue
-        if isinstance(node, list | Mapping):
+        if isinstance(node, list | deque | Mapping):
             yield path, node
         yield from containers((path + suffix, child) for suffix, child in children)
 
@@ -116,7 +120,7 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
 
     Gradients of tensors are such places.
     """
-    for path, value in _walk(roots, weights):
+    for path, value in walk(roots, weights):
         for entry in _members(path, value, weights):
             if isinstance(entry.value, (torch.Tensor, torch.Generator, *PLAIN)):
                 yield entry
@@ -125,7 +129,7 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
                     yield Entry(f"{entry.path}.grad", entry.value, "grad", gradient)
 
 
-def _walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str, Any]]:
+def walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str, Any]]:
     """Yield every object below ``roots`` that can hold others, each once."""
     todo = deque((name, value, 0) for name, value in roots)
     seen: set[int] = set()
@@ -460,11 +464,11 @@ class Named:
             of regions with host arguments or a context runs again for new values.
 
     Attributes:
-        entries: places that hold a tensor or a plain value.
-        objects: places that hold something else, except modules of Python and of libraries.
+        places: places that hold anything but modules of Python and of libraries. Those below the
+            children of containers of modules (``torch.nn.Sequential``, ...) come last.
         spaces: mappings, and the attributes of modules and of objects of the user.
         whole: the mappings that are read without named keys.
-        modules: modules in such places.
+        modules: modules in such places, without the children of containers of modules.
         names: the names that the step uses.
     """
 
@@ -479,8 +483,7 @@ class Named:
         count = -1
         while count < len(self.names):  # a name can lead to a function with more names
             count = len(self.names)
-            self.entries: list[Entry] = []
-            self.objects: list[Entry] = []
+            self.places: list[Entry] = []
             self.spaces: list[dict[Any, Any]] = []
             self.whole: list[dict[Any, Any]] = []
             self.modules: list[torch.nn.Module] = []
@@ -489,14 +492,17 @@ class Named:
     def _walk(self, todo: deque[tuple[str, Any]]) -> None:
         seen: set[int] = set()
         places = set[tuple[int, Any]]()
-        while todo and len(seen) < _MOST_NAMED:
-            path, value = todo.popleft()
+        children = deque[tuple[str, Any]]()
+        is_first = True
+        while (todo or children) and len(seen) < _MOST_NAMED:
+            is_first = is_first and bool(todo)
+            path, value = (todo or children).popleft()
             if id(value) in seen:
                 continue
             seen.add(id(value))
             is_open = isinstance(value, torch.nn.Module) or has_state(value)
             space = getattr(value, "__dict__", None) if is_open else value
-            if isinstance(space, dict):
+            if isinstance(space, dict) and (is_first or len(self.spaces) < _MOST_SPACES):
                 self.spaces.append(space)
             for entry in self._below(path, value):
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
@@ -505,12 +511,13 @@ class Named:
                 place = id(entry.holder), entry.key
                 if entry.holder is not None and place not in places and entry.now() is entry.value:
                     places.add(place)
-                    (self.entries if is_leaf else self.objects).append(entry)
+                    self.places.append(entry)
                 if is_leaf:
                     continue
-                if isinstance(entry.value, torch.nn.Module):
+                is_child = isinstance(entry.value, torch.nn.Module) and isinstance(value, _MODULES)
+                if is_first and not is_child and isinstance(entry.value, torch.nn.Module):
                     self.modules.append(entry.value)
-                todo.append((entry.path, entry.value))
+                (children if is_child else todo).append((entry.path, entry.value))
 
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
@@ -544,6 +551,9 @@ class Named:
         if isinstance(value, type):
             yield from self._of_class(value)
             return
+        if isinstance(value, _MODULES):
+            for name, child in value._modules.items():
+                yield Entry(f"{path}.{name}", None, None, child)
         is_whole = is_function or self._reads_all(path, value)
         for entry in _members(path, value, False):
             if isinstance(entry.value, type) and entry.holder is None and not is_function:
@@ -693,7 +703,7 @@ class Watch:
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
         self._places: list[_Place] = []
-        for path, value in _walk(roots, True):
+        for path, value in walk(roots, True):
             self._places += _places(path, value, True)
             if gradients:
                 leaves = (e for e in _members(path, value, True) if _has_gradient(e.value))

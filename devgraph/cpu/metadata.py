@@ -91,7 +91,8 @@ def _require_plain(tensor: torch.Tensor, subject: str = "") -> None:
     kind = "quantized" if tensor.is_quantized else tensor.layout
     kind = "nested" if tensor.is_nested else kind
     raise UnrecordableError(
-        f"{subject}a {kind} tensor, and a graph needs tensors with plain memory at fixed addresses"
+        f"{subject}a {kind} tensor, and a graph needs tensors with plain memory at fixed "
+        f"addresses. Do its work in a function marked @dg.no_graph, or use a plain, dense tensor"
     )
 
 

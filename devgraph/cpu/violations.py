@@ -101,6 +101,7 @@ HOST_READS: dict[Any, str] = {
     torch.Tensor.map2_: ".map2_()",
     torch.Tensor.to: ".to('cpu')",
     torch.Tensor.tensor_split: ".tensor_split() at indices of a tensor",
+    torch._sobol_engine_draw: "SobolEngine.draw()",
     torch.tensor_split: "torch.tensor_split() at indices of a tensor",
 }
 

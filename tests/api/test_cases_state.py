@@ -14,6 +14,7 @@ import attrs
 import numpy
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import devgraph as dg
@@ -911,3 +912,86 @@ def test_numbers_of_the_users_own_generators_are_named_in_a_warning(
     name = {"python": "own", "numpy": "drawn", "generator": "counting.position"}[kind]
     with pytest.warns(dg.DeviceGraphWarning, match=f"changed Python state: .*{name} from"):
         cap(steps[kind], kit.tensor(3))
+
+
+# Changes that torch does not report.
+
+
+@pytest.mark.parametrize("change", ["none", "removed", "mode", "number"])
+def test_change_of_a_module_that_torch_does_not_report_is_refused(
+    kit: Kit, cap: Cap, change: str
+) -> None:
+    """FAULTS 46."""
+    device = kit.backend.device
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.0))
+    model = torch.nn.Sequential(inner, torch.nn.ReLU()).to(device).requires_grad_(False)
+    x = kit.tensor(3, 4)
+    captured = cap(model, x)
+    kit.same(captured.replay(), model(x))
+    if change == "none":
+        inner[0].bias = None
+    elif change == "removed":
+        del inner[0].bias
+        inner[0].register_parameter("bias", None)
+    elif change == "mode":
+        inner[1].eval()
+    else:
+        inner[1].p = 1.0
+    with pytest.raises(dg.StateError):
+        captured.replay()
+
+
+def test_queue_among_the_arguments_that_grows_is_refused(kit: Kit, cap: Cap) -> None:
+    """FAULTS 45."""
+    window = deque([kit.tensor(3), kit.tensor(3, seed=1)])
+    captured = cap(lambda items: sum(items) * 2, window)
+    kit.same(captured.replay(), sum(window) * 2)
+    window.append(kit.tensor(3, seed=2))
+    with pytest.raises(dg.DeviceGraphError):
+        captured.replay()
+
+
+def test_seed_that_the_step_reads_is_compared(kit: Kit, cap: Cap) -> None:
+    """FAULTS 47."""
+    x, before = kit.tensor(3), torch.get_rng_state()
+    torch.manual_seed(3)
+    captured = cap(lambda x: x * torch.initial_seed(), x)
+    kit.same(captured.replay(), x * 3)
+    torch.manual_seed(4)
+    with pytest.raises(dg.StateError, match="initial seed 4 and had 3"):
+        captured.replay()
+    torch.set_rng_state(before)
+
+
+def test_capture_while_make_fx_traces_is_refused(kit: Kit, cap: Cap) -> None:
+    x = kit.tensor(3)
+    with pytest.raises(dg.CaptureError, match="make_fx"):
+        make_fx(lambda x: cap(lambda y: y * 2, x).replay())(x)
+
+
+def test_windows_that_overlap_the_static_memory_are_copied_whole(kit: Kit, cap: Cap) -> None:
+    series = kit.tensor(8)
+    captured = cap(lambda w: w.sum(1), series[:6].unfold(0, 3, 1))
+    later = series[2:].unfold(0, 3, 1)
+    want = later.sum(1)
+    kit.same(captured.replay(later), want)
+
+
+def test_proof_restores_the_state_of_an_optimizer(kit: Kit, cap: Cap) -> None:
+    model = torch.nn.Linear(3, 3).to(kit.backend.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = kit.tensor(2, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step(x)
+    captured = cap(step, x)
+    held = [state["momentum_buffer"] for state in optimizer.state.values()]
+    before = [tensor.clone() for tensor in held]
+    captured.prove(cases=2)
+    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))

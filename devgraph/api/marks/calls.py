@@ -111,7 +111,7 @@ class _GradientStop(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
+    def forward(ctx: Any, name: str, result: torch.Tensor, *anchors: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(result)
         ctx.name = name
         return result
@@ -222,9 +222,11 @@ class MarkedCall:
             for index, copy in zip(members, copies, strict=True):
                 self._known[index] = copy.detach()  # autograd would record each run
             if torch.is_grad_enabled() and any(r.requires_grad for r in results):
-                anchor = torch.empty((), requires_grad=True, device="cpu")
+                # Arguments too: grad() runs only the nodes between its outputs and its inputs.
+                anchors = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+                anchors.append(torch.empty((), requires_grad=True, device="cpu"))
                 copies = [
-                    _GradientStop.apply(copy, anchor, self.mark.name)  # type: ignore[no-untyped-call]
+                    _GradientStop.apply(self.mark.name, copy, *anchors)  # type: ignore[no-untyped-call]
                     if result.requires_grad and not copy.requires_grad
                     else copy
                     for copy, result in zip(copies, results, strict=True)

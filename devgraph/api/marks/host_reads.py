@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 from devgraph.api.errors import HostReadError
 from devgraph.api.marks.marks import RegionScope, current_scope, refused
-from devgraph.api.marks.source import SourceLine, user_line
+from devgraph.api.marks.source import SourceLine, is_machinery, user_line
 
 
 def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -> HostReadError:
@@ -20,7 +23,24 @@ def host_read_cure() -> str:
             f"Region {scope.outer.name} is part of the graph under policy 'full': keep the value "
             f"in a device tensor, or capture with policy='breakable', which runs regions eagerly."
         )
-    return (
+    return _cure_for_torch() + (
         "Read it after the replay, keep it in a device tensor, or move it into a function marked "
         "@dg.region or @dg.no_graph and capture with policy='breakable'."
     )
+
+
+_CURES = {
+    "torch.distributions": "Pass validate_args=False to the distribution. Otherwise: ",
+    "torch.optim": "Pass capturable=True to the optimizer, if it has that. Otherwise: ",
+}
+"""Remedies for host reads by modules of torch."""
+
+
+def _cure_for_torch() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_machinery(frame):
+        module = ".".join(frame.f_globals.get("__name__", "").split(".")[:2])
+        if module in _CURES:
+            return _CURES[module]
+        frame = frame.f_back
+    return ""

@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from devgraph.api.device import raise_if_lost
-from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, note
+from devgraph.api.errors import (
+    CaptureError,
+    EmptyCaptureError,
+    ExecutableError,
+    note,
+    nothing_done,
+)
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.gates import open_recorded
@@ -219,8 +225,8 @@ def capture_segments(
             scope.run_finished()
         if not scope.segments:
             raise EmptyCaptureError(
-                "the capture recorded no device work and no eager segment. Run the step on "
-                f"this backend's device ({job.backend.device})."
+                "the capture recorded no device work and no eager segment"
+                + nothing_done(job.backend.device)
             )
     plan = BreakablePlan(scope.segments, job.pool, scope.host, check=job.check)
     plan.outputs = outputs
