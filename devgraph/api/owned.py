@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
@@ -26,10 +25,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from devgraph.api.backend import Backend
@@ -459,8 +455,8 @@ def require_place(path: str, tensor: torch.Tensor) -> None:
 
 def refuse_fakes(what: str) -> None:
     """Raise CaptureError where torch traces with tensors that have no memory."""
-    tracers = (FakeTensorMode, ProxyTorchDispatchMode)
-    if any(isinstance(mode, tracers) for mode in _get_current_dispatch_mode_stack()):
+    keys = torch._C._TorchDispatchModeKey
+    if any(torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY)):
         raise CaptureError(
             f"cannot {what} under FakeTensorMode, or while make_fx traces: tensors have no memory "
             f"there. Leave it (torch.compile and torch.export trace in it), or mark the caller so "

@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook
 
 import devgraph as dg
 from devgraph.api.backend import poison
@@ -1280,11 +1281,18 @@ def test_hook_that_was_added_after_a_capture_runs(compiler: str):
 
     with torch.no_grad():
         check()
-        for factor in (3, 5):
-            hook = model.linear.register_forward_hook(lambda *call, f=factor: call[2] * f)
+        for module in (model.linear, model):
+            for factor in (3, 5):
+                hook = module.register_forward_hook(lambda *call, f=factor: call[2] * f)
+                check()
+                hook.remove()
+            hook = module.register_forward_pre_hook(lambda module, given: (given[0] * 7,))
             check()
             hook.remove()
-        hook = model.linear.register_forward_pre_hook(lambda module, given: (given[0] * 7,))
-        check()
-        hook.remove()
+        hook = register_module_forward_hook(lambda *call: call[2] * 2)
+        try:
+            with pytest.raises(dg.CaptureError, match="hooks are registered for the forward"):
+                check()
+        finally:
+            hook.remove()
         check()

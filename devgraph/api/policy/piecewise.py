@@ -33,6 +33,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as shape_config
 from torch.fx.passes.split_module import split_module
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import (
@@ -582,7 +583,8 @@ class _CompiledStep:
                 "of torch.jit. Hand over the function or module that was scripted, or capture with "
                 "policy='full' or policy='breakable'."
             )
-        fn = _around(job.fn) if hasattr(job.fn, "__devgraph_mark__") else job.fn
+        is_wrapped = hasattr(job.fn, "__devgraph_mark__") or _has_hooks(job.fn)
+        fn = _around(job.fn) if is_wrapped else job.fn
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
     def __call__(self) -> Any:
@@ -743,8 +745,23 @@ def _hooks_of(step: Any) -> tuple[Any, ...]:
     )
 
 
+def _has_hooks(step: Any) -> bool:
+    """Whether calls of a module run hooks, which the tracer leaves out for the outermost module."""
+    return isinstance(step, torch.nn.Module) and bool(
+        step._forward_pre_hooks or step._forward_hooks
+    )
+
+
 def _refuse_compiled(step: Callable[..., Any]) -> None:
-    """Raise CaptureError for a result of torch.compile, whose own trace meets the marks."""
+    """Raise CaptureError for a result of torch.compile, whose own trace meets the marks.
+
+    Hooks of all modules are refused too, because the tracer leaves them out.
+    """
+    if _global_forward_pre_hooks or _global_forward_hooks:
+        raise CaptureError(
+            "hooks are registered for the forward of all modules, and torch.compile leaves them "
+            "out. Register them on the modules that need them, or use policy='breakable'."
+        )
     wrapped = getattr(step, "_torchdynamo_orig_callable", None) is not None
     disabled = getattr(step, "_torchdynamo_disable", False)
     in_place = isinstance(step, torch.nn.Module) and step._compiled_call_impl is not None
