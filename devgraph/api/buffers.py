@@ -228,19 +228,17 @@ class Bound:
             for entry in group
             if entry.holder is not None and isinstance(entry.value, kind) and entry.key != "grad"
         ]
-        self._rows = [
-            *_rows(entry for entry in held_entries if isinstance(entry.holder, list | type))
-        ]
-        pairs = [entry for entry in held_entries if isinstance(entry.holder, dict)]
-        given = max(len(pairs) - len(places), 0) + _EACH
-        self._rows += [_paired(pairs[:given])] if pairs else []
-        later = [_paired(pairs[at : at + _EACH]) for at in range(given, len(pairs), _EACH)]
+        kinds = (dict, list | type, types.CellType)
+        pairs, keyed, cells = ([e for e in held_entries if isinstance(e.holder, k)] for k in kinds)
+        self._others = [e for e in held_entries if not isinstance(e.holder, kinds)]
+        self._rows = [*_rows(keyed)]
+        first = _EACH if places else len(pairs)
+        self._rows += [_paired(pairs[:first])] if pairs else []
+        later = [_paired(pairs[at : at + _EACH]) for at in range(first, len(pairs), _EACH)]
         self._turns = itertools.cycle(later) if later else None
-        others = [e for e in held_entries if not isinstance(e.holder, dict | list | type)]
-        if cells := [entry for entry in others if isinstance(entry.holder, types.CellType)]:
+        if cells:
             holders, contents = zip(*((e.holder, e.value) for e in cells), strict=True)
             self._rows.append((_contents, holders, contents, cells))
-        self._others = [e for e in others if not isinstance(e.holder, types.CellType)]
         self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
 
     def check(self) -> None:
@@ -337,12 +335,8 @@ def _rows(entries: Iterable[Entry]) -> Iterator[_Row]:
         padded = row * 2 if len(row) == 1 else row  # of one key, itemgetter returns no tuple
         read = operator.itemgetter(*(entry.key for entry in padded))
         holder = row[0].holder
-        yield (
-            read,
-            vars(holder) if isinstance(holder, type) else holder,
-            tuple(entry.value for entry in padded),
-            row,
-        )
+        space = vars(holder) if isinstance(holder, type) else holder
+        yield read, space, tuple(entry.value for entry in padded), row
 
 
 def is_equal(old: Any, new: Any) -> bool:

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 TIMEOUT_VARIABLE = "DEVGRAPH_GATE_TIMEOUT"
 """Environment variable with the seconds of ``gate_timeout`` if nothing else gives them."""
 
+_MOST_ERRORS = 64
+"""Number of invalid replays that are remembered for ``Gate.wait``."""
+
 Fence = Callable[[], bool]
 """Whether the work before an ``open_after`` has finished."""
 
@@ -557,8 +560,9 @@ class Gates(Mapping[str, Gate]):
         Raises:
             GateTimeoutError: the outputs of that replay are invalid.
         """
-        error, self._unseen = self._unseen, None
-        if error is not None:
+        if self._unseen is not None:
+            with self._state:  # The watch may add the error of another launch.
+                error, self._unseen = self._unseen, None
             raise error
 
     def _expire(self, launch: _Launch, place: int) -> GateTimeoutError:
@@ -571,7 +575,7 @@ class Gates(Mapping[str, Gate]):
             f"gates[{name!r}].open(), or allow more time with gate_timeout= or {TIMEOUT_VARIABLE}."
         )
         self._errors[launch.number] = self.untold = error
-        if len(self._errors) > 64:
+        if len(self._errors) > _MOST_ERRORS:
             del self._errors[next(iter(self._errors))]
         logger.error("%s", error)
         return error

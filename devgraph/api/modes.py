@@ -23,6 +23,10 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 Autocast = tuple[tuple[str, torch.dtype], ...]
 """Device type and dtype of each enabled autocast."""
 
+tracer = torch._C._get_dispatch_mode
+"""Returns the mode of torch that traces on this thread with tensors without memory, or None."""
+FAKE, PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+
 
 class Modes(NamedTuple):
     """The modes that a compiled piece of a step can switch."""

@@ -10,7 +10,7 @@ import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 import torch
 
@@ -72,7 +72,8 @@ class NamedState:
         self._contents = [pair for pair in contents if pair[1] is not None]
         default = Entry("torch.default_generator", None, None, torch.default_generator)
         seeded = [*self._held, default] if "initial_seed" in named.names else []
-        self._seeds = [(e, e.value.initial_seed()) for e in seeded if _is_generator(e.value)]
+        generators = [entry for entry in seeded if isinstance(entry.value, torch.Generator)]
+        self._seeds = [(entry, entry.value.initial_seed()) for entry in generators]
         self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= _SMALL]
 
     def __bool__(self) -> bool:
@@ -182,10 +183,6 @@ def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
         f"warm-up and capture changed Python state: {shown}. A replay does not change it, and uses "
         f"the values of capture. Keep such state in tensors, or change it outside the step."
     )
-
-
-def _is_generator(value: Any) -> TypeGuard[torch.Generator]:
-    return isinstance(value, torch.Generator)
 
 
 def _stale(what: str) -> str:

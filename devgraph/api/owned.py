@@ -40,6 +40,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
+from devgraph.api.modes import FAKE, PROXY, tracer
 from devgraph.api.named import NamedState, content_of, text_of_changes
 from devgraph.api.reach import (
     PLAIN,
@@ -455,8 +456,7 @@ def require_place(path: str, tensor: torch.Tensor) -> None:
 
 def refuse_fakes(what: str) -> None:
     """Raise CaptureError where torch traces with tensors that have no memory."""
-    keys = torch._C._TorchDispatchModeKey
-    if any(torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY)):
+    if any(tracer(key) is not None for key in (FAKE, PROXY)):
         raise CaptureError(
             f"cannot {what} under FakeTensorMode, or while make_fx traces: tensors have no memory "
             f"there. Leave it (torch.compile and torch.export trace in it), or mark the caller so "

@@ -81,6 +81,8 @@ class StaticInputs:
         if len(targets) == 1:
             [index], copy_one = indices, targets[0].copy_
             return lambda tensors: copy_one(tensors[index])
+        if indices == [*range(len(self.tensors))]:
+            return lambda tensors: copy(targets, tensors)  # type: ignore[arg-type]
         return lambda tensors: copy(targets, [tensors[index] for index in indices])
 
     def _copy_each(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -193,6 +193,8 @@ class Metadata:
             return _infer(plan, args, kwargs, "cpu")
 
 
+_CPU = torch.device("cpu")
+
 _FAST = frozenset(
     f"aten::{name}"
     for name in """
@@ -222,9 +224,6 @@ def _ask_kernel(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         kwargs = {**kwargs, "device": torch.device("meta")}
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         return _infer(plan, args, kwargs, "meta")
-
-
-_CPU = torch.device("cpu")
 
 
 def _infer(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:

@@ -21,10 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import CaptureError
 from devgraph.api.marks.source import user_line
-from devgraph.api.modes import STACKS, Stack
-
-_mode_of = torch._C._get_dispatch_mode
-_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+from devgraph.api.modes import FAKE, PROXY, STACKS, Stack, tracer
 
 Report = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Takes a call, its arguments and its keyword arguments, and returns the result of the call."""
@@ -104,9 +101,9 @@ class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-ca
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_over or _mode_of(_FAKE) is not None:  # a tracer, whose tensors have no memory
+        if self.is_over or tracer(FAKE) is not None:  # a tracer, whose tensors have no memory
             return func(*args, **kwargs)
-        if _mode_of(_PROXY) is not None:
+        if tracer(PROXY) is not None:
             raise CaptureError(
                 f"the step traces a function, at {user_line()}, and a capture cannot record work "
                 f"that a tracer records. Trace before the capture (make_fx, torch.func.linearize), "

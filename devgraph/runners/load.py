@@ -81,8 +81,9 @@ class CopyPlan:
         self._groups: list[_Group] = []
         self._fills: list[tuple[torch.Tensor, Scalar]] = []
         """Padding without a template, and its value."""
-        self._repeats: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Padding that repeats a row, and the row."""
+        self._repeats: list[torch.Tensor] = []
+        """Padding that repeats the last real row; ``_repeated`` has that row for each."""
+        self._repeated: list[torch.Tensor] = []
         for dtype, group in itertools.groupby(slots, copy_dtype):
             self._add_group(list(group), dtype)
 
@@ -105,7 +106,9 @@ class CopyPlan:
                     parts.append(part)
                     pads.append(template[: part.numel()].view(part.shape))
                 elif pad.kind == "last" and slot.axis is not None and rows:
-                    self._repeats.append((raw(part), raw(head.narrow(slot.axis, rows - 1, 1))))
+                    row = head.narrow(slot.axis, rows - 1, 1)
+                    self._repeats.append(raw(part))
+                    self._repeated.append(raw(row).expand(part.shape))
                 else:
                     self._fills.append((raw(part), raw_value(pad.value, part.dtype)))
         targets = [_as(tensor, dtype) for tensor in (*heads, *parts)]
@@ -147,8 +150,8 @@ class CopyPlan:
             torch._foreach_copy_(group.targets, sources[group.first : group.last] + group.pads)
         for part, value in self._fills:
             part.fill_(value)
-        for part, row in self._repeats:
-            part.copy_(row)
+        if self._repeats:  # after the copies of their rows
+            torch._foreach_copy_(self._repeats, self._repeated)
 
     def _recognised(self, inputs: Mapping[str, Any]) -> Values | None:
         """Return the inputs in the order of the copies if they need no closer check.

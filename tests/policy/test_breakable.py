@@ -434,3 +434,15 @@ def test_backward_pass_through_a_result_at_a_fixed_address_is_refused(policy: st
     x, w = torch.randn(3), torch.randn(3, requires_grad=True)
     with pytest.raises(dg.CaptureError, match="a backward pass reached the result of"):
         dg.capture(step, x, w, policy=policy, backend="cpu", host_args={"n": 2})
+
+
+def test_eager_segment_of_a_closed_capture_is_refused():
+    @dg.no_graph
+    def logged(x):
+        return x + 1
+
+    captured = dg.capture(lambda x: logged(x * 2) * 3, torch.ones(2), policy="breakable")
+    [segment] = [s for s in captured.segments if not isinstance(s, dg.DeviceGraph)]
+    captured.close()
+    with pytest.raises(dg.StateError, match="was reset; capture again"):
+        segment.replay()

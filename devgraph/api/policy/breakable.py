@@ -10,6 +10,7 @@ from devgraph.api.errors import (
     CaptureError,
     EmptyCaptureError,
     ExecutableError,
+    StateError,
     note,
     nothing_done,
 )
@@ -31,20 +32,25 @@ class EagerSegment:
 
     def __init__(self, call: MarkedCall, host: dict[str, Any]) -> None:
         self.mark = call.mark
-        self.call = call
+        self.call: MarkedCall | None = call
         self._host = host
 
     def replay(self) -> None:
         """Run the body once; see ``MarkedCall.run``."""
-        self.call.run(self._host)
+        self._held().run(self._host)
 
     def bound(self, stream: int | None = None) -> Callable[[], Any]:
         """Return ``replay`` as a callable for the current modes of torch, on any stream."""
-        return self.call.bound_run(self._host)
+        return self._held().bound_run(self._host)
 
     def reset(self) -> None:
         """Drop all tensors."""
-        vars(self).pop("call", None)
+        self.call = None
+
+    def _held(self) -> MarkedCall:
+        if self.call is None:
+            raise StateError(f"the eager segment of {self.mark.name} was reset; capture again")
+        return self.call
 
     def __repr__(self) -> str:
         return f"<eager {self.mark.name}>"

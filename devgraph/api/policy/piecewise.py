@@ -697,6 +697,7 @@ class _Piecewise(Policy):
         with job.phase("activate"):
             compiler = self._compiler(job)
             _refuse_compiled(job.fn)
+            _refuse_hooks_of_all_modules()
             _allow_marks()
             step = _CompiledStep(job, compiler)
         runs = max(runs, 1)
@@ -752,16 +753,16 @@ def _has_hooks(step: Any) -> bool:
     )
 
 
-def _refuse_compiled(step: Callable[..., Any]) -> None:
-    """Raise CaptureError for a result of torch.compile, whose own trace meets the marks.
-
-    Hooks of all modules are refused too, because the tracer leaves them out.
-    """
+def _refuse_hooks_of_all_modules() -> None:
     if _global_forward_pre_hooks or _global_forward_hooks:
         raise CaptureError(
             "hooks are registered for the forward of all modules, and torch.compile leaves them "
             "out. Register them on the modules that need them, or use policy='breakable'."
         )
+
+
+def _refuse_compiled(step: Callable[..., Any]) -> None:
+    """Raise CaptureError for a result of torch.compile, whose own trace meets the marks."""
     wrapped = getattr(step, "_torchdynamo_orig_callable", None) is not None
     disabled = getattr(step, "_torchdynamo_disable", False)
     in_place = isinstance(step, torch.nn.Module) and step._compiled_call_impl is not None
