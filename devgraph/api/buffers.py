@@ -12,7 +12,6 @@ import inspect
 import itertools
 import math
 import numbers
-import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,16 +26,14 @@ from devgraph.api.errors import (
     brief,
     did_you_mean,
 )
+from devgraph.api.guard import Guard, Term
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.reach import PLAIN, Entry, containers, entries, tree_entries
-from devgraph.api.tensors import alike_to, byte_range, has_place, tensors_in
+from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, tensors_in
 from devgraph.api.trees import leaves_of
 
 CHECKED = 4
 """Number of tensors that a replay compares by address where it compares identities of all."""
-
-_EACH = 32
-"""Number of named entries of dictionaries that each replay compares. The others take turns."""
 
 AGAIN = "capture again (in a runner: invalidate() and capture())"
 """Remedy for a graph that would use old state."""
@@ -96,7 +93,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._trees: dict[str, Any] = {}
         self.bound: dict[str, torch.Tensor] = {}
         """The bound tensors by name."""
-        self._watched = Bound((), {})
+        self._guard = Guard(())
         own = [self._memory] if total or not shared else []
         self._ranges = [byte_range(memory) for memory in (*own, *shared.values())]
         self.start = min(first for first, _ in self._ranges)
@@ -165,12 +162,12 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         """Accept the current bound tensors and their places."""
         self.bound = {k: t for name, tree in self._trees.items() for k, t in bound_in(name, tree)}
         named = ((f"bound tensor {name!r}", tensor) for name, tensor in self.bound.items())
-        self._watched = Bound(named, self._trees)
+        self._guard = Guard([Bound(named, self._trees)])
 
     def check(self) -> None:
         """Raise StateError if a bound tensor was moved, replaced or given another layout."""
-        if self.bound:
-            self._watched.check()
+        if self.bound and not self._guard.same():
+            self._guard.settle()
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` overlaps these buffers."""
@@ -222,24 +219,27 @@ class Bound:
         leaves = [entry for name, owner in held.items() for entry in tree_entries(name, owner)]
         objects = (leaf for name, owner in held.items() for leaf in leaves_of(name, owner))
         inner = entries(objects, weights=weights)
-        held_entries = [
+        self._entries = [
             entry
             for group, kind in ((leaves, kept), (inner, torch.Tensor), (places, object))
             for entry in group
             if entry.holder is not None and isinstance(entry.value, kind) and entry.key != "grad"
         ]
-        kinds = (dict, list | type, types.CellType)
-        pairs, keyed, cells = ([e for e in held_entries if isinstance(e.holder, k)] for k in kinds)
-        self._others = [e for e in held_entries if not isinstance(e.holder, kinds)]
-        self._rows = [*_rows(keyed)]
-        first = _EACH if places else len(pairs)
-        self._rows += [_paired(pairs[:first])] if pairs else []
-        later = [_paired(pairs[at : at + _EACH]) for at in range(first, len(pairs), _EACH)]
-        self._turns = itertools.cycle(later) if later else None
-        if cells:
-            holders, contents = zip(*((e.holder, e.value) for e in cells), strict=True)
-            self._rows.append((_contents, holders, contents, cells))
         self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
+        self.terms = [*self._compared()]
+
+    def _compared(self) -> Iterator[Term]:
+        """Yield the terms of a guard."""
+        if self.tensors and all(type(tensor) in _PLAIN for tensor in self.tensors):
+            inputs = ", ".join("{}" for _ in self.tensors)
+            mode = torch.is_inference_mode_enabled
+            yield f"{{}}[{{}}()]({inputs})", (self._alike, mode, *self.tensors)
+        else:
+            yield from (("{}({}) == {}", (_look, t, look)) for _, t, look in self._known)
+        yield from addressed(self._placed, self._places)
+        yield from map(term_of, self._entries)
+        yield from (("len({}) == {}", (holder, size)) for holder, size, _ in self._sizes)
+        yield from (("{}({}, {}, {})", (_returns, *source[1:])) for source in self._sources)
 
     def check(self) -> None:
         """Raise StateError if a tensor was moved, replaced or given another layout."""
@@ -249,28 +249,15 @@ class Bound:
             places = [*map(torch.Tensor.data_ptr, self._placed)]
             if alike is None or places != self._places or not alike(*tensors):
                 self._look_closely()
-        rows = self._rows if self._turns is None else (*self._rows, next(self._turns))
-        for read, holder, values, row in rows:
-            try:
-                same = all(map(operator.is_, read(holder), values))
-            except (LookupError, ValueError):  # of an empty cell, the latter
-                same = False
-            if not same:
-                self._require_same(row)
-        if self._others:
-            self._require_same(self._others)
+        self._require_same(self._entries)
         for holder, size, path in self._sizes:
             if len(holder) != size:
                 raise StateError(
                     f"{path} has {len(holder)} entries and had {size} at capture, which are in "
                     f"the graph. Capture again."
                 )
-        for name, source, tree, then in self._sources:
-            now = source()
-            if now is tree:
-                continue  # Its entries were compared above.
-            now = tensors_in(now)
-            if len(now) != len(then) or not all(map(_is_alike, now, then)):
+        for name, *source in self._sources:
+            if not _returns(*source):
                 raise StateError(
                     f"bound {name!r} returns other tensors than at capture, and the graph would "
                     f"use the old ones. Write new data into those with copy_(), or {AGAIN}."
@@ -310,33 +297,32 @@ class Bound:
                     f"into it with copy_(), undo what changed it in place (t_(), resize_(), ...), "
                     f"or capture again."
                 )
-        if all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in self.tensors):
+        if all(type(tensor) in _PLAIN for tensor in self.tensors):
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
 
 
-_Row = tuple[Callable[[Any], Iterable[Any]], Any, tuple[Any, ...], list[Entry]]
-"""A function that reads the values of entries of one holder in one call, the holder, the values
-of capture, and the entries. The cells of closures, and entries of dictionaries, are one row."""
-
-_contents = functools.partial(map, operator.attrgetter("cell_contents"))
-_missing = itertools.repeat(object())
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _paired(entries: Sequence[Entry]) -> _Row:
-    holders, keys, values = zip(*((e.holder, e.key, e.value) for e in entries), strict=True)
-    return functools.partial(map, dict.get, holders, keys), _missing, values, [*entries]
+def term_of(entry: Entry) -> Term:
+    """Return the term that a place holds the value of the entry."""
+    holder, key, value = entry.holder, entry.key, entry.value
+    if isinstance(holder, types.CellType):
+        return "{}.cell_contents is {}", (holder, value)
+    if type(holder) in (dict, list):
+        return "{}[{}] is {}", (holder, key, value)
+    if isinstance(holder, type):
+        return "{}[{}] is {}", (vars(holder), key, value)
+    return "{}() is {}", (entry.now, value)
 
 
-def _rows(entries: Iterable[Entry]) -> Iterator[_Row]:
-    rows: dict[int, list[Entry]] = {}
-    for entry in entries:
-        rows.setdefault(id(entry.holder), []).append(entry)
-    for row in rows.values():
-        padded = row * 2 if len(row) == 1 else row  # of one key, itemgetter returns no tuple
-        read = operator.itemgetter(*(entry.key for entry in padded))
-        holder = row[0].holder
-        space = vars(holder) if isinstance(holder, type) else holder
-        yield read, space, tuple(entry.value for entry in padded), row
+def _returns(source: Callable[[], Any], tree: Any, then: Sequence[torch.Tensor]) -> bool:
+    """Whether ``source`` returns its tree, whose entries are compared, or the same tensors."""
+    now = source()
+    if now is tree:
+        return True
+    tensors = tensors_in(now)
+    return len(tensors) == len(then) and all(map(_is_alike, tensors, then))
 
 
 def is_equal(old: Any, new: Any) -> bool:

@@ -25,6 +25,7 @@ import attrs
 import torch
 
 from devgraph.api.backend import Backend
+from devgraph.api.buffers import term_of
 from devgraph.api.capture import Captured, capture
 from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
@@ -39,6 +40,7 @@ from devgraph.api.errors import (
     finite,
     whole,
 )
+from devgraph.api.guard import Guard, all_of
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.modes import Settings
 from devgraph.api.named import NamedState
@@ -163,10 +165,13 @@ class Graphed:
         self._process = identity.token
         self._pool = options.pool
         self._backend: Backend | None = None
-        self._watched = Weights(modules_of(fn))
+        self._watch_weights()
         self._replays = 0
         self._leaves: tuple[int, list[torch.Tensor]] | None = None
         self._named: NamedState | None = None
+        self._names = Guard(())
+        self._constants: tuple[Any, ...] = ()
+        self._constants_same: Callable[[], bool] = lambda: False
         self._host_names = frozenset(options.host_args or ())
         functools.update_wrapper(self, fn, updated=())
 
@@ -305,14 +310,17 @@ class Graphed:
             watched = step._watched
             if training and watched.training() != training:
                 return _OTHER
-            if (named or step._named) and step._named_constants() != named:
+            if not (step._names.same() and step._constants_same()):
+                if step._named_constants() != named:
+                    return _OTHER
+            elif step._constants is not named and step._constants != named:
                 return _OTHER
             if [tensor.requires_grad for tensor in flat] != required:
                 return _OTHER
             if needs_gradient and step._needs_gradient() != needs_gradient:
                 return _OTHER
             with lock:
-                if entry.graph is not graph or not watched.hold():
+                if entry.graph is not graph or not step._guard.same():
                     return _OTHER
                 entry.used = next(step._clock)
                 step._replays += 1
@@ -323,11 +331,16 @@ class Graphed:
     def _weights_hold(self) -> bool:
         """Whether the parameters and buffers of all modules are those of the captures."""
         try:
-            self._watched.check()
+            if not self._guard.same():
+                self._guard.settle()
         except StateError:
-            self._watched = Weights(modules_of(self._fn))
+            self._watch_weights()
             return False
         return True
+
+    def _watch_weights(self) -> None:
+        self._watched = Weights(modules_of(self._fn))
+        self._guard = Guard([self._watched])
 
     # Keys.
 
@@ -336,19 +349,27 @@ class Graphed:
 
         If it names another tensor or object than at the last call, all graphs are dropped.
         """
-        named, constants = self._named, None
+        if self._names.same() and self._constants_same():
+            return self._constants
         try:
-            if named is not None:
-                named.check()
-                constants = named.constants()
+            self._names.settle()
+            named = self._name() if self._named is None else self._named
+            constants = named.constants()
         except StateError:
             self._drop_all("recaptures")
             for entry in self._entries.values():
                 entry.calls = 0
-        if constants is None:
-            self._named = NamedState(roots_of(self._fn), _is_plain)
-            constants = self._named.constants()
+            named = self._name()
+            constants = named.constants()
+        plain = (entry._replace(value=entry.now()) for entry in named.plain)
+        self._constants, self._constants_same = constants, all_of(map(term_of, plain))
         return constants
+
+    def _name(self) -> NamedState:
+        """Look for the state that the function names."""
+        self._named = NamedState(roots_of(self._fn), _is_plain)
+        self._names = Guard([self._named])
+        return self._named
 
     def _needs_gradient(self) -> tuple[bool, ...]:
         """Return ``requires_grad`` of each of ``_parameters`` under grad mode."""

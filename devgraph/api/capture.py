@@ -25,6 +25,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.gates import Gates
 from devgraph.api.graph import DeviceGraph, GraphInfo, summed
+from devgraph.api.guard import Guard
 from devgraph.api.inputs import Inputs, Pair, write, write_back
 from devgraph.api.marks.gates import entered_gates
 from devgraph.api.marks.host_values import HostSpec
@@ -79,8 +80,14 @@ class Captured:
         self._lock = job.pool.lock
         self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
-        self._checks = job.owned.watch()
-        self._named_checks = job.owned.watch_named(regions=policy == "full")
+        self._watched = job.owned.watch()
+        outside = (
+            ("{}.token is {}", (identity, self._process)),
+            ("{}() is None", (current_scope,)),
+            ("not {}()", (torch._C._len_torch_dispatch_stack,)),
+        )
+        named = job.owned.watch_named(regions=policy == "full")
+        self._guard = Guard([*self._watched, *named], outside)
         self._host_names = job.spec.declared.keys()
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
 
@@ -112,9 +119,9 @@ class Captured:
                 moved, was replaced or has another layout.
             NestedCaptureError: the call is inside a capture.
         """
-        self._check()
-        for check in self._named_checks:
-            check()
+        if not self._guard.same():
+            self._require_open()
+            self._guard.settle()
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
             assert self._inputs is not None  # until close()
@@ -174,7 +181,7 @@ class Captured:
         """``run`` without host arguments if it consists of one launch, else None."""
         return None if self._plan.marks or self._broken or self._waits else self._plan.run
 
-    def _check(self) -> None:
+    def _require_open(self) -> None:
         if self._job is None:
             raise StateError("this capture is closed; capture again")
         if identity.token is not self._process:
@@ -183,8 +190,6 @@ class Captured:
             raise NestedCaptureError("cannot replay a capture inside a capture")
         if torch._C._len_torch_dispatch_stack():
             refuse_fakes("replay a capture")
-        for check in self._checks:
-            check()
 
     @property
     def host_spec(self) -> HostSpec:
@@ -241,7 +246,9 @@ class Captured:
             atol=atol,
             snapshot_limit=snapshot_limit,
         )
-        self._check()
+        self._require_open()
+        for part in self._watched:
+            part.check()
         assert self._job is not None
         try:
             with self.gates.held_open():
@@ -312,7 +319,7 @@ class Captured:
             self.pool.require_free("close a capture")
             self._plan.close()
         self._job = self._inputs = None
-        self._checks = self._named_checks = []
+        self._watched, self._guard = [], Guard(())
 
     def __enter__(self) -> Captured:
         return self

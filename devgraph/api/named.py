@@ -16,6 +16,7 @@ import torch
 
 from devgraph.api.buffers import AGAIN, Bound, is_equal
 from devgraph.api.errors import CaptureError, StateError, brief
+from devgraph.api.guard import Term, by_turns
 from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
 from devgraph.api.tensors import Memory
 
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 _SMALL = 1024
 """Bytes, or elements of a set, that a replay compares. Larger contents are left to ``prove()``."""
+
+
+_EACH, _TURN = 32, 8
+"""Number of places that each replay compares, and of the others that it compares by turns."""
 
 
 class NamedState:
@@ -75,6 +80,18 @@ class NamedState:
         generators = [entry for entry in seeded if isinstance(entry.value, torch.Generator)]
         self._seeds = [(entry, entry.value.initial_seed()) for entry in generators]
         self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= _SMALL]
+        sizes = (("len({}) == {}", size) for size in zip(self._sized, self._sizes, strict=True))
+        self.terms: list[Term] = [
+            *(("[*{}] == {}", order) for order in self._orders),
+            *by_turns([*self._bound.terms, *sizes], _EACH, _TURN),
+            *self._memory.terms,
+            *(
+                ("{}({}) == {}", (content_of, entry.value, content))
+                for entry, content in self._contents
+                if not isinstance(entry.value, list | deque)
+            ),
+            *(("{}() == {}", (entry.value.initial_seed, seed)) for entry, seed in self._seeds),
+        ]
 
     def __bool__(self) -> bool:
         return bool(self._held or self._seeds)

@@ -38,6 +38,7 @@ from devgraph.api.errors import (
     brief,
     note,
 )
+from devgraph.api.guard import Term, Watched, by_turns
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.modes import FAKE, PROXY, tracer
@@ -375,8 +376,8 @@ class Owned:
             stacklevel=5,
         )
 
-    def watch(self) -> list[Callable[[], None]]:
-        """Return the checks of bound state that replays and proofs make; each raises StateError."""
+    def watch(self) -> list[Watched]:
+        """Return the bound state, which replays and proofs compare."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Functions among the arguments are the step's to call, unlike those in ``bound``.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -386,28 +387,26 @@ class Owned:
             owners["self"] = owner
         count = self._in_arguments
         named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
-        checks = [Bound(named[:count], owners, values=True, weights=False).check]
+        parts: list[Watched] = [Bound(named[:count], owners, values=True, weights=False)]
         if self._bound:
             inside = [v for v in self._bound.values() if isinstance(v, torch.nn.Module)]
             modules += inside
             held_by = {id(t) for m in inside for t in (*m.parameters(), *m.buffers())}
             rest = [(p, t) for p, t in self._bound_tensors if id(t) not in held_by]
             trees = {n: v for n, v in self._bound.items() if not isinstance(v, torch.nn.Module)}
-            checks.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees).check)
+            parts.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees))
         if modules:
-            checks.append(Weights(modules).check_all)
+            parts.append(Weights(modules, modes=True))
         arrays = [(path, leaf) for path, leaf in self._inner if is_array(leaf)]
-        if arrays:
-            checks.append(functools.partial(_require_arrays, [(*a, a[1].copy()) for a in arrays]))
-        return checks
+        return [*parts, _Arrays(arrays)] if arrays else parts
 
-    def watch_named(self, *, regions: bool) -> list[Callable[[], None]]:
-        """Return the checks that only replays make, because proofs report such changes.
+    def watch_named(self, *, regions: bool) -> list[Watched]:
+        """Return the state that only replays compare, because proofs report its changes.
 
         Args:
             regions: whether regions are part of the graph.
         """
-        return checks_of(NamedState(self.roots, self._has_changed, regions=regions))
+        return watched_in(NamedState(self.roots, self._has_changed, regions=regions))
 
     def _has_changed(self, entry: Entry) -> bool:
         """Whether the step changed or made the value of the place. Tensors are compared always."""
@@ -464,10 +463,10 @@ def refuse_fakes(what: str) -> None:
         )
 
 
-def checks_of(named: NamedState) -> list[Callable[[], None]]:
-    """Return checks of named state and of its modules; each raises StateError after a change."""
-    weights = [Weights(named.modules).check_all] if named.modules else []
-    return [named.check, *weights] if named else weights
+def watched_in(named: NamedState) -> list[Watched]:
+    """Return named state and the state of its modules."""
+    weights = [Weights(named.modules, modes=True)] if named.modules else []
+    return [named, *weights] if named else [*weights]
 
 
 class Weights:
@@ -479,15 +478,16 @@ class Weights:
 
     Args:
         modules: the modules.
+        modes: whether their modes (train, eval) and removed hooks are compared too.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], *, modes: bool = False) -> None:
         _report_assignments()
         every = [*{id(module): module for module in modules}.values()]
         self.modules = [inner for module in every for inner in module.modules()]
-        self._roots = every
-        self._tables = [t for m in every for t in (m._forward_hooks, m._forward_pre_hooks)]
-        self._modes = [*map(_TRAINING, every)], [*map(len, self._tables)]
+        self._roots = every if modes else []
+        self._tables = [t for m in self._roots for t in (m._forward_hooks, m._forward_pre_hooks)]
+        self._modes = [*map(_TRAINING, self._roots)], [*map(len, self._tables)]
         self._held = [
             (table, key, tensor, path)
             for module in every
@@ -497,17 +497,25 @@ class Weights:
             for key, tensor in table.items()
         ]
         self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
-        self._take_turns()
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
-        self._assignments = _assignments[0]
-        self._hooks, self._handles = self._hook_counts(), RemovableHandle.next_id
+        self._hooks = self._hook_counts()
+        self.terms = [*self._compared()]
 
-    def _take_turns(self) -> None:
+    def _compared(self) -> Iterator[Term]:
+        """Yield the terms of a guard.
+
+        After an assignment to any module, or a new hook of any kind, they are false.
+        """
         every = (vars(module).get(name) for module in self.modules for name in _TABLES)
         tables = [table for table in every if isinstance(table, dict) and table]
-        parts = [tables[at : at + _TURN] for at in range(0, len(tables), _TURN)] or [[]]
-        self._turn = itertools.cycle([(part, [*map(dict, part)]) for part in parts]).__next__
+        # Unequal tensors of several elements make the comparison fail.
+        yield from by_turns([("{} == {}", (table, dict(table))) for table in tables], 0, _TURN)
+        yield "{}[0] == {}", (_assignments, _assignments[0])
+        yield "{}.next_id == {}", (RemovableHandle, RemovableHandle.next_id)
+        yield from self._memory.terms
+        yield from (("{}.training == {}", (module, module.training)) for module in self._roots)
+        yield from (("len({}) == {}", (table, len(table))) for table in self._tables)
 
     def _hook_counts(self) -> list[int]:
         tables = (_global_forward_hooks, _global_forward_pre_hooks)
@@ -518,29 +526,9 @@ class Weights:
         """Return ``training`` of each module."""
         return [*map(_TRAINING, self.modules)]
 
-    def hold(self) -> bool:
-        """Whether the tensors are those of the construction, as far as this replay compares them.
-
-        After an assignment to any module, or a new hook of any kind, the answer is False until
-        ``check`` has passed.
-        """
-        tables, held = self._turn()
-        try:
-            same = tables == held
-        except RuntimeError:  # of tensors with several elements
-            same = False
-        return (
-            same
-            and self._assignments == _assignments[0]
-            and self._handles == RemovableHandle.next_id
-            and self._memory.is_kept()
-        )
-
     def check(self) -> None:
-        """Raise StateError if a tensor or a submodule was replaced, or a hook was added."""
-        if self.hold():
-            return
-        assignments, handles = _assignments[0], RemovableHandle.next_id
+        """Raise StateError if a tensor, a submodule, a hook or a mode is not that of capture."""
+        terms = [*self._compared()]
         moved = {*map(id, self._memory.moved())}
         for table, key, tensor, path in self._held:
             if table.get(key) is not tensor or id(tensor) in moved:
@@ -548,17 +536,6 @@ class Weights:
         for table, children in self._children:
             if dict(table.items()) != children:
                 raise StateError(f"a module of the step has other submodules {_AGAIN}")
-        if self._hook_counts() != self._hooks:
-            raise StateError(_OTHER_HOOKS)
-        self._assignments, self._handles = assignments, handles
-        self._take_turns()
-        if not self._memory.is_kept():
-            self._refuse("a parameter or buffer")
-
-    def check_all(self) -> None:
-        """Raise as ``check``, and if a module has another mode (train, eval) or fewer hooks."""
-        if not self.hold():
-            self.check()
         training, hooks = self._modes
         if [*map(_TRAINING, self._roots)] != training:
             raise StateError(
@@ -566,8 +543,11 @@ class Weights:
                 "now, or the other way round: the graph does the work of the mode of capture. "
                 "Call train() or eval() on it, or capture again."
             )
-        if [*map(len, self._tables)] != hooks:
+        if self._hook_counts() != self._hooks or [*map(len, self._tables)] != hooks:
             raise StateError(_OTHER_HOOKS)
+        if not self._memory.is_kept():
+            self._refuse("a parameter or buffer")
+        self.terms = terms
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(
@@ -613,14 +593,21 @@ def _report_assignments() -> None:
 _ABSENT = object()
 
 
-def _require_arrays(arrays: Iterable[tuple[str, Any, Any]]) -> None:
-    for path, array, held in arrays:
-        if array.tobytes() != held.tobytes():
-            raise StateError(
-                f"{path} is a NumPy array whose numbers changed since the capture, and the graph "
-                f"uses those of capture. Hand a tensor to the step instead (torch.from_numpy), or "
-                f"capture again."
-            )
+class _Arrays:
+    """NumPy arrays, whose numbers are in the graph."""
+
+    def __init__(self, arrays: Iterable[tuple[str, Any]]) -> None:
+        self._held = [(path, array, array.tobytes()) for path, array in arrays]
+        self.terms = [("{}() == {}", (array.tobytes, held)) for _, array, held in self._held]
+
+    def check(self) -> None:
+        for path, array, held in self._held:
+            if array.tobytes() != held:
+                raise StateError(
+                    f"{path} is a NumPy array whose numbers changed since the capture, and the "
+                    f"graph uses those of capture. Hand a tensor to the step instead "
+                    f"(torch.from_numpy), or capture again."
+                )
 
 
 def host_random() -> dict[str, tuple[Any, ...]]:

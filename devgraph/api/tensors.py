@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from devgraph.api.guard import Term
+
 Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
 """Storage, offset, shape and strides: everything that in-place layout changes can change."""
+
+FEW = 8
+"""Number of comparisons of one kind up to which a guard has a term for each."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({type(None), bool, int, float, str})
@@ -91,19 +96,28 @@ class Memory:
     def __init__(self, tensors: Iterable[torch.Tensor], count: int = 0) -> None:
         self._placed = [(tensor, tensor.data_ptr()) for tensor in tensors if has_place(tensor)]
         compared = [pair for i, pair in enumerate(self._placed) if pair[0].is_cpu or i < count]
-        self._compared, self._addresses = [t for t, _ in compared], [place for _, place in compared]
         self._ended = list[Any]()
         watched = (tensor.untyped_storage() for tensor, _ in self._placed)
         self._references = [weakref.ref(storage, self._ended.append) for storage in watched]
+        places = addressed([t for t, _ in compared], [place for _, place in compared])
+        self.terms = [("not {}", (self._ended,)), *places] if self._placed else []
 
     def is_kept(self) -> bool:
         """Whether the tensors have their memory."""
-        addresses = [*map(torch.Tensor.data_ptr, self._compared)]
-        return not self._ended and addresses == self._addresses
+        return not self._ended and not self.moved()
 
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors that have other memory."""
         return [tensor for tensor, place in self._placed if tensor.data_ptr() != place]
+
+
+def addressed(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator[Term]:
+    """Yield terms of a guard that compare the addresses of tensors."""
+    if len(tensors) > FEW:
+        yield "[*{}({}, {})] == {}", (map, torch.Tensor.data_ptr, tensors, places)
+    else:
+        pairs = zip(tensors, places, strict=True)
+        yield from (("{}() == {}", (tensor.data_ptr, place)) for tensor, place in pairs)
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -100,8 +100,7 @@ class Dispatcher:
         clone: bool,
     ) -> Any:
         """Replay a bound step and return its outputs; run eagerly if it cannot be launched."""
-        for check in self._step.checks:
-            check()
+        self._step.require_names()
         try:
             step.run(inputs, host_args)
         except UNLAUNCHED as error:

@@ -12,10 +12,11 @@ import torch
 from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, InputTypeError, brief, note
 from devgraph.api.gates import Gates
+from devgraph.api.guard import Guard
 from devgraph.api.marks.gates import in_tail
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.named import NamedState
-from devgraph.api.owned import checks_of, roots_of
+from devgraph.api.owned import roots_of, watched_in
 from devgraph.api.pool import Pool
 from devgraph.api.reach import entries
 from devgraph.api.snapshots import Snapshot
@@ -65,8 +66,8 @@ class Step:
     """Addresses of that state at the last capture, by name."""
     named: NamedState | None = None
     """The state that the captured functions name, since the first capture."""
-    checks: list[Callable[[], None]] = attrs.field(factory=list)
-    """Checks of a replay: each raises StateError if that state changed since the captures."""
+    guard: Guard | None = None
+    """Tells whether that state changed since the captures."""
     last: GraphStep | None = None
     """The step of the last replay, while the static buffers hold its inputs."""
     last_host: Mapping[str, Any] = attrs.field(factory=dict)
@@ -93,20 +94,24 @@ class Step:
         """
         if anew:
             self.forget_names()
-        for check in self.checks:
-            check()
+        self.require_names()
         if self.named is None:
             captured = self.engine if self.function not in self.engine else [self.function]
             roots = (root for function in captured for root in roots_of(function))
             self.named = NamedState(roots, regions=self.options.config.policy == "full")
         yield
         self.named.require_kept()
-        if not self.checks:
-            self.checks = checks_of(self.named)
+        if self.guard is None:
+            self.guard = Guard(watched_in(self.named))
+
+    def require_names(self) -> None:
+        """Raise StateError if the state that the step names changed since the captures."""
+        if self.guard is not None and not self.guard.same():
+            self.guard.settle()
 
     def forget_names(self) -> None:
         """Forget the state that the step names, until the next capture."""
-        self.named, self.checks = None, []
+        self.named = self.guard = None
 
     def settle_autocast(self) -> None:
         """Fix the autocast settings of all captures and later steps.

@@ -57,8 +57,8 @@ def printed_by(code: str) -> str:
     return done.stdout
 
 
-_fresh = multiprocessing.get_context("forkserver")
-_fresh.set_forkserver_preload(
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(
     ["pytest", "devgraph.api.policy.piecewise", "devgraph.runners", "devgraph.testing.plugin"]
 )
 
@@ -81,7 +81,9 @@ def run_suite(
         *("-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"),
         *("--rootdir", str(cwd), f"--junit-xml={report}", *options),
     ]
-    process = _fresh.Process(
+    # A process that has looked for a device cannot use it after a fork.
+    fresh = multiprocessing.get_context("spawn") if torch.accelerator.is_available() else _forks
+    process = fresh.Process(
         target=_run_pytest, args=(arguments, cwd, printed, environment(**variables))
     )
     process.start()

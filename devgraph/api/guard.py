@@ -1,0 +1,77 @@
+"""Guards: comparisons that every replay makes, compiled into one function."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+Term = tuple[str, tuple[Any, ...]]
+"""An expression with ``{}`` in the place of each value, and the values."""
+
+
+class Watched(Protocol):
+    """State that replays compare with that of capture."""
+
+    @property
+    def terms(self) -> Sequence[Term]:
+        """Terms that are all true only if ``check`` would pass. A change makes a new sequence."""
+
+    def check(self) -> None:
+        """Raise StateError if the state is another one; accept equal objects."""
+
+
+class Guard:
+    """Watched state that is compared in one call.
+
+    Args:
+        parts: the state.
+        terms: further terms, which the owner checks itself.
+    """
+
+    def __init__(self, parts: Iterable[Watched], terms: Iterable[Term] = ()) -> None:
+        self._parts, self._terms = [*parts], [*terms]
+        self._seen: list[Sequence[Term]] = []
+        self.same: Callable[[], bool] = lambda: False
+        """Whether all terms are true. If not, ``settle`` looks closer."""
+
+    def settle(self) -> None:
+        """Raise StateError if the state is another one than at capture."""
+        for part in self._parts:
+            part.check()
+        now = [part.terms for part in self._parts]
+        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
+            self._seen = now
+            self.same = all_of([*self._terms, *(term for terms in now for term in terms)])
+
+
+def all_of(terms: Iterable[Term]) -> Callable[[], bool]:
+    """Return a function that tells whether all terms are true. A term that fails is not.
+
+    A term takes about 30 ns in such a function, and 150 ns in a loop over terms.
+    """
+    values: dict[str, Any] = {"__builtins__": builtins}
+    texts = []
+    for text, held in terms:
+        names = [f"v{len(values) + index}" for index in range(len(held))]
+        texts.append(text.format(*names))
+        values.update(zip(names, held, strict=True))
+    return types.FunctionType(_code(" and ".join(texts) or "True"), values)
+
+
+def by_turns(terms: Sequence[Term], first: int, each: int) -> Iterator[Term]:
+    """Yield the ``first`` terms, and one that evaluates ``each`` of the others in turn."""
+    yield from terms[:first]
+    if parts := [all_of(terms[at : at + each]) for at in range(first, len(terms), each)]:
+        yield "{}()()", (itertools.cycle(parts).__next__,)
+
+
+@functools.lru_cache(maxsize=256)
+def _code(expression: str) -> types.CodeType:
+    source = f"def same():\n try:\n  return {expression}\n except Exception:\n  return False"
+    module = compile(source, "<guard>", "exec")
+    return next(code for code in module.co_consts if isinstance(code, types.CodeType))
