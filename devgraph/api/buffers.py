@@ -28,7 +28,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.guard import Guard, Term
 from devgraph.api.marks.host_values import same_value
-from devgraph.api.reach import PLAIN, Entry, containers, entries, tree_entries
+from devgraph.api.reach import ABSENT, PLAIN, Entry, containers, entries, tree_entries
 from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, tensors_in
 from devgraph.api.trees import leaves_of
 
@@ -309,6 +309,8 @@ def term_of(entry: Entry) -> Term:
     holder, key, value = entry.holder, entry.key, entry.value
     if isinstance(holder, types.CellType):
         return "{}.cell_contents is {}", (holder, value)
+    if value is ABSENT and type(holder) is dict:
+        return "{} not in {}", (key, holder)
     if type(holder) in (dict, list):
         return "{}[{}] is {}", (holder, key, value)
     if isinstance(holder, type):

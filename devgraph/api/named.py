@@ -237,7 +237,10 @@ def is_alike(old: Any, new: Any) -> bool:
     if is_array(old):
         kinds = ((a.dtype, a.shape, a.tobytes()) for a in (old, new))
         return next(kinds) == next(kinds)
-    if isinstance(old, dict) or (has_state(old) and not isinstance(old, enum.Enum)):
+    if isinstance(old, staticmethod | classmethod):
+        return is_alike(old.__func__, new.__func__)
+    is_open = hasattr(old, "__dict__") or hasattr(old, "__slots__")  # unlike a number of NumPy
+    if isinstance(old, dict) or (is_open and has_state(old) and not isinstance(old, enum.Enum)):
         return True
     return is_equal(old, new)
 

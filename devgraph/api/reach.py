@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
@@ -53,7 +53,7 @@ class _Absent:
         return "absent"
 
 
-_ABSENT = _Absent()
+ABSENT = _Absent()
 
 
 class Entry(NamedTuple):
@@ -196,7 +196,7 @@ class _Place:
     def entries(self) -> Iterator[Entry]:
         """Yield the keys with the values that the holder held."""
         for key, value in zip(self._held, self._values, strict=True):
-            if value is not _ABSENT and key not in self._without:
+            if value is not ABSENT and key not in self._without:
                 yield Entry(self._at(key), self.holder, key, value)
 
     def _at(self, key: Any) -> str:
@@ -211,7 +211,7 @@ class _Place:
         before = dict(zip(self._held, self._values, strict=True))
         after = dict(zip(keys, values, strict=True))
         for key in [*before, *(key for key in after if key not in before)]:
-            old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+            old, new = before.get(key, ABSENT), after.get(key, ABSENT)
             if old is not new and key not in self._without:
                 yield self._at(key), old, new
 
@@ -261,6 +261,9 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
         space, names = value.__globals__, globals_in(value.__code__)
         if not is_machinery_module(space.get("__name__", "")):
             yield _Place(path, _NAME, space, sorted(names - _BUILTINS))
+            yield _Place(path, _NAME, value.__kwdefaults__ or {})
+            own = [name for name in vars(value) if not name.startswith("__")]
+            yield _Place(path, _ATTRIBUTE, vars(value), own)
             for name in names & space.keys():
                 if isinstance(module := space[name], types.ModuleType) and _is_users(module):
                     used = sorted(names_in(value.__code__) & vars(module).keys())
@@ -292,8 +295,7 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
 def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values that ``value`` holds in fixed places, each behind its path."""
     if isinstance(value, types.FunctionType):
-        for child in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-            yield path, child
+        yield from ((path, child) for child in value.__defaults__ or ())
         if (inner := vars(value).get("__wrapped__")) is not None:
             yield path, inner
     elif isinstance(value, types.MethodType):
@@ -410,24 +412,26 @@ def _read(holder: Any, key: Any) -> Any:
             return holder[key]
         if isinstance(holder, contextvars.ContextVar):
             return holder.get()  # LookupError where it has no value and no default
+        if isinstance(holder, type) and key in vars(holder):
+            return vars(holder)[key]  # not what a descriptor makes of it
         return _position(holder) if key == _POSITION else getattr(holder, key)
     except (LookupError, AttributeError, ValueError, TypeError):
-        return _ABSENT
+        return ABSENT
 
 
 def _write(holder: Any, key: Any, value: Any) -> None:
     if isinstance(holder, dict):
-        if value is _ABSENT:
+        if value is ABSENT:
             holder.pop(key, None)
         else:
             holder[key] = value
     elif isinstance(holder, contextvars.ContextVar):
-        holder.set(value) if value is not _ABSENT else None
+        holder.set(value) if value is not ABSENT else None
     elif isinstance(holder, types.CellType | type):
-        setattr(holder, key, value) if value is not _ABSENT else delattr(holder, key)
+        setattr(holder, key, value) if value is not ABSENT else delattr(holder, key)
     elif isinstance(holder, torch.Tensor):
         setattr(holder, key, value)
-    elif value is _ABSENT:
+    elif value is ABSENT:
         object.__delattr__(holder, key)
     else:
         object.__setattr__(holder, key, value)  # also of a frozen class
@@ -535,6 +539,9 @@ class Named:
                 return
             self._use(value)
             yield from _environment(value.__code__)
+            space = value.__globals__
+            for name in sorted(globals_in(value.__code__) - space.keys() - _BUILTINS):
+                yield Entry(name, space, name, ABSENT)
         elif isinstance(value, torch.nn.Module):
             self._use(getattr(type(value), "forward", None))
             for module in value.modules():
@@ -559,7 +566,11 @@ class Named:
             if isinstance(entry.value, type) and entry.holder is None and not is_function:
                 implicit = () if id(value) in self._receivers else _IMPLICIT
                 yield from self._of_class(entry.value, implicit)
-            elif is_whole or not isinstance(entry.key, str) or self.is_named(entry):
+            elif (
+                not isinstance(entry.key, str)
+                or self.is_named(entry)
+                or (is_whole and not (is_function and entry.holder is vars(value)))
+            ):
                 yield entry
 
     def is_named(self, entry: Entry) -> bool:
@@ -577,23 +588,24 @@ class Named:
                 self.whole.append(value)
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
+        if isinstance(value, ChainMap | UserDict | UserList):  # their methods have no names here
+            return True
         return not self.names.isdisjoint(("vars", "__dict__", "asdict"))
 
     def _of_class(self, kind: type, implicit: Iterable[str] = ()) -> Iterator[Entry]:
         """Yield the named attributes and methods of a class of the user and of its bases."""
-        wanted, holders = self.names.union(implicit), dict[str, type]()
-        for base in kind.__mro__:
+        wanted, holders = self.names.union(implicit), dict[tuple[str, str], type]()
+        for base in reversed(kind.__mro__):
+            which = base.__qualname__ if "super" in self.names else ""
             if not is_machinery_module(base.__module__):
-                holders = dict.fromkeys(vars(base).keys() & wanted, base) | holders
-        for name, base in sorted(holders.items()):
+                holders |= {(name, which): base for name in vars(base).keys() & wanted}
+        for (name, _), base in sorted(holders.items(), key=operator.itemgetter(0)):
             path, member = f"{base.__name__}.{name}", vars(base)[name]
             function = getattr(member, "fget", getattr(member, "__func__", member))
             if isinstance(function, types.FunctionType) and function is not member:
                 yield Entry(path, None, None, function)
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
-            if (function is member or isinstance(member, property)) and (
-                not is_leaf or name in self._read
-            ):
+            if not is_leaf or name in self._read:
                 yield Entry(path, base, name, member)
 
     def _use(self, function: Any) -> None:
@@ -607,8 +619,10 @@ class Named:
 
 
 _IMPLICIT = frozenset(
-    """__call__ __getattr__ __getitem__ __iter__ __next__ __len__ __contains__ __bool__ __enter__
-    __exit__ __add__ __mul__ __matmul__ __torch_function__""".split()
+    """__call__ __get__ __getattr__ __getattribute__ __getitem__ __missing__ __iter__ __next__
+    __len__ __contains__ __bool__ __int__ __float__ __index__ __enter__ __exit__ __eq__ __lt__
+    __gt__ __le__ __ge__ __neg__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
+    __rtruediv__ __matmul__ __rmatmul__ __pow__ __torch_function__""".split()
 )
 """Methods that Python calls without naming them."""
 
@@ -618,7 +632,7 @@ def _environment(code: types.CodeType) -> Iterator[Entry]:
     if not {"environ", "getenv"}.isdisjoint(code.co_names):
         for name in sorted(_strings_in(code)):
             if name in os.environ or name.isupper():
-                value = os.environ.get(name, _ABSENT)
+                value = os.environ.get(name, ABSENT)
                 yield Entry(f"os.environ[{name!r}]", os.environ, name, value)
 
 
@@ -751,7 +765,7 @@ def tensors_below(path: str, value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in ``value``, each behind its path."""
     if isinstance(value, torch.Tensor):
         return [(path, value)]
-    if value is _ABSENT or isinstance(value, (type, types.FunctionType, *PLAIN)):
+    if value is ABSENT or isinstance(value, (type, types.FunctionType, *PLAIN)):
         return []
     inner = entries([(path, value)])
     return [(e.path, e.value) for e in inner if isinstance(e.value, torch.Tensor)]

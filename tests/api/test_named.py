@@ -7,7 +7,7 @@ import contextvars
 import enum
 import functools
 import types
-from collections import Counter
+from collections import ChainMap, Counter, UserDict
 from typing import Any
 
 import numpy
@@ -202,6 +202,127 @@ def test_class_of_an_object_is_compared(kit: Kit, change: str) -> None:
     kit.same(captured.replay(), tuned.run(x) * 2)
     TUNED[change](kind, tuned)
     with pytest.raises(dg.StateError, match="at capture"):
+        captured.replay()
+
+
+class Read:
+    """A descriptor that reads an attribute of its object."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return instance.raw * 2 if instance is not None else self
+
+
+class Base:
+    """A class whose method and attribute a derived class reaches through ``super()``."""
+
+    factor: Any = 2.0
+    doubled: Any = Read()
+    raw: Any = 1.0
+
+    @staticmethod
+    def act(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @classmethod
+    def made(cls, x: torch.Tensor) -> torch.Tensor:
+        return x + 2
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+HIDDEN: dict[str, tuple[Any, Any]] = {
+    "static method": (
+        lambda x, kind: kind.act(x),
+        lambda kind: setattr(kind, "act", staticmethod(lambda x: x * 5)),
+    ),
+    "class method": (
+        lambda x, kind: kind.made(x),
+        lambda kind: setattr(kind, "made", classmethod(lambda cls, x: x * 5)),
+    ),
+    "descriptor": (
+        lambda x, kind: x * kind().doubled,
+        lambda kind: setattr(kind, "raw", 3.0),
+    ),
+    "attribute that super() reads": (
+        lambda x, kind: kind().run(x),
+        lambda kind: setattr(kind, "factor", 3.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+def test_member_of_a_class_is_compared(kit: Kit, way: str) -> None:
+    base = type("Base", (Base,), {**vars(Base), "run": lambda self, x: x * self.factor})
+
+    class Kind(base):  # type: ignore[misc, valid-type]
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return super().run(x) + 1  # type: ignore[no-any-return]
+
+    x, (apply, change) = kit.tensor(3), HIDDEN[way]
+    captured = kit.capture(lambda x: apply(x, Kind) * 2, x)
+    kit.refill(x, 3)
+    kit.same(captured.replay(), apply(x, Kind) * 2)
+    change(base)
+    with pytest.raises(dg.StateError, match="at capture"):
+        captured.replay()
+
+
+def scaled(x: torch.Tensor, *, factor: float = 2.0) -> torch.Tensor:
+    return x * factor * scaled.gain  # type: ignore[attr-defined, no-any-return]
+
+
+def test_attributes_and_keyword_defaults_of_functions_are_compared(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = kit.tensor(3)
+    monkeypatch.setattr(scaled, "gain", 1.0, raising=False)
+    captured = kit.capture(scaled, x)
+    kit.same(captured.replay(), x * 2)
+    monkeypatch.setattr(scaled, "unrelated", 1.0, raising=False)
+    kit.same(captured.replay(), x * 2)
+    monkeypatch.setattr(scaled, "gain", 3.0)
+    with pytest.raises(dg.StateError, match=r"gain is 3\.0 and was 1\.0 at capture"):
+        captured.replay()
+    monkeypatch.setattr(scaled, "gain", 1.0)
+    monkeypatch.setitem(scaled.__kwdefaults__, "factor", 4.0)
+    with pytest.raises(dg.StateError, match=r"factor is 4\.0 and was 2\.0 at capture"):
+        captured.replay()
+
+
+def by_name(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x * GAIN  # type: ignore[name-defined, no-any-return]
+    except NameError:
+        return x * 1
+
+
+def test_global_that_was_absent_is_compared(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = kit.tensor(3)
+    captured = kit.capture(by_name, x)
+    kit.same(captured.replay(), x)
+    monkeypatch.setitem(globals(), "GAIN", 3.0)
+    with pytest.raises(dg.StateError, match=r"GAIN is 3\.0 and was absent at capture"):
+        captured.replay()
+
+
+@pytest.mark.parametrize("kind", [ChainMap, UserDict])
+def test_entry_of_a_mapping_of_the_library_is_compared(kit: Kit, kind: Any) -> None:
+    x, table = kit.tensor(3), kind({"gain": 1.0})
+    captured = kit.capture(lambda x: x * table["gain"], x)
+    kit.same(captured.replay(), x)
+    table["gain"] = 3.0
+    with pytest.raises(dg.StateError, match=r"gain'\] is 3\.0 and was 1\.0 at capture"):
+        captured.replay()
+
+
+def test_number_of_numpy_is_compared(kit: Kit) -> None:
+    x, own = kit.tensor(3), engine(lambda x, part: x * part.item(), numpy.float32(2))
+    captured = kit.capture(own.step, x)
+    own.part = numpy.float32(2)
+    kit.same(captured.replay(), x * 2)
+    own.part = numpy.float32(3)
+    with pytest.raises(dg.StateError, match=r"self\.part is .*3.* at capture"):
         captured.replay()
 
 
