@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from devgraph.api.guard import all_of
+
 Autocast = tuple[tuple[str, torch.dtype], ...]
 """Device type and dtype of each enabled autocast."""
 
@@ -67,9 +69,18 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 """Settings of the whole process that choose kernels or dtypes, each with its getter and setter."""
 
-_inference = torch.is_inference_mode_enabled
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_flash, _efficient, _math, _cudnn, _override = (get for get, _ in _SWITCHES[:5])
+_UNGUARDED: tuple[Callable[[], Any], ...] = (
+    torch.is_inference_mode_enabled,
+    _functions,
+    _dispatches,
+    *(get for get, _ in _SWITCHES[:5]),
+)
+"""Settings that blocks switch and that ``GlobalStateGuard`` does not compare."""
+
+
+def _unknown() -> bool:
+    return False
 
 
 @attrs.frozen(eq=False)
@@ -166,8 +177,8 @@ class Settings:
     modes: Modes
     switches: tuple[Any, ...]
     stacks: tuple[tuple[Any, ...], ...]
-    _guard: GlobalStateGuard | None = None
-    _rest: tuple[Any, ...] = ()
+    _same: Callable[[], bool] = _unknown
+    """Whether these settings are in force, after ``hold`` found them so."""
 
     @staticmethod
     def current() -> Settings:
@@ -202,13 +213,13 @@ class Settings:
 
     def hold(self) -> bool:
         """Whether these settings are in force now."""
-        # Every replay with breaks asks. The guard compares most settings in one call.
-        if self._guard is not None and self._guard.check() and self._rest == _unguarded():
+        if self._same():  # Every replay with breaks asks.
             return True
         if Settings.current() != self:
             return False
-        if not (_functions() or _dispatches()):  # the guard does not tell modes on a stack apart
-            self._guard, self._rest = GlobalStateGuard(), _unguarded()
+        if not (_functions() or _dispatches()):  # a guard does not tell modes on a stack apart
+            rest = [("{}() == {}", (get, get())) for get in _UNGUARDED]
+            self._same = all_of([("{}()", (GlobalStateGuard().check,)), *rest])
         return True
 
     @contextlib.contextmanager
@@ -227,20 +238,6 @@ class Settings:
                 yield
         finally:
             torch._C._set_grad_enabled(grad)  # An interrupt may skip the exit of a context.
-
-
-def _unguarded() -> tuple[Any, ...]:
-    """Return the settings that blocks switch and that ``GlobalStateGuard`` does not compare."""
-    return (
-        _inference(),
-        _functions(),
-        _dispatches(),
-        _flash(),
-        _efficient(),
-        _math(),
-        _cudnn(),
-        _override(),
-    )
 
 
 def autocast_of(then: Autocast) -> AbstractContextManager[None]:

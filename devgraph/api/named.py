@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from devgraph.api.buffers import AGAIN, Bound, is_equal
+from devgraph.api.buffers import AGAIN, Bound, is_equal, term_of
 from devgraph.api.errors import CaptureError, StateError, brief
 from devgraph.api.guard import Term, by_turns
 from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
@@ -80,10 +80,13 @@ class NamedState:
         generators = [entry for entry in seeded if isinstance(entry.value, torch.Generator)]
         self._seeds = [(entry, entry.value.initial_seed()) for entry in generators]
         self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= _SMALL]
-        sizes = (("len({}) == {}", size) for size in zip(self._sized, self._sizes, strict=True))
+        terms = [(_key(entry), term_of(entry)) for entry in self._held if entry.holder is not None]
+        for sized, size in zip(self._sized, self._sizes, strict=True):
+            terms.append(((id(sized), None), ("len({}) == {}", (sized, size))))
         self.terms: list[Term] = [
             *(("[*{}] == {}", order) for order in self._orders),
-            *by_turns([*self._bound.terms, *sizes], _EACH, _TURN),
+            *by_turns([term for key, term in terms if key not in named.inner], _EACH, _TURN),
+            *by_turns([term for key, term in terms if key in named.inner], _TURN, _TURN),
             *self._memory.terms,
             *(
                 ("{}({}) == {}", (content_of, entry.value, content))

@@ -557,7 +557,7 @@ class Weights:
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_TURN = 8
+_TURN = 4
 """Number of such tables of modules that one replay compares."""
 
 _AGAIN = (

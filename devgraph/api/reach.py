@@ -471,6 +471,8 @@ class Named:
         places: places that hold anything but modules of Python and of libraries. Those below the
             children of containers of modules (``torch.nn.Sequential``, ...) come last.
         spaces: mappings, and the attributes of modules and of objects of the user.
+        inner: the identity of the holder and the key of each place that only children of containers
+            of modules lead to, and the identities of such spaces with None.
         whole: the mappings that are read without named keys.
         modules: modules in such places, without the children of containers of modules.
         names: the names that the step uses.
@@ -489,6 +491,7 @@ class Named:
             count = len(self.names)
             self.places: list[Entry] = []
             self.spaces: list[dict[Any, Any]] = []
+            self.inner = set[tuple[int, Any]]()
             self.whole: list[dict[Any, Any]] = []
             self.modules: list[torch.nn.Module] = []
             self._walk(deque(roots))
@@ -508,6 +511,8 @@ class Named:
             space = getattr(value, "__dict__", None) if is_open else value
             if isinstance(space, dict) and (is_first or len(self.spaces) < _MOST_SPACES):
                 self.spaces.append(space)
+                if not is_first:
+                    self.inner.add((id(space), None))
             for entry in self._below(path, value):
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
                 if isinstance(entry.value, types.ModuleType) and not _is_users(entry.value):
@@ -516,6 +521,8 @@ class Named:
                 if entry.holder is not None and place not in places and entry.now() is entry.value:
                     places.add(place)
                     self.places.append(entry)
+                    if not is_first:
+                        self.inner.add(place)
                 if is_leaf:
                     continue
                 is_child = isinstance(entry.value, torch.nn.Module) and isinstance(value, _MODULES)

@@ -184,7 +184,13 @@ def test_every_bucket_of_one_compilation_is_right_in_any_order(
                 want = layered(x, buckets.weight, length=length)
                 got = buckets.captured[rows].replay(length=length)
                 kit.backend.synchronize()
-                (torch.testing.assert_close if compiled else same)(got, want)
+                if compiled:
+                    exact = layered(x.double(), buckets.weight.double(), length=length)
+                    least = torch.finfo(dtype).eps * exact.abs().max()
+                    error, eager_error = ((y - exact).abs().max() for y in (got, want))
+                    assert error <= 4 * max(eager_error, least)
+                else:
+                    same(got, want)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
