@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import attrs
 import torch
+from torch.nn.parameter import is_lazy
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import term_of
@@ -49,7 +50,7 @@ from devgraph.api.policy import registration
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report
-from devgraph.api.reach import PLAIN, Entry, modules_of
+from devgraph.api.reach import PLAIN, Entry, modules_of, optimizer_state
 from devgraph.api.registry import get_backend
 from devgraph.api.tensors import alike_to, overwrite
 from devgraph.api.training import (
@@ -432,7 +433,7 @@ class Graphed:
             reason = entry.reason or EagerReason.FIRST_CALL
             if options.strict and reason is not EagerReason.FIRST_CALL:
                 raise CaptureError(f"{self!r} cannot run in a graph under strict: {reason}")
-            leaves = [p for p in self._parameters() if not p.is_inference()]
+            leaves = [p for p in self._parameters() if not (is_lazy(p) or p.is_inference())]
             versions = [leaf._version for leaf in leaves] if entry.calls == 1 else []
             with self._timed(entry.eager_seconds if timed and entry.calls > 1 else None):
                 result = self._run_eagerly(reason, args, {**kwargs, **host})
@@ -451,7 +452,9 @@ class Graphed:
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, {**kwargs, **host})
             try:
                 with self._capturing:
-                    saved = [(leaf, leaf.detach().clone()) for leaf in entry.written]
+                    state = optimizer_state(roots_of(self._fn)) if entry.written else ()
+                    changing = [*entry.written, *(tensor for _, tensor in state)]
+                    saved = [(tensor, tensor.detach().clone()) for tensor in changing]
                     try:
                         if entry.graph is None:
                             self._capture(entry, args, kwargs, host)
@@ -754,6 +757,7 @@ class _Inference:
         self._captured = captured
         self._launch = captured.launch
         self._load, self._store = static_inputs.load, static_inputs.store
+        self._require_apart, self._gradients = static_inputs.require_apart, captured.gradients
         self.pool = captured.pool
         self.lock = captured.pool.lock
         self._order = captured.pool.order
@@ -765,6 +769,9 @@ class _Inference:
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
         """Replay with the tensors of a call; called under the pool's lock."""
         self._order()
+        if self._written:
+            self._require_apart(tensors, self._written)
+        self._gradients.check()
         self._load(tensors)
         try:
             if self._launch is not None:

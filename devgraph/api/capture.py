@@ -32,7 +32,7 @@ from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.names import Names, nodes_text
 from devgraph.api.modes import Settings
-from devgraph.api.owned import Owned, refuse_fakes, without_history
+from devgraph.api.owned import Gradients, Owned, refuse_fakes, without_history
 from devgraph.api.policy import COMPILERS, compiles, get_policy
 from devgraph.api.policy.job import Job, Plan, UpdateBudget
 from devgraph.api.pool import Pool
@@ -87,6 +87,8 @@ class Captured:
             ("not {}()", (torch._C._len_torch_dispatch_stack,)),
         )
         named = job.owned.watch_named(regions=policy == "full")
+        self.gradients = Gradients(job.owned.gradients)
+        """The gradients of leaf tensors that replays add to."""
         self._guard = Guard([*self._watched, *named], outside)
         self._host_names = job.spec.declared.keys()
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.owned import Owned, require_place
+from devgraph.api.reach import PLAIN, Named
 from devgraph.api.tensors import (
     byte_range,
     effective_strides,
@@ -34,6 +36,7 @@ class Inputs:
         self._arguments, self._count = owned.arguments, owned.count
         self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
+        self._written, self._roots = owned.written, owned.roots
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -46,13 +49,13 @@ class Inputs:
             )
         pairs: list[Pair] = []
         for name, value in zip(self._names, given, strict=False):
-            pairs += _pairs(name, self._arguments[name], value)
+            pairs += self._pairs(name, self._arguments[name], value)
         host = {}
         for name, value in named.items():
             if name in self._host:
                 host[name] = value
             else:
-                pairs += _pairs(name, self._named(name, len(given)), value)
+                pairs += self._pairs(name, self._named(name, len(given)), value)
         new: dict[int, torch.Tensor] = {}
         for target, source in pairs:
             if new.setdefault(id(target), source) is not source:
@@ -62,7 +65,41 @@ class Inputs:
                 )
         if len(new) > 1:
             self._require_agreement([target for target, _ in pairs], new)
+            self._require_apart(pairs)
         return pairs, host
+
+    def _require_apart(self, pairs: Sequence[Pair]) -> None:
+        """Raise InputError if data that the step writes shares memory, and the bound one did not.
+
+        Eager code would read what it wrote in other data.
+        """
+        for target, source in [pair for pair in pairs if id(pair[0]) in self._written]:
+            for other, given in pairs:
+                if (
+                    other is not target
+                    and share_memory(source, given)
+                    and not self._share_memory(target, other)
+                ):
+                    raise InputError(
+                        f"the inputs {brief(source)} and {brief(given)} share memory, the step "
+                        f"writes one of them, and the bound tensors have memory for each. Pass a "
+                        f"clone(), or capture with tensors that share memory in this way."
+                    )
+
+    def _pairs(self, name: str, bound: Any, value: Any) -> list[Pair]:
+        if (
+            isinstance(bound, Mapping)
+            and isinstance(value, Mapping)
+            and bound.keys() == value.keys()
+            and [*bound] != [*value]
+            and name in Named(self._roots).iterated
+        ):
+            raise InputError(
+                f"input {name!r} has the keys {brief([*value])} and had {brief([*bound])} at "
+                f"capture. The step reads it whole, and the graph does the work of those in their "
+                f"order. Put them into that order, or capture again."
+            )
+        return _pairs(name, bound, value)
 
     def _require_agreement(
         self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]
@@ -154,6 +191,11 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
             raise _other_structure(name, bound, value)
         if not fits(bound, value) or value.device != bound.device:
             raise _misfit(name, bound, value)
+        if (own := _attributes(value)) != (held := _attributes(bound)):
+            raise InputError(
+                f"input {name!r} has the attributes {own} and had {held} at capture, which are in "
+                f"the graph. Pass changing values as arguments, or capture again."
+            )
         if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
             raise InputError(
                 f"input {name!r} has strides {value.stride()}, and windows that overlap are bound, "
@@ -177,6 +219,12 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
     ]
 
 
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the plain attributes that a user gave a tensor."""
+    held = vars(tensor)
+    return {k: v for k, v in held.items() if k[0] != "_" and isinstance(v, PLAIN)} if held else held
+
+
 def _other_structure(where: str, bound: Any, value: Any) -> InputError:
     return InputTypeError(
         f"input {where!r} is {brief(value)}, and {brief(bound)} is bound. Pass the same structure."
@@ -184,7 +232,9 @@ def _other_structure(where: str, bound: Any, value: Any) -> InputError:
 
 
 def _other_value(where: str, bound: Any, value: Any) -> InputError:
-    if hasattr(bound, "__dict__") and not callable(bound) and type(bound) is type(value):
+    is_open = hasattr(bound, "__dict__") or hasattr(bound, "__slots__")
+    is_object = is_open and not callable(bound) and not isinstance(bound, enum.Enum)
+    if is_object and type(bound) is type(value):
         return InputError(
             f"input {where!r} is another {type(bound).__name__} than at capture, and a replay "
             f"cannot copy its contents: register it with torch.utils._pytree."
@@ -200,10 +250,12 @@ def _other_value(where: str, bound: Any, value: Any) -> InputError:
 
 def _misfit(where: str, target: torch.Tensor, source: Any) -> InputError:
     if not isinstance(source, torch.Tensor) or source.dtype is not target.dtype:
+        is_tensor = isinstance(source, torch.Tensor)
+        way = f"x.to({target.dtype})" if is_tensor else f"torch.as_tensor(x, dtype={target.dtype})"
         return InputTypeError(
             f"input {where!r} is {brief(source)}, and {brief(target)} is bound. A replay copies "
             f"new data into the bound tensor and converts nothing: pass a tensor of "
-            f"{target.dtype}, such as x.to({target.dtype})"
+            f"{target.dtype}, such as {way}"
         )
     return InputError(
         f"input {where!r} is {brief(source)}, and {brief(target)} is bound: a replay copies new "

@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import CHECKED, Bound, bound_in, is_equal, returns_tree
+from devgraph.api.buffers import AGAIN, CHECKED, Bound, bound_in, is_equal, returns_tree
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphWarning,
@@ -54,7 +54,6 @@ from devgraph.api.reach import (
     is_context,
     is_iterator,
     rebinding,
-    walk,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import Memory, has_place
@@ -132,6 +131,8 @@ class Owned:
         """Identities of the tensors in reach before the first run."""
         self._values: dict[tuple[int, Any], tuple[Any, Any]] = {}
         """The values of named places before the first run, with their contents."""
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Leaf tensors with the gradients that the step writes."""
         self.is_unsettled = False
         """Whether another warm-up run must show that tensors of the first run do not go on."""
 
@@ -156,17 +157,6 @@ class Owned:
             if isinstance(entry.value, torch.Tensor) and has_place(entry.value)
         ]
         return tensors, [*generators.values()]
-
-    def optimizer_state(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that optimizers in reach keep, each with its name."""
-        return [
-            (f"{path}.state[...][{key!r}]", value)
-            for path, optimizer in walk(self.roots, True)
-            if isinstance(optimizer, torch.optim.Optimizer)
-            for held in optimizer.state.values()
-            for key, value in held.items()
-            if isinstance(value, torch.Tensor) and has_place(value)
-        ]
 
     def everything(self) -> list[tuple[str, torch.Tensor]]:
         """Return bound and reached tensors, parameters included, each with its name."""
@@ -307,7 +297,8 @@ class Owned:
         self._before = {id(tensor) for _, tensor in tensors}
         reached = [tensor for _, tensor in tensors if not tensor.is_inference()]
         self._weights = [(tensor, tensor._version) for tensor in reached if _is_weight(tensor)]
-        leaves = [t for t in reached if t.requires_grad and t.is_leaf and t.grad is None]
+        leaves = [(t, t.grad) for t in reached if t.requires_grad and t.is_leaf]
+        versions = [None if grad is None else grad._version for _, grad in leaves]
         weights = [(path, t, t.detach()) for path, t in tensors if _is_weight(t)]
 
         def require_places() -> None:
@@ -344,12 +335,17 @@ class Owned:
             raise
         finally:
             self._keeper = None  # it keeps the copies of the snapshot
+        self.gradients = [
+            (leaf, leaf.grad)
+            for (leaf, grad), version in zip(leaves, versions, strict=True)
+            if leaf.grad is not None and has_place(leaf.grad)
+            if leaf.grad is not grad or grad._version != version
+        ]
         self._restore_created()
         snapshot.restore()
-        with torch.no_grad():
-            for leaf in leaves:  # Sums begin at -0.0, which no addition shows.
-                if leaf.grad is not None and has_place(leaf.grad):
-                    leaf.grad.fill_(-0.0)
+        for leaf, grad in leaves:
+            if grad is None and leaf.grad is not None and has_place(leaf.grad):
+                zero_gradient(leaf.grad)
         snapshot.require_unwritten()
         watch.changes(self._note_state)
         for name, state in host_random().items():
@@ -406,7 +402,8 @@ class Owned:
         Args:
             regions: whether regions are part of the graph.
         """
-        return watched_in(NamedState(self.roots, self._has_changed, regions=regions))
+        named = watched_in(NamedState(self.roots, self._has_changed, regions=regions))
+        return [*named, Gradients(self.gradients)] if self.gradients else named
 
     def _has_changed(self, entry: Entry) -> bool:
         """Whether the step changed or made the value of the place. Tensors are compared always."""
@@ -445,6 +442,11 @@ def require_place(path: str, tensor: torch.Tensor) -> None:
             f"{path} is a {kind}, a tensor subclass that wraps others and has no memory of its "
             f"own. Hand over the tensors that it wraps, and put it together in the step."
         )
+    if tensor.is_meta:
+        raise InputTypeError(
+            f"{path} is on the device 'meta' and has no memory. Make it on the device of the "
+            f"backend (torch.empty_like(x, device=...), module.to_empty(device=...))."
+        )
     if not has_place(tensor):
         raise InputTypeError(
             f"{path} has layout {tensor.layout}{' (nested)' * tensor.is_nested}, and a replay "
@@ -467,6 +469,37 @@ def watched_in(named: NamedState) -> list[Watched]:
     """Return named state and the state of its modules."""
     weights = [Weights(named.modules, modes=True)] if named.modules else []
     return [named, *weights] if named else [*weights]
+
+
+def zero_gradient(gradient: torch.Tensor) -> None:
+    """Let a sum of gradients begin at -0.0, which no addition shows."""
+    with torch.no_grad():
+        gradient.fill_(-0.0)
+
+
+class Gradients:
+    """The gradients that a graph writes; one that was set to None begins at zero again.
+
+    Args:
+        held: leaf tensors with their gradients.
+    """
+
+    def __init__(self, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._held = held
+        self.terms: list[Term] = [("{}.grad is {}", pair) for pair in held]
+
+    def check(self) -> None:
+        """Give the gradients their places; StateError if one is another tensor."""
+        for leaf, gradient in self._held:
+            if leaf.grad is None:
+                zero_gradient(gradient)
+                leaf.grad = gradient
+            elif leaf.grad is not gradient:
+                raise StateError(
+                    f"the gradient of {brief(leaf)} is not the tensor of capture any more, and "
+                    f"the graph adds to that one. Write into it with copy_(), set it to None, or "
+                    f"{AGAIN}."
+                )
 
 
 class Weights:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.backend import Backend, poison
 from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, whole
-from devgraph.api.reach import Watch, entries
+from devgraph.api.reach import Watch, entries, optimizer_state
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot, same_bytes
 from devgraph.api.tensors import has_place, unexpanded
 from devgraph.api.trees import leaves_of
@@ -675,7 +675,7 @@ class _Prover:
         arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
         reached, generators = owned.reached()
         # Of two names of a tensor, the last counts.
-        self._state = [*owned.optimizer_state(), *reached, *arguments]
+        self._state = [*optimizer_state(owned.roots), *reached, *arguments]
         given = sum(leaf.nbytes for _, leaf in self._inputs)
         self.state = State(job.backend, self._state, owned.roots, generators, limit=limit + given)
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.errors import brief
 from devgraph.api.marks.source import is_machinery_module
+from devgraph.api.tensors import has_place
 from devgraph.api.trees import children_of, fields_of
 
 _MOST = 4000
@@ -129,6 +130,18 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
                     yield Entry(f"{entry.path}.grad", entry.value, "grad", gradient)
 
 
+def optimizer_state(roots: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that optimizers below ``roots`` keep, each with its name."""
+    return [
+        (f"{path}.state[...][{key!r}]", value)
+        for path, optimizer in walk(roots, True)
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for held in optimizer.state.values()
+        for key, value in held.items()
+        if isinstance(value, torch.Tensor) and has_place(value)
+    ]
+
+
 def walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str, Any]]:
     """Yield every object below ``roots`` that can hold others, each once."""
     todo = deque((name, value, 0) for name, value in roots)
@@ -191,6 +204,8 @@ class _Place:
         if isinstance(holder, list | deque):
             return [*range(len(holder))], [*holder]
         values = gc.get_referents(holder)  # of an object that cannot be read by keys
+        if isinstance(holder, itertools.cycle):  # which reads its own list without a check
+            values = [v for held in values for v in (held if isinstance(held, list) else [held])]
         return [*map(id, values)], values
 
     def entries(self) -> Iterator[Entry]:
@@ -341,7 +356,9 @@ def has_state(value: Any) -> bool:
     if any(kind.__module__.startswith("devgraph.") for kind in type(value).__mro__):
         return False
     module = type(value).__module__
-    return module in ("collections", "weakref") or not is_machinery_module(module)
+    if module in ("collections", "weakref") or isinstance(value, torch.amp.GradScaler):
+        return True
+    return not is_machinery_module(module)
 
 
 def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
@@ -476,6 +493,7 @@ class Named:
         whole: the mappings that are read without named keys.
         modules: modules in such places, without the children of containers of modules.
         names: the names that the step uses.
+        iterated: the names of values that it iterates over.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
@@ -484,7 +502,7 @@ class Named:
         """Objects of which a root is a method. That method calls no other one without a name."""
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
-        self._iterated: set[str] = set()
+        self.iterated: set[str] = set()
         self._beginnings: tuple[str, ...] = ()
         count = -1
         while count < len(self.names):  # a name can lead to a function with more names
@@ -591,7 +609,7 @@ class Named:
     def _reads_all(self, path: str, value: Any) -> bool:
         """Whether the step reads entries or attributes of ``value`` without naming them."""
         if isinstance(value, dict):
-            if path.rpartition(".")[2] in self._iterated:
+            if path.rpartition(".")[2] in self.iterated:
                 self.whole.append(value)
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
@@ -608,7 +626,8 @@ class Named:
                 holders |= {(name, which): base for name in vars(base).keys() & wanted}
         for (name, _), base in sorted(holders.items(), key=operator.itemgetter(0)):
             path, member = f"{base.__name__}.{name}", vars(base)[name]
-            function = getattr(member, "fget", getattr(member, "__func__", member))
+            ways = (getattr(member, way, None) for way in ("fget", "__func__", "func"))
+            function = next(filter(callable, ways), member)  # of a property, ...
             if isinstance(function, types.FunctionType) and function is not member:
                 yield Entry(path, None, None, function)
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
@@ -620,7 +639,7 @@ class Named:
         if code is not None:
             self.names |= names_in(code) | _strings_in(code)
             self._read |= _read_in(code) | _strings_in(code)
-            self._iterated |= _iterated_in(code)
+            self.iterated |= _iterated_in(code)
             if "getattr" in names_in(code):  # getattr(x, f"s{i}")
                 self._beginnings += tuple(filter(str.isidentifier, _strings_in(code)))
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from devgraph.api.errors import InputError, InputTypeError, StateError, brief
+from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.owned import Owned, require_place, without_history
@@ -20,7 +19,7 @@ from devgraph.api.reach import entries
 from devgraph.api.registry import get_backend
 from devgraph.api.session import session
 from devgraph.api.snapshots import DEFAULT_LIMIT
-from devgraph.api.tensors import overwrite
+from devgraph.api.tensors import overwrite, share_memory
 from devgraph.api.trees import leaves_of, mapped
 
 _GROUPED = frozenset(
@@ -42,6 +41,13 @@ class StaticInputs:
             for index, tensor in enumerate(self.tensors)
             if not isinstance(tensor, torch.nn.Parameter)
         ]
+        own = {*map(id, self.tensors)}
+        for path, leaf in leaves_of("argument", [*self.args, self.kwargs]):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
+                raise CaptureError(
+                    f"{path} is in a container that cannot be given other tensors. Register its "
+                    f"class with torch.utils._pytree.register_pytree_node, or pass a dict."
+                )
         self._needs_no_grad = any(static.requires_grad for _, static in self._copied)
         if all(t.dtype in _GROUPED and t.layout is torch.strided for _, t in self._copied):
             self._copy = self._grouped_copy()
@@ -54,6 +60,11 @@ class StaticInputs:
         static: torch.Tensor = leaf
         if not isinstance(leaf, torch.nn.Parameter):
             require_place("a tensor of the call", leaf)
+            if names := [name for name in vars(leaf) if not name.startswith("_")]:
+                raise CaptureError(
+                    f"a tensor of the call has attributes ({', '.join(names)}), which a graph's "
+                    f"own copy of it would not follow. Pass them as arguments."
+                )
             if id(leaf) not in self._by_id:
                 self._by_id[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
             static = self._by_id[id(leaf)]
@@ -89,6 +100,17 @@ class StaticInputs:
         for index, static in self._copied:
             if tensors[index] is not static:
                 overwrite(static, tensors[index])
+
+    def require_apart(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
+        """Raise InputError if a tensor that the step writes shares memory with another one."""
+        for index, static in self._copied:
+            for at, other in self._copied if id(static) in written else ():
+                if static is not other and share_memory(tensors[index], tensors[at]):
+                    raise InputError(
+                        f"{brief(tensors[index])} and {brief(tensors[at])} share memory, and the "
+                        f"step writes one of them. Pass a clone(), or make this call eagerly "
+                        f"(with step.eager())."
+                    )
 
     def store(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
         """Copy static tensors that the step writes, by their ids, back to those of a call."""
@@ -218,7 +240,13 @@ class TrainingGraphs:
         self, outputs: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         wanted = [self._leaves.get(id(tensor), tensor) for tensor in self._wanted]
-        return [*torch.autograd.grad(outputs, wanted, grads, allow_unused=self._allow_unused)]
+        try:
+            return [*torch.autograd.grad(outputs, wanted, grads, allow_unused=self._allow_unused)]
+        except RuntimeError as error:
+            raise CaptureError(
+                f"the results of the step have no backward that can run: {error}. If the step "
+                f"runs backward() itself, let it return detached results (loss.detach())."
+            ) from error
 
     @contextlib.contextmanager
     def _own_leaves(self) -> Iterator[None]:
@@ -249,6 +277,8 @@ class TrainingGraphs:
             self.pool.order()
             if self.shared:
                 _copy_gradients(self.shared)
+            if self.owned.written:
+                self.static_inputs.require_apart(tensors, self.owned.written)
             self.static_inputs.load(tensors)
             self._forward.replay()
             self._epoch = abs(self._epoch) + 1
@@ -361,9 +391,27 @@ class _Function(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.step.backward(ctx.epoch, grads))
+        with torch.no_grad():
+            found = ctx.step.backward(ctx.epoch, grads)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _Final.apply(torch.zeros((), requires_grad=True), *found)  # type: ignore[no-untyped-call]
+        return (None, *found)
+
+
+class _Final(torch.autograd.Function):
+    """The identity on gradients, which have no gradients of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        return tuple([None if grad is None else grad.detach() for grad in grads])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise StateError(
+            "the gradients of a graphed function have no second derivative. Make the calls for "
+            "create_graph=True eagerly: with step.eager()."
+        )
 
 
 def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,11 @@ import concurrent.futures
 import contextlib
 import copy
 import gc
+import itertools
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -725,3 +726,103 @@ def test_named_state_below_containers_and_objects_is_part_of_the_key():
             inner.w = torch.full((3,), 7.0)
         x = torch.full((3,), float(index))
         assert torch.equal(graphed(x), step(x))
+
+
+def test_call_with_data_that_shares_memory_is_refused_if_the_step_writes_it() -> None:
+    step = graphed(lambda x, y: x.add_(1) * y)
+    for _ in range(3):
+        step(torch.ones(4), torch.ones(4))
+    memory = torch.randn(6)
+    with pytest.raises(dg.InputError, match="share memory"):
+        step(memory[:4], memory[2:])
+    with step.eager():
+        step(memory[:4], memory[2:])
+
+
+class Fixed(Mapping[str, torch.Tensor]):
+    """A mapping that cannot be given other tensors."""
+
+    def __init__(self, held: dict[str, torch.Tensor]) -> None:
+        self._held = held
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def attributed(x: torch.Tensor) -> torch.Tensor:
+    x.factor = float(x.sum())  # type: ignore[attr-defined]
+    return x
+
+
+UNCOPIED: dict[str, tuple[Any, Any, str]] = {
+    "mapping": (lambda b: b["x"] * 2, lambda x: Fixed({"x": x}), "cannot be given other tensors"),
+    "attribute": (lambda x: x * x.factor, attributed, r"has attributes \(factor\)"),
+}
+
+
+@pytest.mark.parametrize("kind", UNCOPIED)
+def test_argument_that_cannot_be_copied_runs_eagerly(kind: str) -> None:
+    fn, make, why = UNCOPIED[kind]
+    step = graphed(fn)
+    with pytest.warns(dg.DeviceGraphWarning, match=why):
+        for _ in range(4):
+            x = torch.randn(3)
+            same(step(make(x)), fn(make(x)))
+
+
+def test_lazy_module_is_captured_after_its_first_call() -> None:
+    module = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    step = graphed(module)
+    for _ in range(4):
+        x = torch.randn(2, 4)
+        same(module(x), module[1](module[0](x)))
+    assert step.stats()["replays"] == 3
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "scaled"])
+def test_capture_of_a_whole_training_step_moves_nothing(optimizer: str) -> None:
+    """The scaled step reads data on the host, so that its capture fails half-way."""
+
+    def trained(wrap: Any) -> list[torch.Tensor]:
+        weight = nn.Parameter(torch.ones(3))
+        sgd = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler(weight.device.type, init_scale=8.0)
+
+        def fn(x: torch.Tensor) -> None:
+            sgd.zero_grad()
+            loss = (weight * x).square().sum()
+            if optimizer == "scaled":
+                scaler.scale(loss).backward()
+                scaler.step(sgd)
+                scaler.update()
+            else:
+                loss.backward()
+                sgd.step()
+
+        step, values = wrap(fn), []
+        for index in range(5):
+            step(torch.full((3,), float(index + 1)))
+            values.append(weight.detach().clone())
+        return values
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.DeviceGraphWarning)
+        for got, want in zip(trained(graphed), trained(lambda fn: fn), strict=True):
+            same(got, want)
+
+
+def test_iterator_of_a_step_survives_a_failed_capture() -> None:
+    weights = [torch.full((3,), float(index)) for index in range(3)]
+    turns = itertools.cycle(weights)
+    step = graphed(lambda x: x * next(turns))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.DeviceGraphWarning)
+        for _ in range(9):
+            assert isinstance(step(torch.ones(3)), torch.Tensor)
+    assert {id(next(turns)) for _ in range(3)} == {*map(id, weights)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import pytest
@@ -58,3 +59,67 @@ def test_tensors_that_share_memory_need_data_that_shares_it(kit: Kit) -> None:
     kit.same(captured.replay(new[:4], new[2:]), new[:4] * 2 + new[2:])
     with pytest.raises(dg.InputError, match="share memory"):
         captured.replay(kit.tensor(4), kit.tensor(4, seed=2))
+
+
+def test_data_that_the_step_writes_needs_memory_of_its_own(kit: Kit) -> None:
+    """FAULTS 8: eager code would read what it wrote in the other input."""
+    captured = kit.capture(lambda x, y: x.add_(1) * y, kit.tensor(4), kit.tensor(4, seed=1))
+    memory = kit.tensor(6, seed=2)
+    for pair in ((memory[:4], memory[2:]), (memory[:4], memory[:4])):
+        before = memory.clone()
+        with pytest.raises(dg.InputError, match="share memory, the step writes one of them"):
+            captured.replay(*pair)
+        kit.same(memory, before)
+    kit.same(captured.replay(memory[:4], kit.tensor(4)), memory[:4] * kit.tensor(4))
+
+
+def test_mapping_that_the_step_reads_whole_keeps_its_order(kit: Kit) -> None:
+    x, y = kit.tensor(2), kit.tensor(2, seed=1)
+    whole = kit.capture(lambda d: torch.cat([*d.values()]), {"x": x, "y": y})
+    named = kit.capture(lambda d: d["x"] - d["y"], {"x": x, "y": y})
+    other = {"y": kit.tensor(2, seed=2), "x": kit.tensor(2, seed=3)}
+    kit.same(named.replay(other), other["x"] - other["y"])
+    with pytest.raises(dg.InputError, match=r"has the keys \['y', 'x'\] and had \['x', 'y'\]"):
+        whole.replay(other)
+
+
+def test_attributes_of_a_tensor_are_compared(kit: Kit) -> None:
+    def scaled(factor: float) -> Any:
+        x = kit.tensor(3)
+        x.factor = factor  # type: ignore[attr-defined]
+        return x
+
+    captured = kit.capture(lambda x: x * x.factor, scaled(2.0))
+    kit.same(captured.replay(scaled(2.0)), kit.tensor(3) * 2)
+    with pytest.raises(dg.InputError, match=r"has the attributes {'factor': 3\.0} and had"):
+        captured.replay(scaled(3.0))
+
+
+class Way(enum.Enum):
+    """A constant among arguments."""
+
+    UP = 1
+    DOWN = 2
+
+
+class Slotted:
+    """An object without attributes of its own making."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def test_refusal_names_a_way_out_that_fits_the_value(kit: Kit) -> None:
+    x = kit.tensor(3)
+    captured = kit.capture(lambda x, way: x * way.value, x, Way.UP)
+    with pytest.raises(dg.InputError, match=r"'way' is <Way\.DOWN.* and was .*Capture again"):
+        captured.replay(x, Way.DOWN)
+    with pytest.raises(dg.InputTypeError, match=r"torch\.as_tensor\(x, dtype=torch\.float32\)"):
+        captured.replay(x.cpu().numpy(), Way.UP)
+    captured = kit.capture(lambda s: s.x * 2, Slotted(x))
+    with pytest.raises(dg.InputError, match="hand its tensors over"):
+        captured.replay(Slotted(x))
+    with pytest.raises(dg.InputTypeError, match="on the device 'meta' and has no memory"):
+        kit.capture(lambda x: x * 2, torch.empty(3, device="meta"))

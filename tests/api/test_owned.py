@@ -59,6 +59,26 @@ def test_capture_keeps_no_copies_of_its_state(kit: Kit) -> None:
     assert len(memory) <= 1  # the result of the product
 
 
+def test_gradient_that_the_caller_drops_begins_at_zero_again(kit: Kit) -> None:
+    weight = kit.tensor(3).requires_grad_()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        (weight * x).sum().backward()
+        return x * 1
+
+    captured = kit.capture(step, kit.tensor(3, seed=1))
+    for seed in (2, 3, 4):
+        x = kit.tensor(3, seed=seed)
+        weight.grad = None  # as zero_grad() does
+        captured.replay(x)
+        kit.same(weight.grad, x)
+    captured.replay(x)
+    kit.same(weight.grad, 2 * x)
+    weight.grad = torch.zeros_like(weight)
+    with pytest.raises(dg.StateError, match=r"the gradient of .* is not the tensor of capture"):
+        captured.replay(x)
+
+
 def test_failed_capture_leaves_no_gradient_behind(kit: Kit) -> None:
     weight = kit.tensor(3).requires_grad_()
 

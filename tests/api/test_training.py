@@ -282,3 +282,30 @@ def test_autocast_of_the_call_is_part_of_the_key() -> None:
             assert module(x).dtype == torch.float32
             with torch.autocast(x.device.type, torch.bfloat16):
                 assert module(x).dtype == torch.bfloat16
+
+
+def test_second_derivative_is_refused_and_not_zero() -> None:
+    module = _as_graphed(_mlp())
+    module(torch.randn(8, 4, requires_grad=True))  # eagerly
+    for _ in range(3):
+        x = torch.randn(8, 4, requires_grad=True)
+        (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        with pytest.raises(dg.StateError, match="no second derivative"):
+            (grad.square().sum() + x.sum()).backward()
+
+
+def test_result_with_a_spent_history_runs_eagerly() -> None:
+    weight = nn.Parameter(torch.ones(3))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        loss = (weight * x).square().sum()
+        loss.backward()
+        return loss  # not detached
+
+    step = graphed(fn)
+    with pytest.warns(dg.DeviceGraphWarning, match="cannot be captured"):
+        for index in range(4):
+            weight.grad = None
+            x = torch.full((3,), float(index))
+            step(x)
+            same(weight.grad, 2 * x.square())
