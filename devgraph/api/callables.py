@@ -50,7 +50,7 @@ from devgraph.api.policy import registration
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report
-from devgraph.api.reach import PLAIN, Entry, modules_of, optimizer_state
+from devgraph.api.reach import PLAIN, Entry, modules_of, optimizer_state, set_by_hooks
 from devgraph.api.registry import get_backend
 from devgraph.api.tensors import alike_to, overwrite
 from devgraph.api.training import (
@@ -566,6 +566,12 @@ class Graphed:
                 key=lambda other: other.used,
             )
             self._drop(oldest, "evictions")
+        if self._module is not None and (computed := set_by_hooks(self._module)):
+            raise CaptureError(
+                f"a hook of the module computes {', '.join(sorted(computed))} before each forward, "
+                f"outside of the graph. Use torch.nn.utils.parametrizations, or graph a module "
+                f"that contains this one."
+            )
         static_inputs = StaticInputs(args, kwargs)
         if entry.has_gradients:
             parameters = [p for p in self._parameters() if p.requires_grad]

@@ -198,7 +198,10 @@ def _key(entry: Entry) -> tuple[int, Any]:
 
 def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
     """Return a warning about places that the step changed, each with its old and new value."""
-    shown = "; ".join(f"{path} from {brief(old)} to {brief(new)}" for path, old, new in changes)
+    shown = "; ".join(
+        f"{path} and back" if is_equal(old, new) else f"{path} from {brief(old)} to {brief(new)}"
+        for path, old, new in changes
+    )
     return (
         f"warm-up and capture changed Python state: {shown}. A replay does not change it, and uses "
         f"the values of capture. Keep such state in tensors, or change it outside the step."

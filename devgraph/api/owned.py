@@ -530,6 +530,7 @@ class Weights:
             for key, tensor in table.items()
         ]
         self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
+        self._classes = [*map(type, self.modules)]
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
         self._hooks = self._hook_counts()
@@ -542,8 +543,10 @@ class Weights:
         """
         every = (vars(module).get(name) for module in self.modules for name in _TABLES)
         tables = [table for table in every if isinstance(table, dict) and table]
+        terms: list[Term] = [("{}.__class__ is {}", (m, type(m))) for m in self.modules]
         # Unequal tensors of several elements make the comparison fail.
-        yield from by_turns([("{} == {}", (table, dict(table))) for table in tables], 0, _TURN)
+        terms[CHECKED:CHECKED] = [("{} == {}", (table, dict(table))) for table in tables]
+        yield from by_turns(terms, CHECKED, _TURN)
         yield "{}[0] == {}", (_assignments, _assignments[0])
         yield "{}.next_id == {}", (RemovableHandle, RemovableHandle.next_id)
         yield from self._memory.terms
@@ -569,6 +572,11 @@ class Weights:
         for table, children in self._children:
             if dict(table.items()) != children:
                 raise StateError(f"a module of the step has other submodules {_AGAIN}")
+        if [*map(type, self.modules)] != self._classes:
+            raise StateError(
+                "a module of the step has another class than at capture, and the graph does the "
+                "work of that one. Capture again."
+            )
         training, hooks = self._modes
         if [*map(_TRAINING, self._roots)] != training:
             raise StateError(

@@ -826,3 +826,15 @@ def test_iterator_of_a_step_survives_a_failed_capture() -> None:
         for _ in range(9):
             assert isinstance(step(torch.ones(3)), torch.Tensor)
     assert {id(next(turns)) for _ in range(3)} == {*map(id, weights)}
+
+
+def test_weights_that_a_hook_computes_outside_of_the_graph_run_eagerly() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        modules = [nn.utils.spectral_norm(nn.Linear(4, 3)) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    graphed(modules[0])
+    with pytest.warns(dg.DeviceGraphWarning, match="a hook of the module computes weight"):
+        for _ in range(4):
+            x = torch.randn(2, 4)
+            same(*(module(x) for module in modules))

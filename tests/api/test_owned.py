@@ -91,6 +91,24 @@ def test_failed_capture_leaves_no_gradient_behind(kit: Kit) -> None:
     assert weight.grad is None
 
 
+class Doubled(torch.nn.Linear):
+    """A class that a module is given later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_class_of_a_module_is_compared(kit: Kit) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).to(kit.backend.device)
+    captured = kit.capture(module, kit.tensor(2, 3))
+    captured.replay()
+    module[0].__class__ = Doubled
+    with pytest.raises(dg.StateError, match="has another class than at capture"):
+        captured.replay()
+    module[0].__class__ = torch.nn.Linear
+    captured.replay()
+
+
 def test_module_that_the_step_names_is_compared_after_assignments(kit: Kit) -> None:
     """FAULTS 10."""
     module, x = torch.nn.Linear(3, 3).to(kit.device), kit.tensor(2, 3)
