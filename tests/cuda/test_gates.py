@@ -215,6 +215,25 @@ def test_stream_of_open_after_has_an_opener_of_its_own(driver, channel):
     assert fence.event.stream is stream
 
 
+def test_no_stream_is_made_while_a_launch_waits(driver, channel):
+    """The driver may let a new stream wait for the launch whose gate it is to open."""
+    made, make = [], driver.make
+    driver.make = lambda *args: made.append(channel.finished() >= channel._launched) or make(*args)
+    for launch in (1, 2):
+        channel.begin(launch, [], False)
+        for place, stream in enumerate((Stream(10 * launch), Stream(10 * launch + 1))):
+            channel.open(launch, [place], channel.after(stream))
+        channel.open(launch, [2], None)
+        channel.end(launch)
+    assert made == [True] * 5
+    assert len(channel._openers) == 5
+    channel.begin(3, [], False)
+    fences = [channel.after(Stream(stream)) for stream in (30, 31, 32)]  # more than are ready
+    for place, fence in enumerate(fences):
+        channel.open(3, [place], fence)
+    assert made.count(False) == 1
+
+
 def test_unused_opens_are_taken_back_before_the_next_launch(driver, channel):
     fence = channel.after(Stream(40))
     channel.begin(1, [0], False)
@@ -232,7 +251,7 @@ def test_streams_end_with_the_channel(driver, channel):
     channel.open(1, [0], None)
     channel.end(1)
     channel.__del__()
-    assert driver.destroyed == [OPENER]
+    assert driver.destroyed == [OPENER, OPENER + 1, OPENER + 2]
 
 
 def test_first_gate_in_a_capture_without_warm_up_is_refused(driver, channel):

@@ -27,6 +27,9 @@ CAPACITY = 4096
 WRITE, AT_LEAST, EQUAL = -1, 0, 1
 """Kinds of operations: a write, and two waits, whose numbers are the drivers' comparisons."""
 
+_SPARES = 2
+"""Number of openers that are ready for new streams of ``open_after``."""
+
 NON_BLOCKING = 1
 """The drivers' flag of streams that do not wait for the default stream."""
 
@@ -76,6 +79,8 @@ class FlagGates:
         self._launched = self._used = 0
         self._openers: dict[Any, Any] = {}
         """Streams that open gates, by the stream of ``open_after``; None for gates without one."""
+        self._spares: list[Any] = []
+        """Openers without such a stream yet."""
         self._fences: list[_After] = []
         self._launch_stream: int | None = None
         self._dirty = False
@@ -96,6 +101,8 @@ class FlagGates:
             (_, first), *rest = run
             self.fill(stream, self._place(first), 1, 1 + len(rest))
         if launch is not None:
+            if len(self._spares) < _SPARES and self.finished() >= self._launched:
+                self._make_openers()
             self._launched = launch
             self.run(stream, [Op(WRITE, self._begun, launch & self._mask)])
 
@@ -113,7 +120,7 @@ class FlagGates:
         (self.record if recording else self.run)(self.current(), ops)
 
     def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
-        opener = self._opener(fence)
+        opener = self._opener(fence.stream if isinstance(fence, _After) else None)
         if isinstance(fence, _After):
             opener.wait_event(fence.event)
             self._fences = [other for other in self._fences if not other()] + [fence]
@@ -125,7 +132,9 @@ class FlagGates:
         event = self._backend.namespace.Event()
         source = self._current_stream() if stream is None else stream
         event.record(source)
-        return _After(event, getattr(source, self.handle))
+        key = getattr(source, self.handle)
+        self._opener(key)  # The caller holds no lock here.
+        return _After(event, key)
 
     def clear(self) -> None:
         self._dirty = True
@@ -153,16 +162,30 @@ class FlagGates:
     def _current_stream(self) -> Any:
         return self._backend.namespace.current_stream(self._backend.device)
 
-    def _opener(self, fence: Fence | None) -> Any:
-        """Return the stream that opens gates behind ``fence``.
+    def _opener(self, key: int | None) -> Any:
+        """Return the stream that opens gates behind the stream ``key`` of ``open_after``.
 
         A stream of torch may be the launch stream of somebody else, which must not wait.
         """
-        key = fence.stream if isinstance(fence, _After) else None
         if key not in self._openers:
-            with self._backend.on_device():
-                self._openers[key] = self.make_stream()
+            try:
+                spare = self._spares.pop()
+            except IndexError:
+                with self._backend.on_device():
+                    spare = self.make_stream()
+            if self._openers.setdefault(key, spare) is not spare:  # another thread was faster
+                self._spares.append(spare)
         return self._openers[key]
+
+    def _make_openers(self) -> None:
+        """Make openers while no launch waits: a driver may make a new stream only after all work.
+
+        That work may be the launch whose gate the stream is to open.
+        """
+        self._opener(None)
+        with self._backend.on_device():
+            while len(self._spares) < _SPARES:
+                self._spares.append(self.make_stream())
 
     def _settle(self) -> None:
         """Let the launch stream wait for the opens that the last launch did not use."""
@@ -183,7 +206,7 @@ class FlagGates:
             if self._backend.keeps_memory or pending:
                 keep_forever(self._words, self._flags)
             del self._flags
-            for opener in self._openers.values():
+            for opener in (*self._openers.values(), *self._spares):
                 self.free_stream(opener)
 
     # Calls of the driver.
