@@ -138,7 +138,7 @@ def run_step(step: Step, backend: str, out: Path, device: str | None, run: int =
     fields = {"python": sys.executable, "name": step.name, "backend": backend, "out": str(out)}
     fields["json"] = str(out / f"{name}.json")
     words = [word.format_map(fields) for word in step.command.split()]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if device is not None:
         environment.update(dict.fromkeys(DEVICE_VARIABLES, device))

@@ -883,6 +883,7 @@ def graphed(
             raise StateError("the module is graphed already; call dg.ungraphed(module) first")
         step = Graphed(fn_or_module.forward, fn_or_module, options)
         fn_or_module.forward = step
+        step._watch_weights()  # with that forward
         return step
     receiver = getattr(fn_or_module, "__self__", None)
     module = receiver if isinstance(receiver, torch.nn.Module) else None

@@ -511,16 +511,16 @@ class Weights:
 
     Args:
         modules: the modules.
-        modes: whether their modes (train, eval) and removed hooks are compared too.
+        modes: whether modes (train, eval) and removed hooks are compared too.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], *, modes: bool = False) -> None:
         _report_assignments()
         every = [*{id(module): module for module in modules}.values()]
         self.modules = [inner for module in every for inner in module.modules()]
-        self._roots = every if modes else []
+        self._roots, self._has_modes = every if modes else [], modes
         self._tables = [t for m in self._roots for t in (m._forward_hooks, m._forward_pre_hooks)]
-        self._modes = [*map(_TRAINING, self._roots)], [*map(len, self._tables)]
+        self._modes = self.training() if modes else [], [*map(len, self._tables)]
         self._held = [
             (table, key, tensor, path)
             for module in every
@@ -530,7 +530,7 @@ class Weights:
             for key, tensor in table.items()
         ]
         self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
-        self._classes = [*map(type, self.modules)]
+        self._kinds = [*map(_kind_of, self.modules)]
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
         self._hooks = self._hook_counts()
@@ -543,7 +543,7 @@ class Weights:
         """
         every = (vars(module).get(name) for module in self.modules for name in _TABLES)
         tables = [table for table in every if isinstance(table, dict) and table]
-        terms: list[Term] = [("{}.__class__ is {}", (m, type(m))) for m in self.modules]
+        terms = [*map(self._term_of, self.modules)]
         # Unequal tensors of several elements make the comparison fail.
         terms[CHECKED:CHECKED] = [("{} == {}", (table, dict(table))) for table in tables]
         yield from by_turns(terms, CHECKED, _TURN)
@@ -552,6 +552,14 @@ class Weights:
         yield from self._memory.terms
         yield from (("{}.training == {}", (module, module.training)) for module in self._roots)
         yield from (("len({}) == {}", (table, len(table))) for table in self._tables)
+
+    def _term_of(self, module: torch.nn.Module) -> Term:
+        kind, forward = _kind_of(module)
+        values = (module, kind, vars(module), forward)
+        if not self._has_modes:
+            return "{}.__class__ is {} and {}.get('forward') is {}", values
+        text = "{}.__class__ is {} and {}.get('forward') is {} and {}.training == {}"
+        return text, (*values, module, module.training)
 
     def _hook_counts(self) -> list[int]:
         tables = (_global_forward_hooks, _global_forward_pre_hooks)
@@ -572,13 +580,13 @@ class Weights:
         for table, children in self._children:
             if dict(table.items()) != children:
                 raise StateError(f"a module of the step has other submodules {_AGAIN}")
-        if [*map(type, self.modules)] != self._classes:
+        if [*map(_kind_of, self.modules)] != self._kinds:
             raise StateError(
-                "a module of the step has another class than at capture, and the graph does the "
-                "work of that one. Capture again."
+                "a module of the step has another class or another forward than at capture, and "
+                "the graph does the work of that one. Capture again."
             )
         training, hooks = self._modes
-        if [*map(_TRAINING, self._roots)] != training:
+        if self._has_modes and self.training() != training:
             raise StateError(
                 "a module of the step was captured in training mode and is in evaluation mode "
                 "now, or the other way round: the graph does the work of the mode of capture. "
@@ -595,6 +603,11 @@ class Weights:
             f"{what} of a module is not the tensor of capture any more, or has other memory "
             f"{_AGAIN}"
         )
+
+
+def _kind_of(module: torch.nn.Module) -> tuple[type, Any]:
+    """Return the class of a module, and the forward that was assigned to it, if any."""
+    return type(module), vars(module).get("forward")
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")

@@ -995,3 +995,44 @@ def test_proof_restores_the_state_of_an_optimizer(kit: Kit, cap: Cap) -> None:
     before = [tensor.clone() for tensor in held]
     captured.prove(cases=2)
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
+
+
+class Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.lin = torch.nn.Dropout(0.5), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(self.drop(x))
+
+
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1
+
+
+def _other_mode(inner: Inner) -> None:
+    inner.drop.train()
+
+
+def _other_forward(inner: Inner) -> None:
+    inner.lin.forward = lambda x: x * 2  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("change", [_other_mode, _other_forward])
+def test_changed_mode_or_forward_of_an_inner_module_is_noticed(
+    kit: Kit, cap: Cap, change: Any
+) -> None:
+    model = Outer().eval().to(kit.device)
+    x = kit.tensor(2, 4)
+    captured = cap(model, x)
+    kit.same(captured.replay(), model(x))
+    change(model.inner)
+    with pytest.raises(dg.StateError, match=r"training mode|another forward"):
+        captured.replay()
+    with pytest.raises(dg.StateError):
+        captured.replay()
