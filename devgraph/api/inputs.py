@@ -91,7 +91,7 @@ class Inputs:
             isinstance(bound, Mapping)
             and isinstance(value, Mapping)
             and bound.keys() == value.keys()
-            and [*bound] != [*value]
+            and [*bound.keys()] != [*value.keys()]
             and name in Named(self._roots).iterated
         ):
             raise InputError(
