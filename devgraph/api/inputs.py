@@ -95,7 +95,7 @@ class Inputs:
             and name in Named(self._roots).iterated
         ):
             raise InputError(
-                f"input {name!r} has the keys {brief([*value])} and had {brief([*bound])} at "
+                f"input {name!r} has the keys {brief([*value.keys()])} and had {brief([*bound.keys()])} at "
                 f"capture. The step reads it whole, and the graph does the work of those in their "
                 f"order. Put them into that order, or capture again."
             )
