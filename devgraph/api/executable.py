@@ -210,12 +210,13 @@ class Recordings:
         self._remove(place)
         recording.used = next(self.clock)
         self._items[place] = _Item(weakref.ref(owner), recording)
-        self.trim()
+        if key is not _OWN or self.budget_bytes is not None:  # else the others are as before
+            self.trim()
 
     def drop_excess(self, owner: object) -> None:
         """Evict the own executable of a graph after its launch if it is over the budget."""
         place = (id(owner), _OWN)
-        if self._excess > 0 and not self._is_in_use(place):
+        if not self._is_in_use(place) and self._excess > 0:
             self._shrink(place)
 
     def drop_own(self, owner: object) -> None:

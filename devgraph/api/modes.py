@@ -184,7 +184,7 @@ class Settings:
     def current() -> Settings:
         return Settings(
             Modes.current(),
-            tuple(get() for get, _ in _SWITCHES),
+            tuple([get() for get, _ in _SWITCHES]),
             tuple(stack.users() for stack in STACKS),
         )
 

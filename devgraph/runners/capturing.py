@@ -439,7 +439,8 @@ class CaptureScheduler:
         if config.emulate:
             return EmulatedGraph(functools.partial(step.called, run), step.gates)
         misses = config.miss_budget
-        with step.trial(), step.names_kept(anew=not self._graphs.captured):
+        anew = not self._graphs.captured
+        with step.trial(), step.names_kept(graph.key.variant, anew=anew):
             return capture(
                 run,
                 policy=config.policy,

@@ -14,6 +14,7 @@ from devgraph.api.errors import InputError, InputTypeError, brief, note
 from devgraph.api.gates import Gates
 from devgraph.api.guard import Guard
 from devgraph.api.marks.gates import in_tail
+from devgraph.api.marks.host_values import exact_types_checked
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.named import NamedState
 from devgraph.api.owned import roots_of, watched_in
@@ -22,7 +23,7 @@ from devgraph.api.reach import entries
 from devgraph.api.snapshots import Snapshot
 from devgraph.api.tensors import has_place
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, StateViews, end_batch
-from devgraph.runners.decisions import GraphKey, canonical_variant
+from devgraph.runners.decisions import GraphKey, Variant, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.load import CopyPlan
@@ -68,6 +69,8 @@ class Step:
     """The state that the captured functions name, since the first capture."""
     guard: Guard | None = None
     """Tells whether that state changed since the captures."""
+    types_checked: set[Variant] = attrs.field(factory=set)
+    """Variants whose functions were captured and asked for no exact type of a host argument."""
     last: GraphStep | None = None
     """The step of the last replay, while the static buffers hold its inputs."""
     last_host: Mapping[str, Any] = attrs.field(factory=dict)
@@ -82,10 +85,11 @@ class Step:
     """Bound tensors and state of requests as they were before the outermost trial."""
 
     @contextlib.contextmanager
-    def names_kept(self, *, anew: bool) -> Iterator[None]:
+    def names_kept(self, variant: Variant, *, anew: bool) -> Iterator[None]:
         """Require that the block, which captures a graph, leaves the state in names alone.
 
         Args:
+            variant: variant of the graph.
             anew: whether there is no other graph, so that earlier state does not matter.
 
         Raises:
@@ -99,7 +103,9 @@ class Step:
             captured = self.engine if self.function not in self.engine else [self.function]
             roots = (root for function in captured for root in roots_of(function))
             self.named = NamedState(roots, regions=self.options.config.policy == "full")
-        yield
+        with exact_types_checked(variant in self.types_checked):
+            yield
+        self.types_checked.add(variant)
         self.named.require_kept()
         if self.guard is None:
             self.guard = Guard(watched_in(self.named))
@@ -112,6 +118,7 @@ class Step:
     def forget_names(self) -> None:
         """Forget the state that the step names, until the next capture."""
         self.named = self.guard = None
+        self.types_checked.clear()
 
     def settle_autocast(self) -> None:
         """Fix the autocast settings of all captures and later steps.

@@ -199,6 +199,16 @@ def test_executables_are_made_at_the_first_launch_and_stay_without_a_budget(kit:
     assert found.seconds > 0
 
 
+def test_executables_without_a_budget_are_not_counted_again_for_each(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of captures makes hundreds of them."""
+    steps = _captured(kit, kit.backend.make_pool(), 3)
+    monkeypatch.setattr(Recordings, "_excess", property(lambda _: pytest.fail("counted")))
+    for step in steps:
+        _check(step)
+
+
 def test_the_least_recently_used_executable_goes(kit: Kit) -> None:
     pool = kit.backend.make_pool()
     steps = _captured(kit, pool, 3)

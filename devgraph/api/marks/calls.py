@@ -8,6 +8,7 @@ import gc
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -56,11 +57,15 @@ def _memories_held(
             continue
         if isinstance(holder, torch.Tensor | list | tuple | dict):
             tensors.extend(tensors_in(holder))
-        elif not (inspect.isroutine(holder) or inspect.isclass(holder) or inspect.ismodule(holder)):
+        elif not isinstance(holder, _CODE):
             values = getattr(holder, "__dict__", {}).values()
             fields = (value for value in values if isinstance(value, torch.Tensor | list | dict))
             tensors.extend(tensor for field in fields for tensor in tensors_in(field))
     return {memory_of(tensor) for tensor in tensors if has_place(tensor)}
+
+
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+"""Kinds of most names in code, whose attributes are not looked into."""
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -145,15 +146,31 @@ class _Watched(Tracked):
         return type(self._devgraph_value)
 
 
+_types_checked: ContextVar[bool] = ContextVar("devgraph_types_checked", default=False)
+
+
+@contextlib.contextmanager
+def exact_types_checked(checked: bool) -> Iterator[None]:
+    """Let captures in the block omit ``exact_types_refused`` if ``checked``.
+
+    That check makes each call of Python slower, so a runner makes it once for all sizes of a step.
+    """
+    token = _types_checked.set(checked)
+    try:
+        yield
+    finally:
+        _types_checked.reset(token)
+
+
 @contextlib.contextmanager
 def exact_types_refused() -> Iterator[None]:
     """Refuse user functions that take a tracked value in the block and ask for its ``type()``.
 
     ``type(n) is int`` is false for a tracked value and cannot be overridden, so the wrong branch
     would stay in the graph. The code of functions is checked when they are called. The block checks
-    nothing while a profiler of the user runs.
+    nothing while a profiler of the user runs, or inside ``exact_types_checked``.
     """
-    if sys.getprofile() is not None:
+    if _types_checked.get() or sys.getprofile() is not None:
         yield
         return
     sys.setprofile(_refuse_exact_types)
