@@ -32,6 +32,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import AGAIN, CHECKED, Bound, bound_in, is_equal, returns_tree
 from devgraph.api.errors import (
     CaptureError,
+    DeviceGraphError,
     DeviceGraphWarning,
     InputTypeError,
     StateError,
@@ -323,7 +324,8 @@ class Owned:
             yield require_places
             self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
         except BaseException as error:
-            watch.put_back()
+            # An error of the step's own may have counted on purpose, such as the first attempts.
+            watch.put_back(plain=isinstance(error, DeviceGraphError))
             for _, weight, before in weights:
                 if weight.data_ptr() != before.data_ptr():
                     weight.data = before

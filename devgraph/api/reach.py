@@ -237,7 +237,8 @@ class _Place:
             put = self.holder.update if isinstance(self.holder, set) else self.holder.extend
             put(self._values)
             return
-        if isinstance(self.holder, _CLOSED) or is_iterator(self.holder):
+        is_closed = isinstance(self.holder, _CLOSED) or is_iterator(self.holder)
+        if is_closed or self._keys == [_POSITION]:
             return
         if self._keys is None:
             for key in [key for key in self.holder if key not in self._held]:
@@ -772,11 +773,17 @@ class Watch:
                     note_state(path, old, new)
         return changes
 
-    def put_back(self) -> None:
-        """Let every place that came to hold other tensors hold its old values again."""
+    def put_back(self, *, plain: bool = False) -> None:
+        """Let every place that came to hold other tensors hold its old values again.
+
+        Args:
+            plain: whether places that came to hold other plain values do so too.
+        """
         for place in self._places:
             if any(
-                tensors_below(path, old) or tensors_below(path, new)
+                tensors_below(path, old)
+                or tensors_below(path, new)
+                or (plain and isinstance(old, PLAIN) and isinstance(new, PLAIN))
                 for path, old, new in place.changes()
             ):
                 place.put_back()

@@ -345,11 +345,10 @@ class TrainingGraphs:
             differentiable = [tensor for tensor in outputs if tensor.requires_grad]
             ones = [torch.ones_like(tensor) for tensor in differentiable]
             grads = torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
-        named = [(f"output {index}", t.detach().clone()) for index, t in enumerate(outputs)]
-        return [
-            *named,
-            *((f"gradient {i}", g.clone()) for i, g in enumerate(grads) if g is not None),
-        ]
+            # Inside the block, because a gradient of the caller may be memory of the graph.
+            named = [(f"output {index}", t.detach().clone()) for index, t in enumerate(outputs)]
+            found = [(f"gradient {i}", g.clone()) for i, g in enumerate(grads) if g is not None]
+        return named + found
 
     def _run_eagerly(self, tensors: list[torch.Tensor]) -> Any:
         args, kwargs = self.static_inputs.arguments_with(tensors)

@@ -30,6 +30,7 @@ from devgraph.cpu.check import check_step
 from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool, is_shortage
 from devgraph.cpu.modes import Dispatching, Functions, current_recorder
+from devgraph.cpu.randomness import Position
 from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
@@ -60,6 +61,8 @@ class CpuPool(Pool):
         self.blocks = BlockPool()
         self.regions = BlockPool()
         self.graphs_begun = 0  # in the current session
+        self.positions: dict[int, list[Position]] = {}
+        """States of random generators in recordings of the session; see ``Randomness``."""
 
     @property
     def bytes(self) -> int:
@@ -104,6 +107,7 @@ class CpuGraph(DeviceGraph):
             reached=self.reached,
             generators=self.generators,
             continues=self.pool.graphs_begun > 0,
+            positions=self.pool.positions,
         )
         self.pool.graphs_begun += 1
         self._recorder = recorder
@@ -239,6 +243,7 @@ class CpuBackend(Backend):
             kind.clear()
         if isinstance(pool, CpuPool):
             pool.graphs_begun = 0
+            pool.positions.clear()
         try:
             yield
         except BaseException as error:

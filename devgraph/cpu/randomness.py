@@ -41,7 +41,7 @@ def _address(generator: torch.Generator) -> int:
 
 
 @attrs.define(eq=False)
-class _Position:
+class Position:
     """A state of a generator between two draws of a recording.
 
     A replay saves its own state there if the recorded code returns to the position.
@@ -49,6 +49,7 @@ class _Position:
 
     generator: torch.Generator
     state: torch.Tensor  # the state in the recording
+    is_drawn: bool = False  # whether a draw begins or ends there
     is_needed: bool = False
     saved: torch.Tensor | None = None
 
@@ -66,8 +67,8 @@ class _Draw:
     """A recorded draw, between two positions."""
 
     run: Callable[[], object]
-    before: _Position
-    after: _Position
+    before: Position
+    after: Position
 
     def __call__(self) -> None:
         self.before.save()
@@ -79,16 +80,23 @@ class Sequence:
     """The random numbers that a recording takes from one generator.
 
     A recording draws nothing, but it moves the generator at each draw. A state that the code sets
-    therefore tells the draw that it belongs to, as in ``torch.utils.checkpoint``.
+    therefore tells the draw that it belongs to, as in ``torch.utils.checkpoint``. A recording goes
+    on from the ``earlier`` positions of its session, so that all states differ: a backward sets
+    those of its forward.
     """
 
-    def __init__(self, generator: torch.Generator, record: Record) -> None:
+    def __init__(
+        self, generator: torch.Generator, record: Record, earlier: Iterable[Position] = ()
+    ) -> None:
         self._generator = generator
         self._record = record
         self._original = generator.get_state()
         self._restores = restores_elsewhere()
-        self._positions: list[_Position] = []
-        self._now: _Position
+        self._earlier = [*earlier]
+        self._positions: list[Position] = []
+        self._now: Position
+        if self._earlier:
+            generator.set_state(self._earlier[-1].state)
         self._advance()
 
     def draw(self, run: Callable[[], object]) -> Callable[[], object]:
@@ -96,6 +104,7 @@ class Sequence:
         self.follow()
         before = self._now
         self._advance()
+        before.is_drawn = self._now.is_drawn = True
         return _Draw(run, before, self._now)
 
     def follow(self) -> None:
@@ -104,7 +113,8 @@ class Sequence:
             state = self._generator.get_state()
             if torch.equal(state, self._now.state):
                 return
-            for position in self._positions:
+            drawn = (position for position in self._earlier if position.is_drawn)
+            for position in (*self._positions, *drawn):
                 if torch.equal(state, position.state):
                     self._leave()
                     position.is_needed = True
@@ -115,21 +125,22 @@ class Sequence:
             if not torch.equal(state, seeded):
                 if restores_elsewhere() != self._restores:
                     # Another thread has put the state of a capture of its own back.
-                    self._now = _Position(self._generator, state)
+                    self._now = Position(self._generator, state)
                     return
                 raise UnrecordableError(
                     "the step sets the state of a random generator, or another thread draws from "
                     "it. A replay would set the state of capture again. Set it before the replay"
                 )
         self._leave()
-        self._now = _Position(self._generator, state)
+        self._now = Position(self._generator, state)
         self._positions.append(self._now)
         set_state = self._generator.set_state
         self._record("a random seed", lambda: set_state(state))
 
-    def end(self) -> None:
-        """Give the generator the state back that it had before the recording."""
+    def end(self) -> list[Position]:
+        """Give the generator its state back; return all positions of the session."""
         self._generator.set_state(self._original)
+        return [*self._earlier, *self._positions]
 
     def _leave(self) -> None:
         """Record that the position may be needed later: no draw follows that would save it."""
@@ -138,7 +149,7 @@ class Sequence:
     def _advance(self) -> None:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-            self._now = _Position(self._generator, self._generator.get_state())
+            self._now = Position(self._generator, self._generator.get_state())
         self._positions.append(self._now)
 
 
@@ -157,8 +168,15 @@ class Randomness:
     and do not see changes of its state. The caller owns the ``known`` generators.
     """
 
-    def __init__(self, record: Record, known: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        record: Record,
+        known: Iterable[torch.Generator] = (),
+        positions: dict[int, list[Position]] | None = None,
+    ) -> None:
         self._record = record
+        self._positions = {} if positions is None else positions
+        """The positions of earlier recordings of the session, by the address of the generator."""
         # By the address of the generator, because each operation gets an object of its own.
         self._sequences: dict[int, Sequence] = {}
         self._objects: dict[int, torch.Generator] = {}
@@ -168,11 +186,13 @@ class Randomness:
         self._stand_ins: dict[int, _StandIn] = {}
         self._has_claim = _claimed()
         if self._has_claim:
-            default = torch.default_generator
-            self._sequences[_address(default)] = Sequence(default, record)
+            known = (torch.default_generator, *known)
         for generator in known:
-            if generator.device.type == "cpu" and generator is not torch.default_generator:
-                self._sequences[_address(generator)] = Sequence(generator, record)
+            is_claimed = generator is not torch.default_generator or self._has_claim
+            if generator.device.type == "cpu" and is_claimed:
+                address = _address(generator)
+                earlier = self._positions.get(address, ())
+                self._sequences[address] = Sequence(generator, record, earlier)
 
     def note(self, generator: torch.Generator) -> None:
         """Note the object by which the user's code holds a generator."""
@@ -233,8 +253,8 @@ class Randomness:
 
     def end(self) -> None:
         """Give every generator its state back. Idempotent."""
-        for sequence in self._sequences.values():
-            sequence.end()
+        for address, sequence in self._sequences.items():
+            self._positions[address] = sequence.end()
         self._sequences = {}
         if self._has_claim:
             self._has_claim = False

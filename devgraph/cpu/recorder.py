@@ -32,7 +32,7 @@ from devgraph.cpu.metadata import (
 )
 from devgraph.cpu.modes import Dispatching, Functions, adapt_torch, restore_torch
 from devgraph.cpu.ops import Binder, Kind, OpPlan, plan_of
-from devgraph.cpu.randomness import SAVED, Randomness
+from devgraph.cpu.randomness import SAVED, Position, Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
@@ -73,6 +73,7 @@ class Recorder:
         reached: further tensors of the caller that the code may use.
         generators: random generators of the caller.
         continues: whether this recording follows others of the same step.
+        positions: states of random generators in the others, to which those of this one are added.
         on_violation: called for every violation. The recording then goes on with assumed values
             and cannot be replayed. Without it, violations raise.
     """
@@ -88,6 +89,7 @@ class Recorder:
         reached: Sequence[torch.Tensor] = (),
         generators: Sequence[torch.Generator] = (),
         continues: bool = False,
+        positions: dict[int, list[Position]] | None = None,
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
         self.parts: list[Entry | Span] = []
@@ -122,6 +124,7 @@ class Recorder:
         self._holds: list[Hold] = []
         self._mark = object()
         self._random: Randomness | None = None
+        self._positions = positions
         self._first_uses: list[tuple[torch.Tensor, int]] = []
         """The first tensor of each touched storage, and the number of operations before it."""
 
@@ -143,7 +146,7 @@ class Recorder:
                 # Afterwards, generation 0 holds the objects of this recording, and generation 1
                 # those of the segments before it.
                 gc.collect(0 if self._continues else 1)
-                self._random = Randomness(self._record, self._generators)
+                self._random = Randomness(self._record, self._generators, self._positions)
                 tensors = (*self._arguments, *self._reached)
                 self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
         except BaseException:

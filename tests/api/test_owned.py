@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -89,6 +90,23 @@ def test_failed_capture_leaves_no_gradient_behind(kit: Kit) -> None:
     with pytest.raises(ValueError):
         kit.capture(step, kit.tensor(3))
     assert weight.grad is None
+
+
+def test_refused_capture_leaves_python_state_as_it_was(kit: Kit) -> None:
+    """FAULTS 1: also the number of runs, which eager runs count from."""
+    count, holder, rng = [0], types.SimpleNamespace(calls=0), random.Random(7)
+    first = rng.getstate()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        holder.calls += 1
+        rng.random()
+        return x * float(x.sum())
+
+    with pytest.raises(dg.CaptureError):
+        kit.capture(step, kit.tensor(3))
+    assert (count[0], holder.calls) == (0, 0)
+    assert rng.getstate() != first  # which is not put back
 
 
 class Doubled(torch.nn.Linear):

@@ -264,6 +264,17 @@ def test_proof_of_a_training_graph_compares_gradients() -> None:
     assert not step.prove().ok
 
 
+def test_proof_may_follow_a_backward_whose_gradients_are_kept() -> None:
+    module = _as_graphed(_mlp())
+    for _ in range(3):
+        module.zero_grad()
+        module(torch.randn(8, 4)).square().sum().backward()
+    held = [parameter.grad.clone() for parameter in module.parameters()]
+    assert module.forward.prove().ok
+    for parameter, grad in zip(module.parameters(), held, strict=True):
+        same(parameter.grad, grad)
+
+
 def test_function_that_switches_gradients_off_needs_no_backward() -> None:
     module = nn.Linear(4, 4)
     step = graphed(torch.no_grad()(lambda x: module(x).argmax(-1)))

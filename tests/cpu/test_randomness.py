@@ -50,6 +50,57 @@ def test_checkpointed_dropout_has_one_mask(reentrant: bool) -> None:
     _check(step)
 
 
+class Checkpointed(torch.nn.Module):
+    """A module whose backward draws the mask of its forward again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        draw = lambda x: F.dropout(self.layer(x), 0.5)  # noqa: E731
+        return F.dropout(checkpoint(draw, x, use_reentrant=False), 0.2)
+
+
+def test_backward_graph_restores_the_random_state_of_its_forward() -> None:
+    modules = [Checkpointed() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    step = dg.graphed(modules[0], backend="cpu")
+    for seed in range(4):
+        x = torch.randn(4, 8)
+        for module in modules:
+            torch.manual_seed(seed)
+            module.zero_grad()
+            module(x).square().sum().backward()
+        assert same(modules[0].layer.weight.grad, modules[1].layer.weight.grad)
+    assert step.stats()["replays"] == 3 and step.prove().ok
+
+
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_state_of_an_earlier_segment_is_restored_or_refused(is_drawn: bool) -> None:
+    """A replay saves a state at a draw, so that one without a draw in its segment is refused."""
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        state = torch.get_rng_state()
+        first = torch.rand(4) if is_drawn else x * 2
+        dg.graph_break()
+        second = torch.rand(4)
+        torch.set_rng_state(state)
+        return first, second, torch.rand(4)
+
+    x = torch.randn(4)
+    if not is_drawn:
+        with pytest.raises(CaptureError, match="sets the state of a random generator"):
+            dg.capture(step, x, backend="cpu", policy="breakable")
+        return
+    captured = dg.capture(step, x, backend="cpu", policy="breakable")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        want = step(x)
+        torch.manual_seed(seed)
+        assert all(same(*pair) for pair in zip(captured.replay(), want, strict=True))
+
+
 @pytest.mark.parametrize("warmup", [0, 2])
 def test_seeding_in_the_step_is_repeated_by_replays(warmup: int) -> None:
     def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
