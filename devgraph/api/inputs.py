@@ -87,18 +87,15 @@ class Inputs:
                     )
 
     def _pairs(self, name: str, bound: Any, value: Any) -> list[Pair]:
-        if (
-            isinstance(bound, Mapping)
-            and isinstance(value, Mapping)
-            and bound.keys() == value.keys()
-            and [*bound.keys()] != [*value.keys()]
-            and name in Named(self._roots).iterated
-        ):
-            raise InputError(
-                f"input {name!r} has the keys {brief([*value.keys()])} and had {brief([*bound.keys()])} at "
-                f"capture. The step reads it whole, and the graph does the work of those in their "
-                f"order. Put them into that order, or capture again."
-            )
+        if isinstance(bound, Mapping) and isinstance(value, Mapping):
+            now, then = [*value.keys()], [*bound.keys()]
+            is_other = now != then and bound.keys() == value.keys()
+            if is_other and name in Named(self._roots).iterated:
+                raise InputError(
+                    f"input {name!r} has the keys {brief(now)} and had {brief(then)} at capture. "
+                    f"The step reads it whole, and the graph does the work of those in their "
+                    f"order. Put them into that order, or capture again."
+                )
         return _pairs(name, bound, value)
 
     def _require_agreement(

@@ -155,13 +155,32 @@ def walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str,
         is_module = isinstance(value, torch.nn.Module)
         left -= not is_module
         yield path, value
+        todo.extend((path, hook, depth + 1) for hook in _hooks_of(value) if depth < _DEEPEST)
         if depth < _DEEPEST or is_module:
             todo.extend(
                 (entry.path, entry.value, depth + (not is_module))
                 for entry in _members(path, value, weights)
                 if not isinstance(entry.value, (torch.Generator, *PLAIN))
-                and (not isinstance(entry.value, torch.Tensor) or _is_wrapper(entry.value))
+                and (
+                    not isinstance(entry.value, torch.Tensor)
+                    or _is_wrapper(entry.value)
+                    or any(_hooks_of(entry.value))
+                )
             )
+
+
+def _hooks_of(value: Any) -> Iterator[Any]:
+    """Yield the user's hooks of a module or of a tensor."""
+    if isinstance(value, torch.nn.Module | torch.Tensor):
+        tables = (getattr(value, name, None) for name in _HOOKS)
+        for hook in itertools.chain(*(table.values() for table in tables if table)):
+            function = hook.func if isinstance(hook, functools.partial) else hook
+            if not is_machinery_module(getattr(function, "__module__", None) or ""):
+                yield hook
+
+
+_HOOKS = """_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks
+    _post_accumulate_grad_hooks""".split()
 
 
 def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
@@ -317,6 +336,9 @@ def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield "self", value.__self__
         yield path, value.__func__
+    elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+        if not isinstance(value.__self__, types.ModuleType | type):  # of a list, a dictionary, ...
+            yield path, value.__self__
     elif isinstance(value, functools.partial):
         yield from ((path, child) for child in (value.func, *value.args))
         yield path, value.keywords
@@ -578,7 +600,7 @@ class Named:
             names = sorted(held.keys() & self.names)
             yield from (Entry(f"{value.__name__}.{name}", held, name, held[name]) for name in names)
             return
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, torch.Tensor | types.BuiltinMethodType | types.MethodWrapperType):
             return
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):

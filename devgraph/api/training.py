@@ -198,11 +198,12 @@ class TrainingGraphs:
     # Capture, in a session.
 
     def warm_up(self) -> None:
-        with self.owned.run() as (args, kwargs), self._own_leaves():
-            outputs = tensors_of(self.fn(*args, **kwargs))
-        with_grad = [tensor for tensor in outputs if tensor.requires_grad]
-        if with_grad:
-            self._gradients(with_grad, [torch.ones_like(t) for t in with_grad])
+        with self.owned.run() as (args, kwargs):
+            with self._own_leaves():
+                outputs = tensors_of(self.fn(*args, **kwargs))
+            with_grad = [tensor for tensor in outputs if tensor.requires_grad]
+            if with_grad:
+                self._gradients(with_grad, [torch.ones_like(t) for t in with_grad])
 
     def capture_forward(self, held: Any) -> None:
         with held.recording(GraphScope(self._forward)):
@@ -219,7 +220,8 @@ class TrainingGraphs:
         if self._differentiable:
             with held.recording(GraphScope(self._backward)):
                 held.begin(self._backward, arguments=tuple(self._output_grads))
-                grads = self._gradients(self._differentiable, self._output_grads)
+                with self.owned.run():  # hooks must not change what a replay leaves as it is
+                    grads = self._gradients(self._differentiable, self._output_grads)
                 held.end()
         self._leaf_grads = [
             (tensor, grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import sys
@@ -107,6 +108,36 @@ def test_refused_capture_leaves_python_state_as_it_was(kit: Kit) -> None:
         kit.capture(step, kit.tensor(3))
     assert (count[0], holder.calls) == (0, 0)
     assert rng.getstate() != first  # which is not put back
+
+
+def hooked(module: torch.nn.Module, kind: str, keep: Any) -> None:
+    if kind == "forward":
+        module.register_forward_hook(lambda m, args, out: keep("h", out))
+    elif kind == "before":
+        module.register_forward_pre_hook(lambda m, args: keep("h", args[0] * 2))
+    elif kind == "partial":
+        module.register_forward_hook(
+            functools.partial(lambda name, m, a, out: keep(name, out), "h")
+        )
+    elif kind == "backward":
+        module.register_full_backward_hook(lambda m, inputs, outs: keep("h", outs[0] * 2))
+    else:
+        module.weight.register_hook(lambda grad: keep("h", grad * 2))
+
+
+@pytest.mark.parametrize("kind", ["forward", "before", "partial", "backward", "gradient"])
+def test_hook_that_keeps_a_tensor_is_refused(kit: Kit, kind: str) -> None:
+    """Later calls would find the tensor of the capture, in memory that the graph reuses."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).to(kit.backend.device)
+    held: dict[str, torch.Tensor] = {}
+    hooked(module[0], kind, held.__setitem__)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(module(x).sum(), (x, *module.parameters()))[0]
+
+    with pytest.raises(dg.CaptureError, match=r"the step (replaces|adds) keep\['h'\]"):
+        kit.capture(step, kit.tensor(2, 3))
 
 
 class Doubled(torch.nn.Linear):

@@ -305,6 +305,16 @@ def test_second_derivative_is_refused_and_not_zero() -> None:
             (grad.square().sum() + x.sum()).backward()
 
 
+def test_backward_hook_that_keeps_gradients_runs_eagerly() -> None:
+    module, kept = _as_graphed(_mlp()), []
+    module[0].register_full_backward_hook(lambda m, inputs, outs: kept.append(outs[0] * 1))
+    with pytest.warns(dg.DeviceGraphWarning, match=r"the step adds kept"):
+        for _ in range(4):
+            kept.clear()
+            module(torch.randn(8, 4, requires_grad=True)).sum().backward()
+            assert len(kept) == 1
+
+
 def test_result_with_a_spent_history_runs_eagerly() -> None:
     weight = nn.Parameter(torch.ones(3))
 
