@@ -473,6 +473,7 @@ class Graphed:
                     DeviceGraphWarning,
                     stacklevel=3,
                 )
+            if entry.reason is not None:  # The error, which held autograd's nodes, is gone.
                 return self._run_eagerly(entry.reason, args, {**kwargs, **host})
         graph = entry.graph
         assert graph is not None

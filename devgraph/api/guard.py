@@ -35,7 +35,7 @@ class Guard:
 
     def __init__(self, parts: Iterable[Watched], terms: Iterable[Term] = ()) -> None:
         self._parts, self._terms = [*parts], [*terms]
-        self._seen: list[Sequence[Term]] = []
+        self._seen: list[Sequence[Term]] | None = None
         self.same: Callable[[], bool] = lambda: False
         """Whether all terms are true. If not, ``settle`` looks closer."""
 
@@ -44,7 +44,7 @@ class Guard:
         for part in self._parts:
             part.check()
         now = [part.terms for part in self._parts]
-        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
+        if self._seen is None or not all(map(operator.is_, now, self._seen)):
             self._seen = now
             self.same = all_of([*self._terms, *(term for terms in now for term in terms)])
 

@@ -74,6 +74,13 @@ def test_settling_looks_at_all_parts_and_accepts_equal_objects() -> None:
     assert [part.looked for part in parts] == [3, 2]
 
 
+def test_guard_of_nothing_is_settled_once() -> None:
+    guard = Guard([])
+    assert not guard.same()
+    guard.settle()
+    assert guard.same()
+
+
 def test_terms_of_the_owner_are_compared_too() -> None:
     closed: list[int] = []
     guard = Guard([Number(1000)], [("not {}", (closed,))])
