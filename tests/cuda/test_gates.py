@@ -110,11 +110,13 @@ class Stream:
 
 class Event:
     over = False
+    queries = 0
 
     def record(self, stream: Any) -> None:
         self.stream = stream
 
     def query(self) -> bool:
+        Event.queries += 1
         return self.over
 
 
@@ -232,6 +234,22 @@ def test_no_stream_is_made_while_a_launch_waits(driver, channel):
     for place, fence in enumerate(fences):
         channel.open(3, [place], fence)
     assert made.count(False) == 1
+
+
+def test_opens_behind_one_stream_ask_for_its_last_work_alone(driver, channel):
+    fences = [channel.after(Stream(40)) for _ in range(36)]
+    channel.begin(1, [], False)
+    Event.queries = 0
+    for place, fence in enumerate(reversed(fences)):  # issued in another order than recorded
+        channel.open(1, [place], fence)
+    assert Event.queries == 0
+    channel.clear()
+    for fence in fences[:-1]:
+        fence.event.over = True
+    with pytest.raises(dg.GateError, match="has not finished"):
+        channel.begin(2, [], False)
+    fences[-1].event.over = True
+    channel.begin(2, [], False)
 
 
 def test_unused_opens_are_taken_back_before_the_next_launch(driver, channel):

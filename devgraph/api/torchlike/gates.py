@@ -43,8 +43,8 @@ class Op(NamedTuple):
 
 
 class _After:
-    def __init__(self, event: Any, stream: int) -> None:
-        self.event, self.stream = event, stream
+    def __init__(self, event: Any, stream: int, number: int) -> None:
+        self.event, self.stream, self.number = event, stream, number
 
     def __call__(self) -> bool:
         return bool(self.event.query())
@@ -81,7 +81,9 @@ class FlagGates:
         """Streams that open gates, by the stream of ``open_after``; None for gates without one."""
         self._spares: list[Any] = []
         """Openers without such a stream yet."""
-        self._fences: list[_After] = []
+        self._fences: dict[int, _After] = {}
+        """The fence that was recorded last on each stream: those before it are over when it is."""
+        self._numbers = itertools.count()
         self._launch_stream: int | None = None
         self._dirty = False
 
@@ -123,7 +125,8 @@ class FlagGates:
         opener = self._opener(fence.stream if isinstance(fence, _After) else None)
         if isinstance(fence, _After):
             opener.wait_event(fence.event)
-            self._fences = [other for other in self._fences if not other()] + [fence]
+            last = self._fences.get(fence.stream, fence)
+            self._fences[fence.stream] = max(last, fence, key=lambda one: one.number)
         begun = Op(AT_LEAST, self._begun, launch & self._mask)
         writes = [Op(WRITE, self._place(place), 1) for place in places]
         self.run(getattr(opener, self.handle), [begun, *writes])
@@ -134,7 +137,7 @@ class FlagGates:
         event.record(source)
         key = getattr(source, self.handle)
         self._opener(key)  # The caller holds no lock here.
-        return _After(event, key)
+        return _After(event, key, next(self._numbers))
 
     def clear(self) -> None:
         self._dirty = True
@@ -189,7 +192,7 @@ class FlagGates:
 
     def _settle(self) -> None:
         """Let the launch stream wait for the opens that the last launch did not use."""
-        if any(not fence() for fence in self._fences):
+        if not all(fence() for fence in self._fences.values()):
             raise GateError(
                 "a stream of open_after has not finished, although the replay that it was for is "
                 "over and invalid. It would open a gate of the next replay. Wait for it first."
