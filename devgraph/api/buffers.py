@@ -305,17 +305,26 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def term_of(entry: Entry) -> Term:
-    """Return the term that a place holds the value of the entry."""
+    """Return the term that a place holds the value of the entry, or an equal number or text."""
     holder, key, value = entry.holder, entry.key, entry.value
+    place: tuple[Any, ...] = (entry.now,)
+    read = "{}()"
     if isinstance(holder, types.CellType):
-        return "{}.cell_contents is {}", (holder, value)
-    if value is ABSENT and type(holder) is dict:
+        read, place = "{}.cell_contents", (holder,)
+    elif value is ABSENT and type(holder) is dict:
         return "{} not in {}", (key, holder)
-    if type(holder) in (dict, list):
-        return "{}[{}] is {}", (holder, key, value)
-    if isinstance(holder, type):
-        return "{}[{}] is {}", (vars(holder), key, value)
-    return "{}() is {}", (entry.now, value)
+    elif type(holder) in (dict, list):
+        read, place = "{}[{}]", (holder, key)
+    elif isinstance(holder, type):
+        read, place = "{}[{}]", (vars(holder), key)
+    if type(value) in _RENEWED:
+        text = f"({read} is {{}} or {{}}({{}}, {read}))"
+        return text, (*place, value, is_equal, value, *place)
+    return f"{read} is {{}}", (*place, value)
+
+
+_RENEWED = (int, float, complex, str, tuple)
+"""Types whose equal values are often other objects."""
 
 
 def _returns(source: Callable[[], Any], tree: Any, then: Sequence[torch.Tensor]) -> bool:

@@ -321,7 +321,7 @@ class Captured:
             self.pool.require_free("close a capture")
             self._plan.close()
         self._job = self._inputs = None
-        self._watched, self._guard = [], Guard(())
+        self._watched, self._guard, self.gradients = [], Guard(()), Gradients(())
 
     def __enter__(self) -> Captured:
         return self

@@ -90,13 +90,17 @@ class Inputs:
         if isinstance(bound, Mapping) and isinstance(value, Mapping):
             now, then = [*value.keys()], [*bound.keys()]
             is_other = now != then and bound.keys() == value.keys()
-            if is_other and name in Named(self._roots).iterated:
+            if is_other and name in self._iterated:
                 raise InputError(
                     f"input {name!r} has the keys {brief(now)} and had {brief(then)} at capture. "
                     f"The step reads it whole, and the graph does the work of those in their "
                     f"order. Put them into that order, or capture again."
                 )
         return _pairs(name, bound, value)
+
+    @functools.cached_property
+    def _iterated(self) -> set[str]:
+        return Named(self._roots).iterated
 
     def _require_agreement(
         self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]

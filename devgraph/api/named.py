@@ -27,7 +27,11 @@ _SMALL = 1024
 
 
 _EACH, _TURN = 32, 8
-"""Number of places that each replay compares, and of the others that it compares by turns."""
+"""Numbers of entries of dictionaries that a replay compares, and of those of inner modules.
+
+If there are more, the others take turns. All cells, entries of lists and members of classes, and
+the lengths of all containers, are compared each time.
+"""
 
 
 class NamedState:
@@ -80,13 +84,19 @@ class NamedState:
         generators = [entry for entry in seeded if isinstance(entry.value, torch.Generator)]
         self._seeds = [(entry, entry.value.initial_seed()) for entry in generators]
         self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= _SMALL]
-        terms = [(_key(entry), term_of(entry)) for entry in self._held if entry.holder is not None]
+        terms: dict[str, list[Term]] = {"each": [], "outer": [], "inner": []}
+        for entry in self._held:
+            if entry.holder is not None:
+                kind = "outer" if isinstance(entry.holder, dict) else "each"
+                terms["inner" if _key(entry) in named.inner else kind].append(term_of(entry))
         for sized, size in zip(self._sized, self._sizes, strict=True):
-            terms.append(((id(sized), None), ("len({}) == {}", (sized, size))))
+            kind = "inner" if (id(sized), None) in named.inner else "each"
+            terms[kind].append(("len({}) == {}", (sized, size)))
         self.terms: list[Term] = [
             *(("[*{}] == {}", order) for order in self._orders),
-            *by_turns([term for key, term in terms if key not in named.inner], _EACH, _TURN),
-            *by_turns([term for key, term in terms if key in named.inner], _TURN, _TURN),
+            *terms["each"],
+            *by_turns(terms["outer"], _EACH, _EACH),
+            *by_turns(terms["inner"], _TURN, _TURN),
             *self._memory.terms,
             *(
                 ("{}({}) == {}", (content_of, entry.value, content))

@@ -536,6 +536,12 @@ class Weights:
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
         self._hooks = self._hook_counts()
+        self._seen = [_assignments[0], RemovableHandle.next_id]
+        self._renew()
+
+    def _renew(self) -> None:
+        every = (vars(module).get(name) for module in self.modules for name in _TABLES)
+        self._tables_held = [(t, dict(t)) for t in every if isinstance(t, dict) and t]
         self.terms = [*self._compared()]
 
     def _compared(self) -> Iterator[Term]:
@@ -543,14 +549,12 @@ class Weights:
 
         After an assignment to any module, or a new hook of any kind, they are false.
         """
-        every = (vars(module).get(name) for module in self.modules for name in _TABLES)
-        tables = [table for table in every if isinstance(table, dict) and table]
         terms = [*map(self._term_of, self.modules)]
         # Unequal tensors of several elements make the comparison fail.
-        terms[CHECKED:CHECKED] = [("{} == {}", (table, dict(table))) for table in tables]
+        terms[CHECKED:CHECKED] = [("{} == {}", pair) for pair in self._tables_held]
         yield from by_turns(terms, CHECKED, _TURN)
-        yield "{}[0] == {}", (_assignments, _assignments[0])
-        yield "{}.next_id == {}", (RemovableHandle, RemovableHandle.next_id)
+        yield "{}[0] == {}[0]", (_assignments, self._seen)
+        yield "{}.next_id == {}[1]", (RemovableHandle, self._seen)
         yield from self._memory.terms
         yield from (("{}.training == {}", (module, module.training)) for module in self._roots)
         yield from (("len({}) == {}", (table, len(table))) for table in self._tables)
@@ -574,7 +578,7 @@ class Weights:
 
     def check(self) -> None:
         """Raise StateError if a tensor, a submodule, a hook or a mode is not that of capture."""
-        terms = [*self._compared()]
+        seen = [_assignments[0], RemovableHandle.next_id]
         moved = {*map(id, self._memory.moved())}
         for table, key, tensor, path in self._held:
             if table.get(key) is not tensor or id(tensor) in moved:
@@ -598,7 +602,14 @@ class Weights:
             raise StateError(_OTHER_HOOKS)
         if not self._memory.is_kept():
             self._refuse("a parameter or buffer")
-        self.terms = terms
+        # New terms are made only if they are needed, because other modules are assigned to as well.
+        try:
+            same = all(itertools.starmap(operator.eq, self._tables_held))
+        except RuntimeError:  # of tensors with several elements
+            same = False
+        if not same:
+            self._renew()
+        self._seen[:] = seen
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(

@@ -6,6 +6,7 @@ import array
 import contextvars
 import enum
 import functools
+import os
 import types
 from collections import ChainMap, Counter, UserDict
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.guard import Guard
+from devgraph.api.named import NamedState
 from devgraph.testing.conformance.support import Kit
 
 
@@ -512,3 +515,77 @@ def test_global_with_the_name_of_an_attribute_may_change(kit: Kit) -> None:
     for seed in (1, 2):
         X = kit.tensor(3, seed=seed)
         kit.same(captured.replay(), batch.X * 2)
+
+
+def _many_cells() -> tuple[Any, Any]:
+    names = [f"c{index}" for index in range(60)]
+    lines = [f"    {name} = 1.0" for name in names]
+    step = f"    def step(x):\n        return x * ({' + '.join(names)})"
+    change = "    def change():\n        nonlocal c59\n        c59 = 5.0"
+    space: dict[str, Any] = {"__name__": __name__}
+    exec("\n".join(["def make():", *lines, step, change, "    return step, change"]), space)
+    pair: tuple[Any, Any] = space["make"]()
+    return pair
+
+
+def _many_entries() -> tuple[Any, Any]:
+    factors = [float(index) for index in range(100)]
+    return lambda x: x * sum(factors), lambda: factors.__setitem__(90, 5.0)
+
+
+def _many_members() -> tuple[Any, Any]:
+    kind = type("Factors", (), {f"f{index}": 1.0 for index in range(60)})
+    kind.__module__ = __name__
+    space: dict[str, Any] = {"__name__": __name__, "kind": kind}
+    names = " + ".join(f"kind.f{index}" for index in range(60))
+    exec(f"def step(x):\n    return x * ({names})", space)
+    return space["step"], lambda: setattr(kind, "f59", 5.0)
+
+
+def _longer_list() -> tuple[Any, Any]:
+    factors, others = [float(index) for index in range(60)], [1.0]
+    return lambda x: x * sum(factors) * sum(others), lambda: others.append(5.0)
+
+
+MANY = {
+    "cells": _many_cells,
+    "entries": _many_entries,
+    "members": _many_members,
+    "length": _longer_list,
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_places_that_do_not_take_turns_are_compared_by_the_next_replay(kit: Kit, kind: str) -> None:
+    step, change = MANY[kind]()
+    captured = kit.capture(step, kit.tensor(3))
+    for _ in range(3):
+        captured.replay()
+    change()
+    with pytest.raises(dg.StateError):
+        captured.replay()
+
+
+@pytest.mark.parametrize("kind", ["attribute", "cell", "entry", "environment", "tuple"])
+def test_equal_value_leaves_the_guard_true(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FACTOR", "2000")
+    own, table, cell = types.SimpleNamespace(k=2000.5), [2000.5, (1.0, 2.0)], 2000.5
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * own.k * table[0] * table[1][0] * cell * float(os.environ["FACTOR"])
+
+    named = NamedState([("step", step)])
+    guard = Guard([named])
+    guard.settle()
+    assert guard.same()
+    if kind == "attribute":
+        own.k = float("2000.5")
+    elif kind == "cell":
+        cell = float("2000.5")
+    elif kind == "entry":
+        table[0] = float("2000.5")
+    elif kind == "tuple":
+        table[1] = (float("1.0"), float("2.0"))
+    assert guard.same()
+    own.k = -2000.5
+    assert not guard.same()

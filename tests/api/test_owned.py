@@ -7,12 +7,15 @@ import gc
 import random
 import sys
 import types
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.guard import Guard
+from devgraph.api.owned import Weights
 from devgraph.testing.conformance.support import Kit
 
 
@@ -79,6 +82,18 @@ def test_gradient_that_the_caller_drops_begins_at_zero_again(kit: Kit) -> None:
     weight.grad = torch.zeros_like(weight)
     with pytest.raises(dg.StateError, match=r"the gradient of .* is not the tensor of capture"):
         captured.replay(x)
+
+
+def test_closed_capture_keeps_no_gradient(kit: Kit) -> None:
+    weight = torch.nn.Parameter(kit.tensor(3))
+    captured = kit.capture(lambda x: (weight * x).sum().backward(), kit.tensor(3))
+    captured.replay()
+    captured.close()
+    assert weight.grad is not None
+    held = weakref.ref(weight.grad)
+    weight.grad = None
+    gc.collect()
+    assert held() is None
 
 
 def test_failed_capture_leaves_no_gradient_behind(kit: Kit) -> None:
@@ -156,6 +171,30 @@ def test_class_of_a_module_is_compared(kit: Kit) -> None:
         captured.replay()
     module[0].__class__ = torch.nn.Linear
     captured.replay()
+
+
+def test_change_of_another_module_leaves_the_guard_as_it_is(kit: Kit) -> None:
+    """A new guard of a large model takes milliseconds, and hooks of tensors are counted as well."""
+    module, x = torch.nn.Linear(3, 3).to(kit.device), kit.tensor(2, 3)
+    weights = Weights([module], modes=True)
+    guard = Guard([weights])
+    guard.settle()
+    same = guard.same
+    assert same()
+    other = torch.nn.Linear(2, 2)
+    x.requires_grad_().register_hook(lambda gradient: gradient)
+    assert other.weight is not None
+    assert not same()
+    guard.settle()
+    assert guard.same is same
+    assert same()
+    module.extra = torch.nn.Parameter(kit.tensor(3))  # the graph does not use it
+    guard.settle()
+    assert guard.same()
+    module.weight = torch.nn.Parameter(kit.tensor(3, 3))
+    assert not guard.same()
+    with pytest.raises(dg.StateError, match="'weight' of a module"):
+        guard.settle()
 
 
 def test_module_that_the_step_names_is_compared_after_assignments(kit: Kit) -> None:
