@@ -10,6 +10,7 @@ import gc
 import itertools
 import operator
 import os
+import queue
 import random
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch._library.custom_ops import CustomOpDef
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.errors import brief
@@ -172,7 +174,9 @@ def walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str,
 def _hooks_of(value: Any) -> Iterator[Any]:
     """Yield the user's hooks of a module or of a tensor."""
     if isinstance(value, torch.nn.Module | torch.Tensor):
-        tables = (getattr(value, name, None) for name in _HOOKS)
+        tables = [getattr(value, name, None) for name in _HOOKS]
+        if isinstance(value, torch.nn.Module):
+            tables += _OF_ALL_MODULES
         for hook in itertools.chain(*(table.values() for table in tables if table)):
             function = hook.func if isinstance(hook, functools.partial) else hook
             if not is_machinery_module(getattr(function, "__module__", None) or ""):
@@ -181,6 +185,7 @@ def _hooks_of(value: Any) -> Iterator[Any]:
 
 _HOOKS = """_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks
     _post_accumulate_grad_hooks""".split()
+_OF_ALL_MODULES = (_global_forward_pre_hooks, _global_forward_hooks)
 
 
 def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
@@ -271,6 +276,7 @@ _ATTRIBUTE, _ITEM, _NAME, _WHOLE = "{path}.{key}", "{path}[{key!r}]", "{key}", "
 _CLOSED: tuple[type, ...] = (
     types.GeneratorType,
     functools._lru_cache_wrapper,
+    queue.SimpleQueue,
 )
 """Objects of Python that hold values and cannot be given others."""
 
@@ -592,9 +598,9 @@ class Named:
                 yield Entry(name, space, name, ABSENT)
         elif isinstance(value, torch.nn.Module):
             self._use(getattr(type(value), "forward", None))
-            for module in value.modules():
-                for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                    yield Entry(path, None, None, hook)
+            own = ((m._forward_pre_hooks, m._forward_hooks) for m in value.modules())
+            for table in itertools.chain(_OF_ALL_MODULES, *own):
+                yield from (Entry(path, None, None, hook) for hook in table.values())
         elif isinstance(value, types.ModuleType):
             held = vars(value)
             names = sorted(held.keys() & self.names)
@@ -755,10 +761,10 @@ def rebinding(verb: str, path: str) -> str:
             f"the step replaces {path}: write into it with copy_(). A replay repeats the work of "
             f"the device and assigns nothing, so that a step must write in place."
         )
-    return (
-        f"the step {verb} {path}: a replay would not. Return the tensor, or write in place into "
-        f"one that is there before the capture."
-    )
+    way = "Return the tensor, or write in place into one that is there before the capture."
+    if verb == "advances":
+        way = "Take its tensor before the replay and pass it as an argument."
+    return f"the step {verb} {path}: a replay would not. {way}"
 
 
 class Watch:
@@ -790,6 +796,8 @@ class Watch:
                 before, after = tensors_below(path, old), tensors_below(path, new)
                 if [id(tensor) for _, tensor in before] != [id(tensor) for _, tensor in after]:
                     verb = "adds" if not before else "replaces" if after else "removes"
+                    if is_iterator(place.holder) and not isinstance(place.holder, _CLOSED):
+                        verb = "advances"
                     changes.append(Change(verb, path, after))
                 elif isinstance(old, plain) and isinstance(new, plain) and old != new:
                     note_state(path, old, new)

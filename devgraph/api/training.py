@@ -48,7 +48,6 @@ class StaticInputs:
                     f"{path} is in a container that cannot be given other tensors. Register its "
                     f"class with torch.utils._pytree.register_pytree_node, or pass a dict."
                 )
-        self._needs_no_grad = any(static.requires_grad for _, static in self._copied)
         if all(t.dtype in _GROUPED and t.layout is torch.strided for _, t in self._copied):
             self._copy = self._grouped_copy()
         else:
@@ -76,6 +75,10 @@ class StaticInputs:
         replaced = functools.partial(mapped, _in_order(tensors))
         args = [replaced(argument) for argument in self.args]
         return args, {name: replaced(argument) for name, argument in self.kwargs.items()}
+
+    @functools.cached_property
+    def _needs_no_grad(self) -> bool:
+        return any(static.requires_grad for _, static in self._copied)  # perhaps set by the step
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._needs_no_grad and torch.is_grad_enabled():

@@ -838,3 +838,14 @@ def test_weights_that_a_hook_computes_outside_of_the_graph_run_eagerly() -> None
         for _ in range(4):
             x = torch.randn(2, 4)
             same(*(module(x) for module in modules))
+
+
+def test_argument_that_the_step_makes_require_gradients_is_copied() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(x.requires_grad_().square().sum(), x)[0]
+
+    step = graphed(fn)
+    for _ in range(4):
+        x = torch.randn(3)
+        same(step(x), 2 * x)
+    assert step.stats()["replays"] == 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import queue
 import random
 import sys
 import types
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 import devgraph as dg
 from devgraph.api.guard import Guard
@@ -153,6 +156,28 @@ def test_hook_that_keeps_a_tensor_is_refused(kit: Kit, kind: str) -> None:
 
     with pytest.raises(dg.CaptureError, match=r"the step (replaces|adds) keep\['h'\]"):
         kit.capture(step, kit.tensor(2, 3))
+
+
+def test_queue_and_iterator_that_the_step_moves_are_refused(kit: Kit) -> None:
+    kept: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+    with pytest.raises(dg.CaptureError, match="the step adds kept"):
+        kit.capture(lambda x: kept.put(x * 2) or x + 1, kit.tensor(3))
+    turns = itertools.cycle([kit.tensor(3), kit.tensor(3, seed=1)])
+    with pytest.raises(dg.CaptureError, match="the step advances turns.* pass it as an argument"):
+        kit.capture(lambda x: x * next(turns), kit.tensor(3))
+
+
+def test_hook_of_all_modules_is_in_reach(kit: Kit) -> None:
+    module, on = torch.nn.Linear(3, 3).to(kit.backend.device), [False]
+    handle = register_module_forward_hook(lambda m, args, out: out * 2 if on[0] else None)
+    try:
+        captured = kit.capture(lambda x: module(x), kit.tensor(2, 3))
+        captured.replay()
+        on[0] = True
+        with pytest.raises(dg.StateError, match=r"on\[0\] is True and was False"):
+            captured.replay()
+    finally:
+        handle.remove()
 
 
 class Doubled(torch.nn.Linear):

@@ -113,7 +113,7 @@ def _described(
         raise CaptureError(
             f"policy 'piecewise' must know the results of {mark.name} without running it, and its "
             f"body does not run without data ({reason}). Give its mark fake=, a function of the "
-            f"same arguments that returns empty tensors of the result's shape."
+            f"same arguments that returns empty tensors of the result's shape, or None."
         ) from error
 
 
