@@ -1,6 +1,6 @@
 """The contract that backends implement and that policies and runners use.
 
-The package binds its public names on first use, except ``capture``, which is the module's name.
+The package binds its public names on first use, except ``capture``, because a module has that name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def bound_on_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], An
     def bind(name: str) -> Any:
         here = sys.modules[package]
         if name not in home_of:
-            # Given the module, a traceback suggests the nearest name.
+            # With ``obj``, a traceback suggests the nearest existing name.
             text = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(text, name=name, obj=here)
         value = getattr(importlib.import_module(home_of[name]), name)

@@ -49,7 +49,7 @@ class Backend(Device):
     """Policies by phase that are better here than the default mode's."""
 
     extensions: Mapping[str, Callable[..., Any]] = {}
-    """Functions that only some vendors have, by name; a higher room asks for the names it knows."""
+    """Functions that only some vendors have, by name. Callers request the names that they know."""
 
     @abc.abstractmethod
     def make_graph(self, pool: Pool | None = None) -> DeviceGraph:
@@ -96,7 +96,7 @@ class Backend(Device):
         return {}
 
     def make_pool(self, *, releasable: bool = False) -> Pool:
-        """Return a new pool; ``Pool.release`` can give the memory of a ``releasable`` one back.
+        """Return a new pool; ``Pool.release`` can return the memory of a ``releasable`` pool.
 
         Raises:
             CapabilityError: this backend has no releasable pools.

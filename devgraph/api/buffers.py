@@ -2,7 +2,7 @@
 
 A graph keeps addresses, not tensors, so inputs must be copied into memory that does not move. All
 buffers of an object share one allocation. Copies can therefore be grouped, and one range check
-tells whether a tensor lies in them.
+decides whether a tensor lies in them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, ten
 from devgraph.api.trees import leaves_of
 
 CHECKED = 4
-"""Number of tensors that a replay compares by address where it compares identities of all."""
+"""Number of tensors whose addresses a replay compares; it compares the identities of all."""
 
 AGAIN = "capture again (in a runner: invalidate() and capture())"
 """Remedy for a graph that would use old state."""
@@ -99,7 +99,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.start = min(first for first, _ in self._ranges)
         """Address of the first byte."""
         self.stop = max(last for _, last in self._ranges)
-        """Address after the last byte. The range may contain memory of others."""
+        """Address after the last byte. The range may contain memory that is not part of the
+        buffers."""
 
     @property
     def device(self) -> torch.device:
@@ -159,7 +160,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             raise
 
     def rebind(self) -> None:
-        """Accept the current bound tensors and their places."""
+        """Look up the bound tensors again; later checks compare with these."""
         self.bound = {k: t for name, tree in self._trees.items() for k, t in bound_in(name, tree)}
         named = ((f"bound tensor {name!r}", tensor) for name, tensor in self.bound.items())
         self._guard = Guard([Bound(named, self._trees)])
@@ -184,7 +185,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return len(self._full)
 
     def __reduce__(self) -> Any:
-        raise TypeError("StaticBuffers are addresses of this process and cannot be pickled")
+        raise TypeError("StaticBuffers hold addresses of this process and cannot be pickled")
 
     def __repr__(self) -> str:
         named = ", ".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._full.items())
@@ -328,7 +329,7 @@ _RENEWED = (int, float, complex, str, tuple)
 
 
 def _returns(source: Callable[[], Any], tree: Any, then: Sequence[torch.Tensor]) -> bool:
-    """Whether ``source`` returns its tree, whose entries are compared, or the same tensors."""
+    """Whether ``source`` returns the same tree, whose entries are compared, or the same tensors."""
     now = source()
     if now is tree:
         return True
@@ -337,7 +338,7 @@ def _returns(source: Callable[[], Any], tree: Any, then: Sequence[torch.Tensor])
 
 
 def is_equal(old: Any, new: Any) -> bool:
-    """Whether two values are the same object, equal plain values, or tuples of such."""
+    """Whether two values are one object, equal plain values, or tuples of such values."""
     if isinstance(old, tuple) and type(new) is type(old):
         return len(old) == len(new) and all(map(is_equal, old, new))
     return old is new or (not isinstance(old, torch.Tensor) and same_value(old, new))

@@ -80,13 +80,13 @@ def _is_plain(entry: Entry) -> bool:
 
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes, torch.dtype, torch.device})
 _TIMED = 3
-"""Calls that are timed before and after a capture, if ``min_speedup`` asks for it."""
+"""Number of calls that are timed before and after a capture if ``min_speedup`` is given."""
 
 _RECENT = 4
-"""Keys whose calls are compared without a key."""
+"""Number of recent keys whose calls are recognised without computing a key."""
 
 _FLOAT_KEYS = 4
-"""Keys that differ only in floats before a warning names the float."""
+"""Number of keys that differ only in floats after which a warning names the float."""
 
 
 class EagerReason(str, enum.Enum):
@@ -155,7 +155,7 @@ class Graphed:
         self._options: _Options = options
         self._entries: dict[Any, _Entry] = {}
         self._recent: list[_Entry] = []
-        """Entries with ``repeat``, the last one first."""
+        """Entries with ``repeat``, the most recent one first."""
         self._clock = itertools.count(1)
         self._counts: Counter[str] = Counter()
         self._eager_counts: Counter[EagerReason] = Counter()
@@ -182,7 +182,7 @@ class Graphed:
             return self._fn(*args, **kwargs)
         if current_scope() is None and identity.token is self._process and not self._switched_off:
             for entry in self._recent:
-                if entry.repeat is None:  # The entry before found another tensor and dropped all.
+                if entry.repeat is None:  # The previous entry found a replaced tensor.
                     break
                 result = entry.repeat(self, args, kwargs)
                 if result is not _OTHER:
@@ -190,7 +190,7 @@ class Graphed:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Find the key of a call, and make it."""
+        """Compute the key of a call, and make the call."""
         if self._closed:
             raise StateError(
                 f"{self!r} is closed. Call dg.ungraphed(module) to give a module its forward back, "
@@ -249,7 +249,7 @@ class Graphed:
         needs_gradient: tuple[bool, ...],
         settings: Settings,
     ) -> None:
-        """Let the next calls with this key find the entry without a key."""
+        """Keep the entry, so that its next calls are recognised without computing a key."""
         others = [other for other in self._recent if other is not entry]
         if entry.repeat is None or len(others) < len(self._recent):  # another setting of torch
             is_known = not self._host_names
@@ -269,8 +269,9 @@ class Graphed:
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
         """Return a callable for calls whose arguments are tensors and constants, without trees.
 
-        It compares tensors and settings in one call of torch each, and refers to no ``Graphed``,
-        whose last reference frees its graphs. None if this call has other arguments.
+        It compares tensors and settings in one call of torch each. It does not refer to the
+        ``Graphed``, so that dropping the last reference frees the graphs. The result is None if
+        this call has arguments of other kinds.
         """
         flat, names, graph = (*args, *kwargs.values()), (*kwargs,), entry.graph
         places = [index for index, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
@@ -330,7 +331,7 @@ class Graphed:
         return repeat
 
     def _weights_hold(self) -> bool:
-        """Whether the parameters and buffers of all modules are those of the captures."""
+        """Whether no parameter or buffer of a module was replaced since the captures."""
         try:
             if not self._guard.same():
                 self._guard.settle()
@@ -473,7 +474,7 @@ class Graphed:
                     DeviceGraphWarning,
                     stacklevel=3,
                 )
-            if entry.reason is not None:  # The error, which held autograd's nodes, is gone.
+            if entry.reason is not None:  # The error and its autograd nodes are freed now.
                 return self._run_eagerly(entry.reason, args, {**kwargs, **host})
         graph = entry.graph
         assert graph is not None
@@ -717,7 +718,7 @@ _NO_TIMES: list[float] = []
 
 
 class _Float(str):
-    """A float in a key, as text: it tells -0.0 from 0.0, and nan equals itself."""
+    """A float in a key, as text: -0.0 and 0.0 differ, and nan equals itself."""
 
     __slots__ = ()
 
@@ -861,7 +862,7 @@ def graphed(
             with the same key overwrites.
 
     Raises:
-        InputError: an argument is out of range; InputTypeError: of another kind.
+        InputError: an argument is out of range. InputTypeError: an argument has a wrong type.
     """
     registration(policy)  # refuses an unknown name
     options = _Options(
@@ -884,7 +885,7 @@ def graphed(
             raise StateError("the module is graphed already; call dg.ungraphed(module) first")
         step = Graphed(fn_or_module.forward, fn_or_module, options)
         fn_or_module.forward = step
-        step._watch_weights()  # with that forward
+        step._watch_weights()  # after the assignment of ``forward``
         return step
     receiver = getattr(fn_or_module, "__self__", None)
     module = receiver if isinstance(receiver, torch.nn.Module) else None
@@ -892,7 +893,7 @@ def graphed(
 
 
 def ungraphed(module: torch.nn.Module) -> torch.nn.Module:
-    """Close the graphs of a graphed module and give it its old ``forward`` back.
+    """Close the graphs of a graphed module and restore its ``forward``.
 
     Raises:
         InputError: the module is not graphed.

@@ -50,9 +50,9 @@ class Captured:
     ``replay(**host_args)`` equals ``fn(*args, **host_args)`` on the current data of the bound
     tensors. ``replay(*inputs, **host_args)``, or a call of the capture, first copies new inputs
     into the bound tensors. ``outputs`` are the same tensors in every replay. The next replay of
-    this capture overwrites them, and no other capture of the pool does. Outputs are the tensors in
-    torch's pytrees. An object of an unregistered class is returned as it is, and replays of other
-    captures overwrite the tensors in it as well.
+    this capture overwrites them, and no other capture of the pool does. Only tensors in containers
+    that torch's pytrees know count as outputs. An object of an unregistered class is returned as it
+    is, and replays of other captures overwrite the tensors in it as well.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float, gates: Gates) -> None:
@@ -88,7 +88,7 @@ class Captured:
         )
         named = job.owned.watch_named(regions=policy == "full")
         self.gradients = Gradients(job.owned.gradients)
-        """The gradients of leaf tensors that replays add to."""
+        """The gradients to which replays add."""
         self._guard = Guard([*self._watched, *named], outside)
         self._host_names = job.spec.declared.keys()
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
@@ -265,7 +265,7 @@ class Captured:
         return summed(self.segments, state=state, capture_seconds=self.capture_seconds)
 
     def pin(self, pinned: bool = True) -> None:
-        """Exempt the executables of all segments from the budget of the pool, or end that."""
+        """Exempt the executables from the budget of the pool, or end the exemption."""
         for segment in self.segments:
             if isinstance(segment, DeviceGraph):
                 segment.pinned = pinned

@@ -57,7 +57,7 @@ class Device(abc.ABC):
         self.keeps_memory = False
         """Whether memory of graphs is never freed."""
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Living graphs; ``give_up`` of each is called when the device is lost."""
+        """Live graphs, whose ``give_up`` is called when the device is lost."""
         self.gate_sets: weakref.WeakSet[Any] = weakref.WeakSet()
         """``Gates`` at which the device waits; ``synchronize`` raises their errors."""
 
@@ -165,7 +165,7 @@ def acquiring(lock: Any, seconds: float = 0) -> Iterator[bool]:
     """Hold ``lock`` during the block if it is free within ``seconds``; yield whether it was."""
     acquired: list[bool] = []
     try:
-        # One call acquires and notes it: an interrupt may come between two calls.
+        # One call acquires the lock and records that: an interrupt may come between two calls.
         acquired.extend(map(lock.acquire, (True,), (seconds,)))
         yield acquired[0]
     finally:

@@ -238,7 +238,7 @@ class Recordings:
             try:
                 return make()
             except EXHAUSTED as error:
-                logger.info("no memory for an executable, so that others go: %s", error)
+                logger.info("no memory for an executable; evicting others: %s", error)
             try:
                 for place in self._evictable():
                     self._shrink(place)
@@ -353,7 +353,7 @@ class EvictableExecutable(Recording):
         return self._bytes
 
     def launch(self) -> None:
-        """Launch once; make the target before if need be."""
+        """Launch once; make the target first if it is absent."""
         executable = self._executable
         if executable is None:
             self._make_and_launch()

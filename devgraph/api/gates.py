@@ -57,7 +57,7 @@ class GateChannel(Protocol):
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
         """Begin a launch on the current stream; the waits at ``opened`` pass in it.
 
-        The number ``launch`` is None if nobody opens its gates.
+        ``launch`` is None for a launch that is not an epoch: all of its gates are open.
         """
 
     def end(self, launch: int) -> None:
@@ -76,7 +76,7 @@ class GateChannel(Protocol):
         """
 
     def after(self, stream: Any) -> Fence:
-        """Return a fence behind the work that is queued on ``stream``; None is the current one."""
+        """Return a fence after the work that is queued on ``stream``; None is the current one."""
 
     def clear(self) -> None:
         """Close all places before the next launch, because the last one did not use them all."""
@@ -177,11 +177,11 @@ class Gate:
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
         """Wait until the step has signalled, and return the epoch.
 
-        Without ``epoch`` this is the oldest running replay, or the last one, that was not waited
-        for; if there is none, the next one.
+        Without ``epoch`` the call waits for the replay after the one of its last call. It skips
+        replays that have ended, except for the last one.
 
         Args:
-            timeout: seconds; by default those of the capture or runner.
+            timeout: maximum seconds to wait; by default ``gate_timeout`` of the capture or runner.
             epoch: the replay, counted from 1.
 
         Raises:
@@ -221,7 +221,7 @@ class Gates(Mapping[str, Gate]):
         self._launches: dict[int, _Launch] = {}
         """Launches that may not have ended."""
         self._now: _Launch | None = None
-        """The launch whose step this host is launching."""
+        """The launch that is in progress on the host."""
         self._held_open = 0
         self._errors: dict[int, GateTimeoutError] = {}
         """The errors of the last invalid launches, by launch."""
@@ -342,7 +342,7 @@ class Gates(Mapping[str, Gate]):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the marks of the block, which names no gate twice."""
+        """Record the marks of the block, in which a name may occur only once."""
         self.recorded, self._unopened, self._records = RecordedMarks(), [], True
         try:
             yield
@@ -379,7 +379,7 @@ class Gates(Mapping[str, Gate]):
 
     @contextlib.contextmanager
     def held_open(self) -> Iterator[None]:
-        """Let all waits pass in the block, whose replays are no epochs."""
+        """Let all waits pass in the block. Its replays do not count as epochs."""
         self._held_open += 1
         try:
             yield
@@ -390,7 +390,8 @@ class Gates(Mapping[str, Gate]):
     def launch(self, recorded: RecordedMarks | None = None) -> Iterator[None]:
         """Run one step in the block, under the lock of its pool.
 
-        Without ``recorded`` marks of a capture the step is eager, and no epoch if it has no marks.
+        Without ``recorded``, the marks of a capture, the step is eager. It is an epoch only if it
+        has marks.
 
         Raises:
             GateTimeoutError: a gate of an earlier replay was not opened.
@@ -515,7 +516,7 @@ class Gates(Mapping[str, Gate]):
         return launch + 1, gate.number * self._turns + turn
 
     def _needs(self, gate: Gate, epoch: int) -> bool:
-        """Whether ``gate`` is still to be opened for ``epoch``, which is not over."""
+        """Whether ``gate`` must still be opened for ``epoch``, whose replay is not over."""
         number, place = self._at(gate, epoch)
         launch = self._launches.get(number)
         if launch is None:

@@ -166,7 +166,7 @@ class DeviceGraph(abc.ABC):
         self._values: dict[str, Any] = {}
         self._host: dict[Mark, dict[str, Any]] = {}
         self._named: list[Entry] = []
-        """Plain values that the updatable regions name and leave alone, which are part of keys."""
+        """Plain values that the updatable regions name but do not change; they are part of keys."""
         self.key: Hashable = None
         """The key of the host values that the next launch uses."""
         backend.graphs.add(self)
@@ -486,7 +486,7 @@ class DeviceGraph(abc.ABC):
         self.key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
-        """Return the values of all regions, and those that they name, as one hashable tuple."""
+        """Return the host values of all regions and the plain values that they name, hashable."""
         try:
             pairs = [(name, exact(v)) for kwargs in host.values() for name, v in kwargs.items()]
             for entry in self._named:

@@ -69,9 +69,9 @@ class Inputs:
         return pairs, host
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:
-        """Raise InputError if data that the step writes shares memory, and the bound one did not.
+        """Raise InputError if data that the step writes shares memory, unlike the bound tensors.
 
-        Eager code would read what it wrote in other data.
+        Eager code would see its writes in the other data, but a replay would not.
         """
         for target, source in [pair for pair in pairs if id(pair[0]) in self._written]:
             for other, given in pairs:
@@ -105,7 +105,7 @@ class Inputs:
     def _require_agreement(
         self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]
     ) -> None:
-        """Raise InputError if targets share memory and their new data does not share it alike.
+        """Raise InputError if targets share memory, but their new data does not.
 
         The last copy would overwrite the others. ``new`` maps the identity of a target to its data.
         """
@@ -146,7 +146,7 @@ def _agree(*pairs: Pair) -> bool:
 
 
 def write(pairs: Sequence[Pair]) -> None:
-    """Copy new data into bound tensors; all data is that of before the first copy."""
+    """Copy new data into bound tensors, as if all sources were read before the first write."""
     ranges = [byte_range(target) for target, _ in pairs]
     sources = []
     for target, source in pairs:
@@ -172,7 +172,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _clone(source: torch.Tensor) -> torch.Tensor:
-    if overlaps_itself(unexpanded(source)):  # of windows, clone() loses the strides
+    if overlaps_itself(unexpanded(source)):  # clone() of overlapping windows loses the strides.
         return _windowed(source).clone().as_strided(source.shape, source.stride())
     return source.clone()
 

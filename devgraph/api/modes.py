@@ -26,7 +26,7 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 """Device type and dtype of each enabled autocast."""
 
 tracer = torch._C._get_dispatch_mode
-"""Returns the mode of torch that traces on this thread with tensors without memory, or None."""
+"""Returns the mode of this thread that traces with tensors without memory, or None."""
 FAKE, PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -104,7 +104,7 @@ class Stack:
             yield
             return
         below = list(itertools.takewhile(_is_own, before))
-        above = filter(_is_own, before[len(below) :])  # a guard sees operations before the user's
+        above = filter(_is_own, before[len(below) :])  # guards see operations first
         self.rebuild([*below, *modes, *above])
         try:
             yield
@@ -112,7 +112,7 @@ class Stack:
             self.rebuild(before)
 
     def rebuild(self, modes: Sequence[Any]) -> None:
-        """Replace all modes; an interrupt leaves no half of them."""
+        """Replace all modes, even if an interrupt comes in the middle."""
         try:
             self._rebuild(modes)
         except BaseException:
@@ -149,7 +149,7 @@ STACKS = (
 
 
 class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode of devgraph, which is none of the user's; subclasses take each operation."""
+    """A dispatch mode of devgraph, not of the user; subclasses receive each operation."""
 
     is_devgraph_mode = True
 
@@ -169,7 +169,7 @@ class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @attrs.define(eq=False)
 class Settings:
-    """All settings of torch in force at one moment: code that runs again must see the same.
+    """All settings of torch at one moment, for code that runs again later.
 
     A default device is one of the modes on the stacks.
     """
@@ -213,11 +213,11 @@ class Settings:
 
     def hold(self) -> bool:
         """Whether these settings are in force now."""
-        if self._same():  # Every replay with breaks asks.
+        if self._same():  # Every replay with breaks takes this path.
             return True
         if Settings.current() != self:
             return False
-        if not (_functions() or _dispatches()):  # a guard does not tell modes on a stack apart
+        if not (_functions() or _dispatches()):  # the guard does not compare modes
             rest = [("{}() == {}", (get, get())) for get in _UNGUARDED]
             self._same = all_of([("{}()", (GlobalStateGuard().check,)), *rest])
         return True

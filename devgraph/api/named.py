@@ -37,17 +37,17 @@ the lengths of all containers, are compared each time.
 class NamedState:
     """The places that a step names, with their values at capture.
 
-    A replay compares identities. If an object is another one, the step is walked again, so that an
-    equal object passes: the same tensors, equal plain values and the same code.
+    A replay compares identities. If an object was replaced, the places are searched again, and an
+    equal object passes: one with the same tensors, equal plain values and the same code.
 
     Args:
-        roots: where the state of the step begins.
+        roots: pairs of a name and an object from which the state of the step is searched.
         is_changed: whether the step itself changed a place. Such places are not compared.
         regions: whether regions are part of the graph.
 
     Attributes:
         modules: the modules in such places.
-        plain: the places that hold plain values, compared or not, and were not added by the step.
+        plain: the places with plain values, compared or not, except for those that the step added.
     """
 
     def __init__(
@@ -141,9 +141,10 @@ class NamedState:
         return tuple([_constant(entry, entry.now()) for entry in self.plain])
 
     def require_kept(self) -> None:
-        """Raise CaptureError if the step, which ran since, replaced a tensor, and put it back.
+        """Restore tensors that the step has replaced since, and raise CaptureError for them.
 
-        Other places that it changed are not compared any more. The log names plain values.
+        Other places that the step changed are no longer compared, and the log names their plain
+        values.
         """
         tensors = [entry for entry in self._held if isinstance(entry.value, torch.Tensor)]
         replaced = [entry for entry in tensors if entry.now() is not entry.value]
@@ -157,7 +158,7 @@ class NamedState:
         self.leave_out_changes()
 
     def leave_out_changes(self) -> None:
-        """Compare the places no longer that changed since the last check, by the step itself."""
+        """Stop comparing the places that the step itself changed since the last check."""
         contents = {id(entry): content for entry, content in self._contents}
         changed = {
             _key(entry)
@@ -173,7 +174,7 @@ class NamedState:
             self._settle(named)
 
     def _renew(self) -> None:
-        """Accept equal objects in the places of those of capture, or raise StateError."""
+        """Accept objects that equal those of capture in the same places, or raise StateError."""
         named, after = self._walk(), dict[str, list[Entry]]()
         for entry in self._places(named):
             after.setdefault(entry.path, []).append(entry)
@@ -196,7 +197,7 @@ class NamedState:
 
 def _constant(entry: Entry, value: Any) -> Any:
     if isinstance(value, float):
-        return value.hex()  # tells -0.0 from 0.0, and nan equals itself
+        return value.hex()  # Text differs for -0.0 and 0.0, and nan equals itself.
     if not isinstance(value, PLAIN):
         _refuse(entry, f"is {brief(value)} and was {brief(entry.value)} at capture")
     return type(value), value
@@ -236,7 +237,7 @@ _SIZED = (list, dict, deque)
 
 
 def is_alike(old: Any, new: Any) -> bool:
-    """Whether two values are equal, except for parts that a walk compares on its own."""
+    """Whether two values are equal, except for parts that the search compares separately."""
     if old is new:
         return True
     if isinstance(old, torch.Tensor | torch.nn.Module) or type(old) is not type(new):
@@ -264,7 +265,7 @@ def is_alike(old: Any, new: Any) -> bool:
 def content_of(value: Any) -> Any:
     """Return the length of a list, or the contents of a small set, array or byte string.
 
-    None for all other values, and for large contents.
+    Return None for all other values, and for large contents.
     """
     if isinstance(value, list | deque):
         return len(value)

@@ -1,4 +1,4 @@
-"""State that a capture owns: the arguments, and everything that it puts back afterwards."""
+"""State that a capture owns: the arguments, and everything that it restores afterwards."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Owned:
         self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
         self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
         self.roots = [*self._inner, *roots_of(fn)]
-        """Where the state of the step begins, each root behind its name."""
+        """The objects from which the state of the step is searched, as pairs with their names."""
         self.written: set[int] = set()
         self._state: dict[str, tuple[Any, Any]] = {}
         self._watch: Watch | None = None
@@ -135,7 +135,7 @@ class Owned:
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Leaf tensors with the gradients that the step writes."""
         self.is_unsettled = False
-        """Whether another warm-up run must show that tensors of the first run do not go on."""
+        """Whether the next warm-up run must check the tensors that the first run made."""
 
     @property
     def given(self) -> list[torch.Tensor]:
@@ -165,15 +165,15 @@ class Owned:
 
     @contextlib.contextmanager
     def run(self, *, strict: bool = False) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Yield arguments with containers of the step's own, for one run of it.
+        """Yield the arguments for one run, with copies of the caller's containers.
 
         A run inside a capture must not replace, add or remove an entry or an attribute that holds
-        a tensor, except in eager bodies. Earlier runs may, because many steps set themselves up
-        in the first one; they must leave the containers in arguments as they are.
+        a tensor, except in eager bodies. Runs before the capture may do so, because many steps set
+        themselves up in the first one, but not in the containers in arguments.
 
         Args:
-            strict: whether this run must leave such places alone, although it is not captured.
-                The first run may add some.
+            strict: whether this run must not change such places either, although it is not
+                captured. The first run may add entries.
 
         Raises:
             CaptureError: the step rebinds a tensor.
@@ -224,7 +224,7 @@ class Owned:
 
     @contextlib.contextmanager
     def eager_body(self, mark: Mark, args: tuple[Any, ...]) -> Iterator[None]:
-        """Let the block rebind what it likes: a body that every replay runs again.
+        """Allow assignments in the block, which runs a body that every replay runs again.
 
         Raises:
             CaptureError: the captured step rebound a tensor before.
@@ -240,7 +240,7 @@ class Owned:
             self._watch.settle()
 
     def _require_settings(self, watch: Watch) -> None:
-        """Raise CaptureError if the step set a plain value for the eager body of a mark alone."""
+        """Raise CaptureError if only the eager body of a mark saw a value that the step set."""
         ends: dict[str, Any] = {}
         watch.changes(lambda path, _, new: ends.update({path: new}), empty=True)
         for path, (mark, args, value) in self._settings.items():
@@ -253,12 +253,12 @@ class Owned:
             if not names.isdisjoint(re.findall(r"\w+", path)):
                 raise CaptureError(
                     f"the step sets {path} to {brief(value)} before it calls {mark.name}, and to "
-                    f"{brief(ends[path])} afterwards. A replay runs {mark.name} alone, which would "
-                    f"find the latter. Pass the value to {mark.name} as an argument."
+                    f"{brief(ends[path])} afterwards. A replay runs only {mark.name}, with the "
+                    f"second value. Pass the value to {mark.name} as an argument."
                 )
 
     def _require_settled(self) -> None:
-        """Raise CaptureError if tensors that the first run made went on in the second.
+        """Raise CaptureError if the second run changed tensors that the first run made.
 
         Both runs begin from the same state.
         """
@@ -271,14 +271,14 @@ class Owned:
                 continue
             if id(tensor) in self._before:
                 raise CaptureError(
-                    f"the step exchanges tensors: {name} holds another one after each run, such as "
-                    f"of two buffers that take turns, and a replay would use those of capture for "
-                    f"ever. Copy the new contents into one buffer with copy_()."
+                    f"the step exchanges tensors: {name} holds another tensor after each run, as "
+                    f"with two buffers that take turns, but a replay always uses the tensor of "
+                    f"capture. Copy the new contents into one buffer with copy_()."
                 )
             raise CaptureError(
-                f"the first run of the step makes {name}, and later runs go on from its "
+                f"the first run of the step makes {name}, and later runs continue from its "
                 f"values, so that replays would be one step ahead of eager runs. Make {name} "
-                f"before the capture, which then gives it its first values back."
+                f"before the capture, which then restores its values."
             )
 
     def _note_state(self, path: str, old: Any, new: Any) -> None:
@@ -286,7 +286,7 @@ class Owned:
 
     @contextlib.contextmanager
     def kept(self, backend: Backend, limit: int | None) -> Iterator[Callable[[], None]]:
-        """Give tensors and random generators their values back after the block, also on failure.
+        """Restore tensors and random generators after the block, also on failure.
 
         Yields a function that raises CaptureError if the step changed the memory or the layout of
         a tensor.
@@ -324,7 +324,8 @@ class Owned:
             yield require_places
             self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
         except BaseException as error:
-            # An error of the step's own may have counted on purpose, such as the first attempts.
+            # Only after devgraph's errors: a step that raises itself may count its attempts on
+            # purpose.
             watch.put_back(plain=isinstance(error, DeviceGraphError))
             for _, weight, before in weights:
                 if weight.data_ptr() != before.data_ptr():
@@ -333,7 +334,7 @@ class Owned:
                 with backend.on_working_stream():
                     snapshot.restore()
             except Exception as lost:
-                note(error, f"and the arguments could not be given their contents back: {lost}")
+                note(error, f"and the contents of the arguments could not be restored: {lost}")
             raise
         finally:
             self._keeper = None  # it keeps the copies of the snapshot
@@ -358,7 +359,7 @@ class Owned:
             warnings.warn(text_of_changes(changes), DeviceGraphWarning, stacklevel=4)
 
     def _restore_created(self) -> None:
-        """Give tensors that the first run made their values after it back, and warn of that."""
+        """Restore the tensors that the first run made to their values after it, with a warning."""
         created, snapshot = self._created or {}, self._after_first
         self._created, self._after_first = {}, None
         written = [] if snapshot is None else snapshot.written(created.values())
@@ -368,8 +369,8 @@ class Owned:
         names = [path for path, tensor in created.items() if any(t is tensor for t in written)]
         warnings.warn(
             f"the first warm-up run made {', '.join(names)}, and later runs wrote it. It has its "
-            f"values after the first run, and replays go on from these. Make it before the "
-            f"capture, so that the capture gives it its first values back.",
+            f"values after the first run, and replays continue from these. Make it before the "
+            f"capture, so that the capture restores its values.",
             DeviceGraphWarning,
             stacklevel=5,
         )
@@ -377,7 +378,7 @@ class Owned:
     def watch(self) -> list[Watched]:
         """Return the bound state, which replays and proofs compare."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
-        # Functions among the arguments are the step's to call, unlike those in ``bound``.
+        # Functions among the arguments are for the step. Only those in ``bound`` return trees.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
         owner = self._fn if isinstance(self._fn, torch.nn.Module) else _receiver(self._fn)
         if isinstance(owner, torch.nn.Module):
@@ -399,7 +400,7 @@ class Owned:
         return [*parts, _Arrays(arrays)] if arrays else parts
 
     def watch_named(self, *, regions: bool) -> list[Watched]:
-        """Return the state that only replays compare, because proofs report its changes.
+        """Return the state that replays compare but proofs do not, because they report its changes.
 
         Args:
             regions: whether regions are part of the graph.
@@ -408,7 +409,7 @@ class Owned:
         return [*named, Gradients(self.gradients)] if self.gradients else named
 
     def _has_changed(self, entry: Entry) -> bool:
-        """Whether the step changed or made the value of the place. Tensors are compared always."""
+        """Whether the step changed or made the value of the place; False for tensors."""
         before = self._values.get((id(entry.holder), entry.key), (_ABSENT, None))
         if isinstance(entry.value, torch.Tensor):
             return False
@@ -474,13 +475,13 @@ def watched_in(named: NamedState) -> list[Watched]:
 
 
 def zero_gradient(gradient: torch.Tensor) -> None:
-    """Let a sum of gradients begin at -0.0, which no addition shows."""
+    """Fill a gradient with -0.0, which does not change the bits of a sum."""
     with torch.no_grad():
         gradient.fill_(-0.0)
 
 
 class Gradients:
-    """The gradients that a graph writes; one that was set to None begins at zero again.
+    """The gradients that a graph writes. A gradient that was set to None restarts at zero.
 
     Args:
         held: leaf tensors with their gradients.
@@ -491,7 +492,7 @@ class Gradients:
         self.terms: list[Term] = [("{}.grad is {}", pair) for pair in held]
 
     def check(self) -> None:
-        """Give the gradients their places; StateError if one is another tensor."""
+        """Reinstall gradients that were set to None; raise StateError if one was replaced."""
         for leaf, gradient in self._held:
             if leaf.grad is None:
                 zero_gradient(gradient)
@@ -507,9 +508,10 @@ class Gradients:
 class Weights:
     """The parameters and buffers of modules, which assignments replace.
 
-    torch reports every assignment to a module, but not that of None, nor a deletion. A replay
-    compares all tensors after a report, and else the addresses of a few and a part of the entries
-    by turns, so that its cost on a device does not grow with the modules.
+    torch reports every assignment of a tensor to a module, but neither an assignment of None nor a
+    deletion. After a report a replay compares all tensors. Otherwise it compares the addresses of a
+    few tensors and, in rotation, a part of the entries, so that its cost on a device does not grow
+    with the number of modules.
 
     Args:
         modules: the modules.
@@ -547,10 +549,10 @@ class Weights:
     def _compared(self) -> Iterator[Term]:
         """Yield the terms of a guard.
 
-        After an assignment to any module, or a new hook of any kind, they are false.
+        They become false after an assignment to any module, or a new hook of any kind.
         """
         terms = [*map(self._term_of, self.modules)]
-        # Unequal tensors of several elements make the comparison fail.
+        # Comparing unequal tensors of several elements raises, which counts as false.
         terms[CHECKED:CHECKED] = [("{} == {}", pair) for pair in self._tables_held]
         yield from by_turns(terms, CHECKED, _TURN)
         yield "{}[0] == {}[0]", (_assignments, self._seen)
@@ -573,11 +575,11 @@ class Weights:
         return [*map(len, tables), *counts]
 
     def training(self) -> list[bool]:
-        """Return ``training`` of each module."""
+        """Return the attribute ``training`` of each module."""
         return [*map(_TRAINING, self.modules)]
 
     def check(self) -> None:
-        """Raise StateError if a tensor, a submodule, a hook or a mode is not that of capture."""
+        """Raise StateError if a tensor, a submodule, a hook or a mode differs from the capture."""
         seen = [_assignments[0], RemovableHandle.next_id]
         moved = {*map(id, self._memory.moved())}
         for table, key, tensor, path in self._held:
@@ -678,7 +680,7 @@ class _Arrays:
 
 
 def host_random() -> dict[str, tuple[Any, ...]]:
-    """Return the states of the generators of Python and NumPy, which end with a position."""
+    """Return the states of the generators of Python and NumPy; the last item is a position."""
     _, numbers, _ = random.getstate()
     states: dict[str, tuple[Any, ...]] = {"the position of Python's random": numbers}
     if "numpy" in sys.modules:
@@ -711,7 +713,7 @@ def _receiver(fn: Any) -> Any:
 
 
 def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return where the state of a step begins; steps of devgraph's own have none."""
+    """Return the objects to search for the state of a step; devgraph's own steps have none."""
     target = fn
     while isinstance(target, functools.partial):
         target = target.func
@@ -730,7 +732,7 @@ def raise_rebinding(changes: Iterable[Change]) -> None:
 def without_history(outputs: Any) -> Any:
     """Return outputs that take no part in autograd: a replay has no backward.
 
-    Leaves that the step returns as they are, such as parameters, stay.
+    Leaves that the step returns unchanged, such as parameters, stay.
     """
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach() if t.grad_fn is not None else t, outputs

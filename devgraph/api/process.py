@@ -81,7 +81,7 @@ class _Collector:
             with self._lock:
                 try:
                     self._pauses.pop(pause, None)
-                finally:  # Calls no Python function, where an interrupt would leave it paused.
+                finally:  # No call of Python: an interrupt in it would leave it paused.
                     if self._was_enabled and not self._pauses:
                         self._was_enabled = False
                         gc.enable()

@@ -1,4 +1,4 @@
-"""Proofs: the cases that replay a graph against eager, and the report about them."""
+"""Proofs: cases that compare a graph with eager, and the report about them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Case:
     changed: bool = False
     """Whether host arguments differ from those of capture."""
     updated: bool = False
-    """Whether host arguments are those of capture again, after others."""
+    """Whether host arguments return to those of capture after others."""
     filled: tuple[str, ...] = ()
     """Slots whose real rows hold pad values, because no legal data is known for this size."""
 
@@ -130,7 +130,7 @@ class Report:
     the same state differ by their last bits."""
     tried: tuple[Case, ...] = ()
     replaced: tuple[str, ...] = ()
-    """Tensors that have other memory than at capture, by name."""
+    """Tensors whose memory differs from the capture, by name."""
     moved: tuple[str, ...] = ()
     """Python values that eager runs changed."""
     draws: bool = False
@@ -213,7 +213,7 @@ def _causes(report: Report) -> Iterator[str]:
 
 
 def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
-    """Return the likely cause of ``failures``, of replays that differ from a stable eager run."""
+    """Return the likely cause of ``failures``: replays that differ from a stable eager run."""
     failed = {failure.case for failure in failures}
     wrong = [case for case in report.tried if case.number in failed]
     right = [case for case in report.tried if case.number not in failed]
@@ -591,7 +591,7 @@ def addresses(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def replaced(then: Mapping[str, int], now: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the names of the tensors that have other memory now."""
+    """Return the names of the tensors whose memory was replaced."""
     return tuple(name for name, address in then.items() if now.get(name, address) != address)
 
 
@@ -603,7 +603,7 @@ def host_sets(
     """Return the host arguments of cases.
 
     Each set comes with two booleans: whether it differs from the values of capture, and whether it
-    is those values again, after others.
+    returns to those values after others.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)
@@ -624,7 +624,7 @@ def host_sets(
 
 
 def extremes(draw: Draw, like: Any, generator: torch.Generator) -> list[Any]:
-    """Return the smallest and the largest of some values drawn of a host argument."""
+    """Return the smallest and the largest of some values drawn for a host argument."""
     drawn = [draw((), generator) for _ in range(_DRAWS)]
     values = [value.item() if isinstance(value, torch.Tensor) else value for value in drawn]
     return [min(values), max(values)] if isinstance(like, int | float) else values[:2]
@@ -670,7 +670,7 @@ class _Prover:
         ]
         now = owned.everything()
         self.replaced = replaced(captured.places, addresses(now))
-        # Contents change in each case, because the old memory may hold a copy of the new ones.
+        # Each case changes the contents of replaced tensors: their old memory may hold equal ones.
         self._renewed = [(name, leaf) for name, leaf in now if name in self.replaced]
         arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
         reached, generators = owned.reached()

@@ -32,13 +32,13 @@ from devgraph.api.tensors import has_place
 from devgraph.api.trees import children_of, fields_of
 
 _MOST = 4000
-"""Objects that one walk looks into. Modules of torch do not count."""
+"""Maximum number of objects of one walk, without modules of torch."""
 
 _MOST_NAMED = 300
-"""Objects that a search for named places looks into."""
+"""Maximum number of objects of a search for named places."""
 
 _MOST_SPACES = 32
-"""Mappings that a search compares, if they are those of children of containers of modules."""
+"""Maximum number of compared mappings that belong to children of containers of modules."""
 
 _MODULES = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _DEEPEST = 8
@@ -50,7 +50,7 @@ _CELL, _POSITION = "cell_contents", "position"
 
 
 class _Absent:
-    """The content of a place that holds nothing."""
+    """The value of an empty place."""
 
     def __repr__(self) -> str:
         return "absent"
@@ -60,7 +60,7 @@ ABSENT = _Absent()
 
 
 class Entry(NamedTuple):
-    """One place that holds a value, and the value that it held."""
+    """A place and the value that it held at the search."""
 
     path: str
     holder: Any
@@ -78,12 +78,12 @@ class Entry(NamedTuple):
         return _read(self.holder, self.key)
 
     def put_back(self) -> None:
-        """Let the place hold its value again."""
+        """Restore the value of the place."""
         _write(self.holder, self.key, self.value)
 
 
 def tree_entries(path: str, node: Any) -> Iterator[Entry]:
-    """Yield the places of a tree that hold leaves or tuples, if they can come to hold others."""
+    """Yield the places of a tree that hold leaves or tuples and can be assigned."""
     children = children_of(node)
     if children is None:
         return
@@ -102,13 +102,13 @@ def tree_entries(path: str, node: Any) -> Iterator[Entry]:
             yield from tree_entries(path + suffix, child)
         if holder is not None and (isinstance(child, tuple) or children_of(child) is None):
             yield Entry(path + suffix, holder, key, child)
-    if holder is None:  # a registered class, whose attributes can come to hold others
+    if holder is None:  # A registered class: its attributes can be assigned.
         held = getattr(node, "__dict__", {})
         yield from (Entry(f"{path}.{name}", held, name, value) for name, value in held.items())
 
 
 def containers(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the lists, queues and mappings in trees, each behind its path."""
+    """Yield the lists, queues and mappings in trees, as pairs with their paths."""
     for path, node in roots:
         children = children_of(node)
         if children is None:
@@ -189,7 +189,7 @@ _OF_ALL_MODULES = (_global_forward_pre_hooks, _global_forward_hooks)
 
 
 def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
-    """Yield the values that ``value`` holds, in places that can change and in others."""
+    """Yield the values that ``value`` holds, in assignable and in fixed places."""
     for place in _places(path, value, weights):
         yield from place.entries()
     for name, child in _fixed(path, value):
@@ -197,7 +197,7 @@ def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
 
 
 class _Place:
-    """A holder, with all its keys or some, and the values that it held."""
+    """An object with places, and the values that it held at all keys or at some of them."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Place:
         self.settle()
 
     def settle(self) -> None:
-        """Take the present values as those that the holder held."""
+        """Store the present values, with which ``changes`` compares."""
         self._held, self._values = self._now()
 
     def _now(self) -> tuple[list[Any], list[Any]]:
@@ -227,8 +227,8 @@ class _Place:
             return [*holder], [*holder.values()]
         if isinstance(holder, list | deque):
             return [*range(len(holder))], [*holder]
-        values = gc.get_referents(holder)  # of an object that cannot be read by keys
-        if isinstance(holder, itertools.cycle):  # which reads its own list without a check
+        values = gc.get_referents(holder)  # An object whose values have no keys.
+        if isinstance(holder, itertools.cycle):  # ``cycle`` reads its list unchecked.
             values = [v for held in values for v in (held if isinstance(held, list) else [held])]
         return [*map(id, values)], values
 
@@ -255,7 +255,7 @@ class _Place:
                 yield self._at(key), old, new
 
     def put_back(self) -> None:
-        """Let the holder hold its old values again, unless it is one of Python's closed objects."""
+        """Restore the values, unless Python allows no assignment to the holder."""
         if isinstance(self.holder, list | deque | set):
             self.holder.clear()
             put = self.holder.update if isinstance(self.holder, set) else self.holder.extend
@@ -278,7 +278,7 @@ _CLOSED: tuple[type, ...] = (
     functools._lru_cache_wrapper,
     queue.SimpleQueue,
 )
-"""Objects of Python that hold values and cannot be given others."""
+"""Types of Python whose objects hold values that cannot be assigned."""
 
 
 def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
@@ -334,7 +334,7 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
 
 
 def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values that ``value`` holds in fixed places, each behind its path."""
+    """Yield the values that ``value`` holds in fixed places, as pairs with their paths."""
     if isinstance(value, types.FunctionType):
         yield from ((path, child) for child in value.__defaults__ or ())
         if (inner := vars(value).get("__wrapped__")) is not None:
@@ -378,7 +378,8 @@ _BUILTINS = frozenset(vars(builtins))
 def has_state(value: Any) -> bool:
     """Whether ``value`` is an object of the user, not of Python, torch or devgraph.
 
-    A backend, a pool or a runner of a user's own class is devgraph's: a capture changes it.
+    A backend, a pool or a runner counts as devgraph's even if the user subclassed it, because a
+    capture changes it.
     """
     if fields_of(value):
         return True
@@ -429,7 +430,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def _reduced(value: Any) -> Any:
-    """Return the position of an iterator of Python in plain values, as far as it shows it."""
+    """Return the position of an iterator of Python as plain values, if it can be read."""
     if isinstance(value, list | tuple):
         return tuple(map(_reduced, value)) if isinstance(value, tuple) else len(value)
     if is_iterator(value) and not isinstance(value, types.GeneratorType):
@@ -506,10 +507,10 @@ class Named:
 
     They are its closure, its globals, named attributes, entries of containers with named keys or
     without names, and groups of optimizers. Functions of torch and devgraph are not looked into,
-    so that eager bodies of marks keep their state.
+    so that the state of eager bodies of marks is not compared.
 
     Args:
-        roots: where the search begins, each root behind its name.
+        roots: pairs of a name and an object from which the search starts.
         regions: whether regions are looked into, because they are part of the graph. The host code
             of regions with host arguments or a context runs again for new values.
 
@@ -517,8 +518,8 @@ class Named:
         places: places that hold anything but modules of Python and of libraries. Those below the
             children of containers of modules (``torch.nn.Sequential``, ...) come last.
         spaces: mappings, and the attributes of modules and of objects of the user.
-        inner: the identity of the holder and the key of each place that only children of containers
-            of modules lead to, and the identities of such spaces with None.
+        inner: pairs (identity of the holder, key) of places that are reached only through children
+            of containers of modules; for such spaces the key is None.
         whole: the mappings that are read without named keys.
         modules: modules in such places, without the children of containers of modules.
         names: the names that the step uses.
@@ -528,7 +529,7 @@ class Named:
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
         self._regions, roots = regions, [*roots]
         self._receivers = {id(v.__self__) for _, v in roots if isinstance(v, types.MethodType)}
-        """Objects of which a root is a method. That method calls no other one without a name."""
+        """Objects whose method is a root. Such a method calls other methods only by name."""
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
         self.iterated: set[str] = set()
@@ -631,7 +632,7 @@ class Named:
         """Whether the step names the attribute or the key of an entry."""
         if not isinstance(entry.key, str):
             return False
-        is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))  # which nobody can call
+        is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))  # Such values cannot be called.
         names = self._read if is_leaf else self.names
         return entry.key in names or entry.key.startswith(self._beginnings)
 
@@ -745,17 +746,17 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 class Change(NamedTuple):
-    """A place that came to hold other tensors."""
+    """A place whose tensors changed."""
 
     verb: str
     """replaces, adds or removes"""
     path: str
     tensors: list[tuple[str, torch.Tensor]]
-    """The tensors that it holds now, each behind its path."""
+    """The tensors that it holds now, as pairs with their paths."""
 
 
 def rebinding(verb: str, path: str) -> str:
-    """Return the error text for a place that a step made hold other tensors."""
+    """Return the error text for a step that changes the tensors of a place."""
     if verb == "replaces":
         return (
             f"the step replaces {path}: write into it with copy_(). A replay repeats the work of "
@@ -784,11 +785,11 @@ class Watch:
         *,
         empty: bool = False,
     ) -> list[Change]:
-        """Return the places that hold other tensors than before.
+        """Return the places whose tensors changed.
 
         Args:
             note_state: called with the path, the old and the new value of a changed plain value.
-            empty: whether places that held nothing, or hold nothing now, are noted as well.
+            empty: whether to note plain values that were added or deleted as well.
         """
         changes, plain = [], (_Absent, *PLAIN) if empty else PLAIN
         for place in self._places:
@@ -804,10 +805,10 @@ class Watch:
         return changes
 
     def put_back(self, *, plain: bool = False) -> None:
-        """Let every place that came to hold other tensors hold its old values again.
+        """Restore every place whose tensors changed.
 
         Args:
-            plain: whether places that came to hold other plain values do so too.
+            plain: whether to restore places whose plain values changed as well.
         """
         for place in self._places:
             if any(
@@ -819,13 +820,13 @@ class Watch:
                 place.put_back()
 
     def settle(self) -> None:
-        """Take the present values as those before the run."""
+        """Compare with the present values from now on."""
         for place in self._places:
             place.settle()
 
 
 def tensors_below(path: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors in ``value``, each behind its path."""
+    """Return the tensors in ``value``, as pairs with their paths."""
     if isinstance(value, torch.Tensor):
         return [(path, value)]
     if value is ABSENT or isinstance(value, (type, types.FunctionType, *PLAIN)):

@@ -1,4 +1,4 @@
-"""Snapshots: contents of tensors and states of random generators, to be put back."""
+"""Snapshots: saved contents of tensors and states of random generators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.tensors import Place, byte_range, describe, has_place, overlaps_itself, place_of
 
 DEFAULT_LIMIT = 2**30
-"""Bytes of copies that one snapshot may take, if the caller does not say otherwise."""
+"""Default limit of the bytes that the copies of one snapshot may take."""
 
 _CHUNK = 2**20
 """Words of memory that are hashed at a time."""
@@ -28,7 +28,7 @@ _restores: Counter[int] = Counter()
 
 
 def restores_elsewhere() -> int:
-    """Return how often other threads have put the default random state back."""
+    """Return how often other threads have restored the default random state."""
     here = threading.get_ident()
     return sum(count for thread, count in [*_restores.items()] if thread != here)
 
@@ -51,7 +51,7 @@ class _Rows(NamedTuple):
     name: str
     tensor: torch.Tensor
     memory: torch.Tensor
-    """The bytes of the tensor as [outer, rows, inner]: not every dtype has kernels for rows."""
+    """The tensor as bytes [outer, rows, inner], because not every dtype has kernels for rows."""
     numbers: torch.Tensor
     content: torch.Tensor
 
@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
 
 class Snapshot:
-    """Saved contents of tensors, and states of generators with that of the backend."""
+    """Saved contents of tensors, and states of the backend's and of further generators."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Snapshot:
                         self._save(name, tensor, needed)
 
     def _save(self, name: str, tensor: torch.Tensor, needed: bool) -> None:
-        # Bytes also of contiguous tensors: not every dtype has a kernel that copies it.
+        # Contiguous tensors are copied as bytes too: not every dtype has a kernel for copies.
         flat = tensor.is_contiguous() or overlaps_itself(tensor)
         memory = _bytes_of(tensor) if flat else tensor.detach()
         place, content, digest = place_of(tensor), None, None
@@ -164,7 +164,7 @@ class Snapshot:
         return [(generator.get_state(), state) for generator, state in self._generators]
 
     def require_places(self) -> None:
-        """Raise CaptureError if a tensor has other memory or another layout than before."""
+        """Raise CaptureError if the memory or the layout of a tensor changed."""
         for name, tensor, place, *_ in self._saved:
             if not is_at(tensor, place):
                 raise CaptureError(
@@ -175,7 +175,7 @@ class Snapshot:
                 )
 
     def written(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of ``tensors`` whose contents are not the saved ones."""
+        """Return the members of ``tensors`` whose contents changed."""
         saved = {id(item.tensor): item for item in self._saved}
         with torch.inference_mode():
             return [
@@ -187,7 +187,7 @@ class Snapshot:
             ]
 
     def restore(self) -> None:
-        """Give tensors and generators their contents back, and tensors their layouts."""
+        """Restore contents and layouts of tensors, and states of generators."""
         _restores[threading.get_ident()] += 1
         self._backend.set_rng_state(self.random)
         torch.set_rng_state(self._host_random)
@@ -196,7 +196,7 @@ class Snapshot:
         self.restore_contents()
 
     def restore_contents(self) -> None:
-        """Give tensors their contents and layouts back."""
+        """Restore contents and layouts of tensors."""
         for _, tensor, place, *_ in self._saved:
             if not is_at(tensor, place):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -209,7 +209,7 @@ class Snapshot:
                 memory.index_copy_(1, numbers, content)
 
     def require_unwritten(self, culprit: str = "warm-up or capture") -> None:
-        """Raise CaptureError if a tensor above the limit has other contents than before."""
+        """Raise CaptureError if the contents of a tensor above the limit changed."""
         with torch.inference_mode():
             for name, tensor, _, _, _, digest in self._saved:
                 if digest is not None and not torch.equal(hash_of(tensor), digest):

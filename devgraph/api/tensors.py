@@ -56,7 +56,7 @@ def describe(value: object) -> str:
 def has_place(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has an address and strides.
 
-    Sparse, nested and meta tensors have none, and neither have those that wrap others or are lazy.
+    Sparse, nested, meta and lazy tensors have none, nor do tensors that wrap others.
     """
     return (
         tensor.layout is torch.strided
@@ -87,10 +87,11 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 class Memory:
-    """Tensors with the memory that they had, which ``tensor.data = other`` exchanges.
+    """Tensors and the memory that they had, which ``tensor.data = other`` can replace.
 
-    A weak reference tells that memory was freed. Graphs on the CPU keep it alive, so that all
-    addresses are compared there, and those of the first ``count`` tensors elsewhere.
+    A weak reference reports that the old memory was freed. Graphs on the CPU keep the memory alive,
+    so the addresses of all tensors are compared there. Elsewhere only the first ``count`` addresses
+    are compared.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], count: int = 0) -> None:
@@ -103,11 +104,11 @@ class Memory:
         self.terms = [("not {}", (self._ended,)), *places] if self._placed else []
 
     def is_kept(self) -> bool:
-        """Whether the tensors have their memory."""
+        """Whether all tensors still have that memory."""
         return not self._ended and not self.moved()
 
     def moved(self) -> list[torch.Tensor]:
-        """Return the tensors that have other memory."""
+        """Return the tensors whose memory was replaced."""
         return [tensor for tensor, place in self._placed if tensor.data_ptr() != place]
 
 

@@ -223,7 +223,7 @@ class TrainingGraphs:
         if self._differentiable:
             with held.recording(GraphScope(self._backward)):
                 held.begin(self._backward, arguments=tuple(self._output_grads))
-                with self.owned.run():  # hooks must not change what a replay leaves as it is
+                with self.owned.run():  # hooks must not change state that replays leave alone
                     grads = self._gradients(self._differentiable, self._output_grads)
                 held.end()
         self._leaf_grads = [

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api.errors import InputError
 
 Children = list[tuple[str, Any]]
-"""The children of a container, each behind its path suffix, such as ``['key']`` or ``.name``."""
+"""Pairs of a path suffix, such as ``['key']`` or ``.name``, and a child of a container."""
 
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size})
@@ -129,7 +129,7 @@ def _registered(kind: type) -> bool:
 
 
 def leaves_of(path: str, node: Any, depth: int = 0) -> Iterable[tuple[str, Any]]:
-    """Yield the leaves of a tree, each behind its path."""
+    """Yield pairs of a path and a leaf of a tree."""
     children = children_of(node)
     if children is None:
         yield path, node

@@ -55,8 +55,8 @@ class Contender:
     """Returns an iterator over the host arguments of a repeat."""
     figures: Mapping[str, Any] = attrs.field(factory=dict)
     exact: bool = True
-    """Outputs must equal eager bit for bit. Otherwise they may differ by the square root of the
-    precision of the dtype, because a compiler chose other kernels."""
+    """Whether outputs must equal eager bit for bit. If not, a compiler chose other kernels, and
+    outputs may differ by the square root of the dtype's epsilon."""
     timings: list[Timing] = attrs.field(init=False, factory=list)
 
     def compare(self, expected: Tensor, got: Tensor) -> None:
@@ -88,7 +88,7 @@ class Contender:
 def time_in_turns(
     backend: Backend, contenders: Sequence[Contender], *, steps: int, repeats: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Time contenders in turns, eager first."""
+    """Time contenders alternately, eager first."""
     running: list[Contender] = []
     refused: dict[str, str] = {}
     for contender in contenders:

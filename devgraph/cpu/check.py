@@ -1,4 +1,4 @@
-"""The check of a step: a recording that goes on after violations, and lists them."""
+"""The check of a step: a recording that continues after violations, and lists them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _CheckedRun(Scope):
             outputs = self._fn(*self._args, **self._kwargs, **spec.tracked())
             refuse_host_values(outputs)
             self._recorder.note_outputs(tensors_in(outputs))
-        outputs = without_history(outputs)  # which would keep other results alive
+        outputs = without_history(outputs)  # their history would keep other results alive
         self._note_changes()
         for name, state in host_random().items():
             if numbers.get(name, state) != state:

@@ -172,7 +172,7 @@ class BlockPool:
         return 0 if self._released else sum(slab.end - slab.base for slab in self._slabs)
 
     def release(self) -> None:
-        """Give all pages back to the system, and save the contents of live blocks."""
+        """Return all pages to the system, and save the contents of live blocks."""
         self._saved = [(b, ctypes.string_at(b.address, b.bytes)) for b in self.live()]
         self._released = True
         for slab in self._slabs:

@@ -72,7 +72,7 @@ map_layouts = functools.partial(_map, kind=Layout)
 
 
 _NORMS = ("batch", "group", "layer")
-"""Norms whose statistics keep the dtype of the weights; fake ones have that of the input."""
+"""Norms whose statistics have the dtype of the weights, but fake statistics that of the input."""
 
 _UNFAITHFUL = {
     "aten::mkldnn_rnn_layer",
@@ -234,7 +234,7 @@ def _infer(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
 
     def stand_in(position: int, value: Any) -> Any:
         if isinstance(value, torch.Generator):
-            return None  # which must be of the device
+            return None  # a generator would have to be of the device
         resizable = plan.func.namespace == "aten" and schema[position].is_out
 
         def new(tensor: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,7 @@ class _Stance:
 
 
 def _refuse_machine_code(frame: FrameType) -> None:
-    """Refuse a function that ``fullgraph`` requires to be compiled and that then has other bits."""
+    """Refuse a function with ``fullgraph``, whose bits would differ without compilation."""
     callback, caller = frame.f_locals.get("callback"), frame.f_back
     if caller is None or not getattr(caller.f_locals.get("self"), "fullgraph", False):
         return

@@ -23,10 +23,10 @@ _claim: dict[str, int] = {}
 
 
 def _claimed() -> bool:
-    """Claim the default generator for this thread unless another one that lives has it.
+    """Claim the default generator for this thread unless another live thread has it.
 
-    An interrupt may leave a claim behind. A thread records one step at a time, so a claim of its
-    own was left behind.
+    An interrupt may leave a claim behind. A thread records one step at a time, so it may replace
+    its own claim.
     """
     here = threading.get_ident()
     holder = _claim.setdefault("default", here)
@@ -79,10 +79,10 @@ class _Draw:
 class Sequence:
     """The random numbers that a recording takes from one generator.
 
-    A recording draws nothing, but it moves the generator at each draw. A state that the code sets
-    therefore tells the draw that it belongs to, as in ``torch.utils.checkpoint``. A recording goes
-    on from the ``earlier`` positions of its session, so that all states differ: a backward sets
-    those of its forward.
+    A recording draws nothing, but it moves the generator at each draw. A state that the code sets,
+    as ``torch.utils.checkpoint`` does, therefore identifies its draw. A recording continues from
+    the ``earlier`` positions of its session, so that all states differ, because a backward may set
+    the states of its forward.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Sequence:
             seeded = torch.Generator().manual_seed(self._generator.initial_seed()).get_state()
             if not torch.equal(state, seeded):
                 if restores_elsewhere() != self._restores:
-                    # Another thread has put the state of a capture of its own back.
+                    # Another thread has restored the state after its own capture.
                     self._now = Position(self._generator, state)
                     return
                 raise UnrecordableError(
@@ -138,7 +138,7 @@ class Sequence:
         self._record("a random seed", lambda: set_state(state))
 
     def end(self) -> list[Position]:
-        """Give the generator its state back; return all positions of the session."""
+        """Restore the state of the generator; return all positions of the session."""
         self._generator.set_state(self._original)
         return [*self._earlier, *self._positions]
 
@@ -182,7 +182,7 @@ class Randomness:
         self._objects: dict[int, torch.Generator] = {}
         """The objects by which the user's code holds generators."""
         self._unknown: set[int] = set()
-        """Generators that were found in use, in a state that no seed gives."""
+        """Generators that had drawn before: no seed produces their state."""
         self._stand_ins: dict[int, _StandIn] = {}
         self._has_claim = _claimed()
         if self._has_claim:
@@ -200,7 +200,7 @@ class Randomness:
 
     def _is_held(self, address: int) -> bool:
         """Whether the user's code holds a generator. If so, the step did not make it."""
-        # Not by weak references, which generators of torch 2.11 do not have.
+        # Generators of torch 2.11 support no weak references.
         return address not in self._objects or sys.getrefcount(self._objects[address]) > 2
 
     def source(self, generator: torch.Generator | None) -> torch.Generator:
@@ -252,7 +252,7 @@ class Randomness:
             sequence.follow()
 
     def end(self) -> None:
-        """Give every generator its state back. Idempotent."""
+        """Restore the state of every generator. Idempotent."""
         for address, sequence in self._sequences.items():
             self._positions[address] = sequence.end()
         self._sequences = {}

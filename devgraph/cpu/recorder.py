@@ -74,7 +74,7 @@ class Recorder:
         generators: random generators of the caller.
         continues: whether this recording follows others of the same step.
         positions: states of random generators in the others, to which those of this one are added.
-        on_violation: called for every violation. The recording then goes on with assumed values
+        on_violation: called for every violation. The recording then continues with assumed values
             and cannot be replayed. Without it, violations raise.
     """
 
@@ -361,7 +361,7 @@ class Recorder:
         if plan.writes:
             self._require_own_layout(plan, args[0])
         view = self._run_now(plan, args, kwargs)
-        if plan.writes and has_place(args[0]):  # such as set_(), after which it has other memory
+        if plan.writes and has_place(args[0]):  # such as set_(), which replaces the memory
             self._writes[memory_of(args[0])] += 1
         return view
 

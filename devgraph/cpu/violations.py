@@ -35,16 +35,16 @@ class Violation:
 
 
 class Refusal:
-    """The reaction to violations: an error, or a report after which the recording goes on."""
+    """The reaction to violations: an error, or a report after which the recording continues."""
 
     def __init__(self, on_violation: Callable[[Violation], None] | None) -> None:
         self._on_violation = on_violation
         self.collects = on_violation is not None
-        """Whether the recording goes on after a violation."""
+        """Whether the recording continues after a violation."""
         self._has_assumed = False
 
     def read(self, name: str) -> None:
-        """Refuse a host read with HostReadError; return if the recording goes on."""
+        """Refuse a host read with HostReadError; return if the recording continues."""
         text = f"{name} reads device data on the host, which a capture cannot record"
         self._has_assumed = True
         self.note("host_sync", name, f"{text}. {host_read_cure()}")
@@ -54,7 +54,7 @@ class Refusal:
     def shape(self, name: str, *, known: bool) -> None:
         """Refuse a data-dependent shape with HostReadError.
 
-        Return if the recording goes on and an assumed shape is ``known``.
+        Return if the recording continues and an assumed shape is ``known``.
         """
         text = f"{name} has an output whose shape depends on device data, which the host must read"
         self._has_assumed = True

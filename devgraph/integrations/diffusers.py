@@ -30,7 +30,7 @@ _ADAPTER_CALLS = (
     "add_adapter",
     "delete_adapters",
 )
-"""Methods of pipelines and models that change adapters, of which scales are Python values."""
+"""Methods of pipelines and models that change adapters or their scales, which are Python values."""
 
 
 class Accelerated:
@@ -106,7 +106,7 @@ class Accelerated:
             step.invalidate()
 
     def suspend(self) -> None:
-        """Give the memory of the graphs back until ``resume``, for example between prompts.
+        """Release the memory of the graphs until ``resume``, for example between prompts.
 
         Backends without releasable memory close the graphs instead.
         """
@@ -125,7 +125,7 @@ class Accelerated:
             self._pool.restore()
 
     def close(self) -> None:
-        """Close all graphs and give the pipeline its own methods back. Idempotent."""
+        """Close all graphs and restore the methods of the pipeline. Idempotent."""
         self.resume()
         while self._undo:
             self._undo.pop()()

@@ -3,8 +3,9 @@
 A captured graph holds every hardware stream that it was captured on.
 
 No documentation says how a device treats a graph that is destroyed while it runs, so a graph is
-kept until its last replay has ended. Freeing a pool's memory waits for the device with the GIL
-held. A capture forbids that, and a replay that waits for its update would never end.
+kept until its last replay has ended. Freeing a pool's memory waits for the device and holds the
+GIL. A capture forbids that wait. The wait would never end if a replay waits for an update, because
+the update thread needs the GIL.
 """
 
 from __future__ import annotations

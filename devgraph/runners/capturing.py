@@ -60,7 +60,7 @@ _ELIGIBLE = (Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED)
 
 
 class Outcome(enum.Enum):
-    """Result of one rank's turn at capturing a graph."""
+    """Outcome of one capture on one rank."""
 
     CAPTURED = "captured"
     RETRY = "retry"

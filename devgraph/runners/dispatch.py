@@ -39,7 +39,7 @@ class Dispatcher:
     _counters: Counters
     _scheduler: CaptureScheduler
     _warned: bool = attrs.field(default=False, init=False)
-    """Whether the warning about a run before ``capture`` is out."""
+    """Whether the warning about a run before ``capture`` was logged."""
 
     @property
     def _config(self) -> PhaseConfig:

@@ -101,7 +101,7 @@ class CopyPlan:
                     continue
                 template = self._arena.template(slot, pad)
                 rows = 0 if slot.axis is None else head.shape[slot.axis]
-                # Slots of a run may have more rows than the buffers, and so than a template.
+                # Slots of a run may have more rows than the buffers, and therefore than a template.
                 if template is not None and template.numel() >= part.numel():
                     parts.append(part)
                     pads.append(template[: part.numel()].view(part.shape))
@@ -172,7 +172,7 @@ class CopyPlan:
         return values
 
     def _admitted(self, inputs: Mapping[str, Any]) -> Values:
-        """Check inputs one by one, and remember their layout for ``_recognised``."""
+        """Check inputs one at a time, and remember their layout for ``_recognised``."""
         admitted = dict(zip(self._arena.given, self._arena.admit(inputs, self._real), strict=True))
         values = tuple(admitted[name] for name in self._names)
         device = self._arena.device

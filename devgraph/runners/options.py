@@ -120,8 +120,8 @@ class Options:
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), by name: trees of tensors, modules,
     and functions that return trees (``lambda: model.cache``). They are kept alive. A run raises
-    StateError if one was replaced, has moved or has another layout. Captures and proofs give them
-    their values back, as far as ``snapshot_limit`` allows copies; larger ones are hashed."""
+    StateError if one was replaced, has moved or has another layout. Captures and proofs restore
+    them if ``snapshot_limit`` allows copies; larger tensors are hashed."""
     weights_epoch: Callable[[], Hashable] | None = None
     """Returns a value that changes when weights are replaced. A graph is only used while the value
     equals that of its capture."""
@@ -156,9 +156,9 @@ class Options:
     least recently used graph, whose batches run eagerly until it is captured again. For steps with
     many sizes of which few are in use at a time."""
     snapshot_limit: int = DEFAULT_LIMIT
-    """Bytes of copies that ``capture`` may take of bound tensors and of the state of requests, to
-    give them their values back. Larger tensors are hashed, before the first and after the last
-    capture of one call, and padding must not write them."""
+    """Maximum bytes of the copies from which ``capture`` restores bound tensors and the state of
+    requests. Larger tensors are hashed, before the first and after the last capture of one call,
+    and padding must not write them."""
     gate_timeout: float | None = None
     """Seconds after which a step counts as invalid if one of its gates is closed; None takes the
     environment variable DEVGRAPH_GATE_TIMEOUT, or 30."""

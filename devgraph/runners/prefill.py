@@ -41,8 +41,8 @@ class PrefillRunner(Runner):
         body: receives a ``Batch``; returns tensors with a row per token (see ``hidden``).
         inputs: the input slots; one of them counts tokens.
         tail: receives the results of the body and a batch, and returns the outputs of the step, for
-            example the logits of each request's last token. Rows and sizes are the real ones;
-            under ``full`` they are those of the graph.
+            example the logits of each request's last token. Under ``full`` rows and sizes are those
+            of the graph, otherwise those of the real batch.
         hidden: an ``OutputSlot`` or a tree of them for the results of the body, which are the
             outputs of the step if there is no tail.
         outputs: the same for the results of the tail, used under ``full``.

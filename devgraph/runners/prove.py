@@ -85,7 +85,7 @@ class Proof:
         state = State(step.backend, leaves, step.roots(), limit=terms.snapshot_limit)
         now = step.tensors()
         names = replaced(step.places, addresses(now))
-        # Contents change in each case, because the old memory may hold a copy of the new ones.
+        # Each case changes the contents of replaced tensors: their old memory may hold equal ones.
         self.renewed = [leaf for name, leaf in now if name in names and not terms.quick]
         self.compared = Comparison(
             state, step.backend, terms.near, with_state=terms.state, agreed=self._agreed
@@ -145,7 +145,7 @@ class Proof:
     def _sizes(
         self, graphs: Graphs, graph: BucketGraph
     ) -> Iterator[tuple[Size, dict[str, Any], bool, bool]]:
-        """Yield real sizes of batches and host arguments, and what ``host_sets`` says of these."""
+        """Yield sizes of batches and host arguments, with the two booleans of ``host_sets``."""
         step, cases = self.step, self.terms.cases
         rows = _rows_to_try(graph, graphs.buckets, step.options.config.max_padding, cases)
         declared = step.host.at_capture(graph.size)
@@ -171,7 +171,7 @@ class Proof:
             yield size, {**values, **self._sequences(values, size)}, changed, updated
 
     def _sequences(self, values: Mapping[str, Any], real: Size) -> dict[str, Any]:
-        """Return sequences with one entry per row of ``real``, where ``values`` has others."""
+        """Return replacements for sequences in ``values``, with one entry per row of ``real``."""
         sequences = {}
         for name, value in self.step.host.at_capture(real).items():
             if isinstance(value, tuple) and name in values and len(values[name]) != len(value):
@@ -187,7 +187,7 @@ class Proof:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
         """Return inputs of a batch, the marks of its real rows, and the slots without legal data.
 
-        Marks are those of slots with a sample; a proof changes them.
+        The marks are values of slots that have both ``real`` and ``sample``; a proof varies them.
         """
         step = self.step
         implied = self._implied(real) if self._implied else {}
@@ -471,7 +471,8 @@ class _CaseRun:
     def _suspects(self, want: RunResult) -> Iterator[tuple[str, int, list[InputSlot]]]:
         """Yield rows of state that changed and that are pad values of slots.
 
-        Only slots count whose real rows use that value. Each row comes with its state and slots.
+        Slots whose real rows do not use that value are left out. Each row comes with its state and
+        slots.
         """
         for name, (now, saved, rows) in want.state.items():
             if not now.dim():
@@ -498,8 +499,8 @@ class _CaseRun:
     ) -> str | None:
         """Return the slot whose padding writes ``row`` of the state ``name``, or None.
 
-        It is the slot with which the row stays as the unpadded batch leaves it, once its padding
-        has another legal value.
+        With another legal value in the padding of that slot, the row equals that of the unpadded
+        batch.
         """
         near = self._proof.terms.near
         now, saved, rows = want.state[name]
@@ -556,11 +557,11 @@ def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
 def _last_inputs(
     step: Step,
 ) -> Callable[[Size, torch.Generator], dict[str, torch.Tensor]]:
-    """Return a callable that gives the integer inputs of the last replay for batches of a size.
+    """Return a callable that makes inputs of a batch from the integers of the last replay.
 
     Requests are permuted, so that the values of one request stay together.
     """
-    # Rows of these inputs are live state. They need a step whose state is known, to be put back.
+    # These inputs name rows of live state, which can be restored only if the state is known.
     is_known = step.options.bound or all(map(roots_of, step.engine))
     last = step.last if is_known and not step.inputs.is_shared else None
     held = {} if last is None else {n: t.clone() for n, t in last.tensors.items()}

@@ -22,7 +22,7 @@ paces of Hopper by 18%."""
 
 @attrs.frozen(kw_only=True)
 class ReplayPace:
-    """Pace of replays, on a device that may stay at a slower pace."""
+    """Pace of replays, on a device whose graphs can become slower."""
 
     microseconds: float
     """Time from one kernel to the next in a graph of tiny kernels."""
@@ -31,7 +31,7 @@ class ReplayPace:
 
     @property
     def slow(self) -> bool:
-        """Whether graphs went faster in this process before."""
+        """Whether graphs ran faster earlier in this process."""
         return self.microseconds > _SLOW * self.fastest
 
 

@@ -177,7 +177,7 @@ class Runner:
     ) -> Decision:
         """Return how a batch would run now. Changes nothing and counts nothing.
 
-        This is the only rule of eligibility; ``run`` asks it too.
+        This is the only rule of eligibility; ``run`` uses it too.
 
         Args:
             requests: number of requests of the batch.

@@ -62,13 +62,13 @@ class Step:
     state: StateStore | None = None
     """The state of requests."""
     engine: Sequence[Callable[..., Any]] = ()
-    """The engine's own functions, whose state a proof looks after."""
+    """The engine's own functions, whose state captures and proofs restore."""
     places: Mapping[str, int] = attrs.field(factory=dict)
     """Addresses of that state at the last capture, by name."""
     named: NamedState | None = None
     """The state that the captured functions name, since the first capture."""
     guard: Guard | None = None
-    """Tells whether that state changed since the captures."""
+    """Detects changes of that state since the captures."""
     types_checked: set[Variant] = attrs.field(factory=set)
     """Variants whose functions were captured and asked for no exact type of a host argument."""
     last: GraphStep | None = None
@@ -86,7 +86,7 @@ class Step:
 
     @contextlib.contextmanager
     def names_kept(self, variant: Variant, *, anew: bool) -> Iterator[None]:
-        """Require that the block, which captures a graph, leaves the state in names alone.
+        """Require that the block, which captures a graph, does not change named state.
 
         Args:
             variant: variant of the graph.
@@ -168,7 +168,7 @@ class Step:
             self._saved = outer
 
     def roots(self) -> list[tuple[str, Any]]:
-        """Return where the state of the engine's functions begins."""
+        """Return the objects from which the state of the engine's functions is searched."""
         functions = filter(None, (*self.engine, self.options.prepare))
         return [root for function in functions for root in roots_of(function)]
 
@@ -210,7 +210,7 @@ class Step:
         return Snapshot(self.backend, given, generators, limit=limit, optional=optional)
 
     def reset_state(self) -> None:
-        """Give bound tensors and the state of requests the values before the trial."""
+        """Restore bound tensors and the state of requests after a trial."""
         if self._saved is not None:
             self._saved.restore_contents()
 
@@ -486,7 +486,7 @@ class BoundSteps:
         self._bound: dict[Any, GraphStep] = {}
 
     def measured(self, inputs: Any) -> tuple[int | None, int | None]:
-        """Return the requests and the tokens of a batch, each None if no slot shows it."""
+        """Return the numbers of requests and tokens of a batch, each None if no slot counts it."""
         return self._rows(inputs, self._requests), self._rows(inputs, self._tokens)
 
     def _rows(self, inputs: Any, lead: tuple[str, int, int] | None) -> int | None:
@@ -503,7 +503,7 @@ class BoundSteps:
                 f"input {name!r} must be a tensor with the dims {dims}, got {brief(value)}"
             ) from None
         if rows < 0:
-            raise InputError(f"input {name!r} has no rows; a batch without requests has one")
+            raise InputError(f"input {name!r} has no rows; it needs one even without requests")
         return rows
 
     def find(self, inputs: Any, variant: Mapping[str, Any] | None) -> GraphStep | None:
@@ -545,7 +545,7 @@ class BoundSteps:
 
 
 def _lead(arena: InputArena, *, by_requests: bool) -> tuple[str, int, int] | None:
-    """Return name, axis and extra rows of the slot that shows the tokens or the requests."""
+    """Return name, axis and extra rows of the slot that counts the tokens or the requests."""
     for slot in arena.given.values():
         if slot.axis is not None and slot.by_requests == by_requests:
             return slot.name, slot.axis, slot.shape(Size(0, 0))[slot.axis]

@@ -74,8 +74,7 @@ class EngineFacts:
     recommended: Mapping[str, str] = attrs.field(
         factory=dict, metadata={"read": _policies}, hash=False
     )
-    """Policies by phase that the backend recommends; a phase whose policy nobody chose takes
-    them."""
+    """Policies by phase that the backend recommends; a phase without a chosen policy takes them."""
     region_update: bool = _flag(True)
     """The backend can update regions inside a graph."""
     piecewise: bool = _flag(True)

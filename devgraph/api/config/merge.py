@@ -1,6 +1,6 @@
 """Merge the settings of several sources per key, from the weakest source to the strongest.
 
-A note names every overridden value together with its winner, so that no choice is lost silently.
+A note names every overridden value and its replacement, so that no choice is lost silently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from devgraph.api.config.unused import unused
 
 
 class Level(enum.IntEnum):
-    """The strength of a source. Between equals, the later source wins."""
+    """The strength of a source. Of sources of equal strength, the later one wins."""
 
     PYPROJECT = 0
     ENVIRONMENT = 1

@@ -43,7 +43,7 @@ VERIFY_VARIABLE = "DEVGRAPH_VERIFY"
 
 @attrs.frozen(kw_only=True)
 class Verify:
-    """The times at which a runner replays its graphs against eager."""
+    """The times at which a runner compares its graphs with eager."""
 
     start: bool = True
     """After the first capture."""

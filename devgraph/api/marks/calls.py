@@ -65,11 +65,11 @@ def _memories_held(
 
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-"""Kinds of most names in code, whose attributes are not looked into."""
+"""Types of most named values; their attributes are not searched."""
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of ``tensors`` that share memory with each other as these do."""
+    """Return copies of ``tensors`` that share memory with each other as the originals do."""
     first = tensors[0]
     if len(tensors) == 1:
         made = torch.empty_strided(
@@ -94,7 +94,7 @@ _ALIGNMENT = 16  # alignment in bytes that suits every dtype
 
 
 def _seen_as(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    """Return ``tensor`` moved to ``start`` bytes after the begin of ``memory``."""
+    """Return ``tensor`` moved to ``start`` bytes after the start of ``memory``."""
     flat = memory if memory.dtype is tensor.dtype else memory.view(tensor.dtype)
     seen = flat.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
     return with_bits_of(tensor, seen)
@@ -204,7 +204,7 @@ class MarkedCall:
         memory: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
         """Run the body for the first time and return the results for the caller."""
-        # The memory of a stub's result says nothing about that of the function's.
+        # A stub may return other memory than the function, so only the function is checked.
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
         result = (body or self.mark.fn)(*args, **kwargs, **host)
@@ -244,9 +244,9 @@ class MarkedCall:
         return pytree.tree_unflatten(out, self._spec)
 
     def _pass_held(self, leaves: Sequence[Any], before: set[int]) -> dict[int, _Watched]:
-        """Return results that the function held before the call as they are; watch the others.
+        """Exempt results that the function held before the call from copies; return the others.
 
-        Parameters are looked up only here, because few regions return memory of others.
+        Parameters are looked up only if a result is not memory of an argument, which is rare.
         """
         watched = {
             memory_of(leaf): _Watched(

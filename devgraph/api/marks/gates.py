@@ -1,7 +1,7 @@
 """Gates in a step: ``wait`` for the host and ``signal`` to it.
 
-The gates of the capture or runner whose step runs are a context variable. Without them, both marks
-do nothing.
+A context variable holds the gates of the capture or runner whose step runs. Without gates, both
+marks do nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def entered_gates(gates: Any) -> AbstractContextManager[None]:
-    """Make ``gates`` those of the marks in the block."""
+    """Use ``gates`` for the marks in the block."""
     return _set(current_gates, gates)
 
 
 def in_tail() -> AbstractContextManager[None]:
-    """Refuse marks of gates in the block, a tail, which only some policies have in the graph."""
+    """Refuse marks of gates in the block, a tail that only some policies put into the graph."""
     return _set(_refuses, True)
 
 
@@ -58,7 +58,7 @@ def recording_gates() -> AbstractContextManager[None]:
 
 
 def open_recorded() -> None:
-    """Let waits pass in the next replay of finished segments, which belongs to a capture."""
+    """Let waits pass in the next replay of finished segments, because a capture makes it."""
     if (gates := current_gates.get()) is not None:
         gates.open_recorded()
 
@@ -75,7 +75,7 @@ def wait(name: str, *, timeout: float | None = None) -> None:
             capture or runner.
 
     Raises:
-        CaptureError: the mark stands where no gate can, or the name occurs twice.
+        CaptureError: no gate is possible at this place, or the name occurs twice.
         GateTimeoutError: on the CPU reference: nobody opened the gate. Devices report it later.
     """
     _reach("wait", name, timeout)
@@ -97,7 +97,7 @@ def _reach(kind: str, name: str, timeout: float | None) -> None:
         if recording and gates is None:
             raise CaptureError(
                 f"{call} was called at {user_line()} in a capture that has no gates. Capture the "
-                f"step with dg.capture or a runner, which have."
+                f"step with dg.capture or a runner, which have gates."
             )
     if _refuses.get():
         raise CaptureError(

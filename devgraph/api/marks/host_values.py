@@ -151,7 +151,7 @@ _types_checked: ContextVar[bool] = ContextVar("devgraph_types_checked", default=
 
 @contextlib.contextmanager
 def exact_types_checked(checked: bool) -> Iterator[None]:
-    """Let captures in the block omit ``exact_types_refused`` if ``checked``.
+    """Skip ``exact_types_refused`` in captures of the block if ``checked``.
 
     That check makes each call of Python slower, so a runner makes it once for all sizes of a step.
     """
@@ -164,7 +164,7 @@ def exact_types_checked(checked: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_types_refused() -> Iterator[None]:
-    """Refuse user functions that take a tracked value in the block and ask for its ``type()``.
+    """Refuse user functions in the block that read the ``type()`` of a tracked value.
 
     ``type(n) is int`` is false for a tracked value and cannot be overridden, so the wrong branch
     would stay in the graph. The code of functions is checked when they are called. The block checks
@@ -231,7 +231,7 @@ class HostSpec:
     def tracked(self, asked: dict[str, SourceLine] | None = None) -> dict[str, Tracked]:
         """Return a tracked value for each declared argument.
 
-        With ``asked``, reads of its type by user code, such as isinstance(), are noted there.
+        ``asked`` collects reads of their types by user code, such as isinstance().
         """
         make = Tracked if asked is None else functools.partial(_Watched, asked=asked)
         return {name: make(name, value) for name, value in self.declared.items()}

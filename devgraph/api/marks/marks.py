@@ -81,7 +81,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
         if scope is not None and scope.refusal is not None:
             raise scope.refusal
     except Exception as error:
-        # A thread keeps the refusal of its mark for itself, or the step catches it.
+        # The refusal of a mark may have been caught by the step, or raised in another thread.
         if scope is not None and scope.refusal not in (None, error):
             raise scope.refusal from error
         raise
@@ -262,7 +262,7 @@ class Mark:
         if (len(args) > len(named) and behind) or any(p.kind is p.POSITIONAL_ONLY for p in behind):
             raise HostArgumentError(
                 f"{self.name} was given its host argument {named[cut].name!r} by position, before "
-                f"arguments that have no name. Make it a keyword argument, behind them."
+                f"arguments that have no name. Make it a keyword argument, after them."
             )
         rest.update(
             (p.name, a) for p, a in zip(behind, args[cut:], strict=True) if p.name not in host

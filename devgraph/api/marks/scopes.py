@@ -71,7 +71,7 @@ def captured_call(
 
 
 def swallowed(mark: Mark, error: BaseException) -> CaptureError:
-    """Return the error for a step that goes on after ``error`` of a marked function."""
+    """Return the error for a step that continues after ``error`` of a marked function."""
     return CaptureError(
         f"{mark.name} raised {type(error).__name__} ({error}), and the step caught that and went "
         f"on, which a graph cannot. Decide before the call which function runs, or catch it inside "

@@ -13,8 +13,8 @@ from typing import Any
 
 import attrs
 
-# Frames of these packages are machinery, whose code the reader of the message cannot change,
-# except code that is written on top of it.
+# Frames of these packages are machinery, because the reader of a message cannot change their code.
+# The packages of ``_ON_TOP`` are exceptions.
 _MACHINERY = frozenset({"torch", "devgraph", *sys.stdlib_module_names})
 _ON_TOP = ("devgraph.integrations", "devgraph.testing")
 

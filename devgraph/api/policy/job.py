@@ -36,10 +36,10 @@ class UpdateBudget:
     """
 
     misses: int = 8
-    """Number of keys that may be recorded at first sight.
+    """Number of keys that may be recorded at their first step.
 
-    Each replay of a recorded key earns one back. Beyond the limit, a key is recorded at its second
-    sight, and its first step breaks.
+    Each replay of a recorded key adds one to this number. Beyond the limit, a key is recorded at
+    its second step, and its first step runs broken.
     """
     copies: int = 4
     """Maximum number of topology copies."""

@@ -435,7 +435,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
 
 
 class _Build:
-    """The pieces of one compilation, of which equal ones share code.
+    """The pieces of one compilation. Equal pieces share code.
 
     Code is not shared between compilations, because its sizes are guards of one compilation.
     """
@@ -504,7 +504,7 @@ class _Entry:
         owned = Owned(self._captured, inputs, {})
         job = attrs.evolve(step.job, fn=self._captured, owned=owned)
         step.plan = plan = capture_segments(job, step.session)
-        # The tracer may drop the code, and the step its result for one call.
+        # The plan keeps the code, which the tracer may drop, and the inputs of this call.
         plan.held = (self, inputs)
         return plan.outputs
 
@@ -762,7 +762,7 @@ def _refuse_hooks_of_all_modules() -> None:
 
 
 def _refuse_compiled(step: Callable[..., Any]) -> None:
-    """Raise CaptureError for a result of torch.compile, whose own trace meets the marks."""
+    """Raise CaptureError for a step that torch.compile returned: it would trace the marks."""
     wrapped = getattr(step, "_torchdynamo_orig_callable", None) is not None
     disabled = getattr(step, "_torchdynamo_disable", False)
     in_place = isinstance(step, torch.nn.Module) and step._compiled_call_impl is not None

@@ -64,7 +64,7 @@ class SideStreams:
         """Return the streams that forked from ``capture`` with work that ``stream`` does not join.
 
         ``capture`` is the capture on ``stream``. Forks without work are returned only if there are
-        no others. The driver tells both apart at the end of the capture, but then it no longer
+        no others. The driver distinguishes them at the end of the capture, but then it no longer
         knows the streams. Therefore this search runs before the end.
         """
         capture_id, graph, joined = capture

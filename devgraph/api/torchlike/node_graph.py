@@ -572,7 +572,7 @@ class NodeBackend(TorchBackend):
         Before such a graph, torch writes the generators' offsets by operations. A version of torch
         that registers the default generator with every capture always writes them. There, only a
         changed offset, of that generator or of the caller's ``own``, shows that the capture draws
-        numbers. The keeper of ``pool`` draws none, which tells the versions of torch apart.
+        numbers. The keeper of ``pool`` draws none, so its replay shows which kind of torch this is.
         """
         # After a failed capture there is no keeper, so the version of torch stays undetermined.
         if self._lazy_generators is None and pool.keeper is not None:

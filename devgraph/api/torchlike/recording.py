@@ -136,7 +136,7 @@ class RegionPattern:
     def _check_edges(
         self, graph: int, nodes: Sequence[int], spans: Sequence[Sequence[int]]
     ) -> None:
-        """Raise UpdateTopologyError if a region has other edges than in the pattern."""
+        """Raise UpdateTopologyError if the edges of a region differ from the pattern."""
         position_of = dict(zip(nodes, range(len(nodes)), strict=True)).__getitem__
         sources, targets, kinds = edges = self._runtime.edges(graph)
         # Captures of the same regions list nodes and edges in the same order, so edges that passed

@@ -311,7 +311,8 @@ def updated_backend() -> Any:
             forward = layers.forward
 
             def step() -> Any:
-                # In a replay that needs a capture, SGLang has put that replay there.
+                # If a replay needs a capture, SGLang has already replaced ``forward`` by that
+                # replay.
                 replaying, layers.forward = layers.forward, forward
                 try:
                     with self._whole.current():

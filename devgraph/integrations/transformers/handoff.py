@@ -77,7 +77,7 @@ class Progress:
             self.changed.notify_all()
 
     def complete(self, handoff: Handoff, settled: Callable[[], bool]) -> None:
-        """Report the complete handoff; ``settled`` tells whether the device has written it."""
+        """Report the complete handoff; ``settled`` returns whether the device has written it."""
         self.handoff, self._settled = handoff, settled
         self.advance(handoff.layers)
 

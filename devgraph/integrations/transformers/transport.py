@@ -126,7 +126,7 @@ class Transport:
         self.close()
 
     def _publish(self, offer_id: str, handoff: Handoff) -> dict[str, Any]:
-        """Make a handoff readable; return the facts that a receiver needs beside the header."""
+        """Make a handoff readable; return further facts that a receiver needs."""
         raise NotImplementedError
 
     def _withdraw(self, offer_id: str) -> None:

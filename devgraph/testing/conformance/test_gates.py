@@ -23,7 +23,7 @@ NAMES = [f"kv.{layer}" for layer in range(LAYERS)]
 
 
 def layers(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Add a row of the cache in each layer, behind its gate."""
+    """Add a row of the cache in each layer, after its gate."""
     for layer, name in enumerate(NAMES):
         dg.wait(name)
         x = x * 2 + cache[layer]
@@ -87,7 +87,7 @@ def test_gates_opened_before_a_launch_let_it_pass(kit: Kit, policy: str) -> None
 
 
 def fill_late(gated: Gated, rows: torch.Tensor, order: list[int]) -> None:
-    """Copy rows of the cache in this order, and open the gate of each behind its copy."""
+    """Copy rows of the cache in this order, and open the gate of each after its copy."""
     # Copies must not queue behind the replay, so they have a stream of their own.
     with gated.kit.own_stream():
         for layer in order:
