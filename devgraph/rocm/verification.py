@@ -15,7 +15,7 @@ import torch
 
 from devgraph.api.errors import UpdateError
 from devgraph.api.executable import Executable, dereference
-from devgraph.api.marks.marks import marked_functions
+from devgraph.api.marks.marks import marked_with_context
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.node_calls import RuntimeCallError
 from devgraph.api.torchlike.node_graph import NodeGraph, UpdateStrategy
@@ -115,8 +115,7 @@ class VerifiedUpdates(UpdateStrategy):
         """Recordings that the own executable provably ran."""
 
     def prepare(self, graph: NodeGraph) -> None:
-        marks = (fn.__devgraph_mark__ for fn in marked_functions())  # type: ignore[attr-defined]
-        if not graph.spec.declared and all(mark.context is None for mark in marks):
+        if not (graph.spec.declared or marked_with_context):
             return  # the capture cannot contain an updatable region
         self._verification.find_out(graph.backend.device)
         self._verification.word_of(graph.pool)

@@ -24,6 +24,27 @@ from tests.support.fake_hip import (
     step,
 )
 
+
+def test_runtime_is_tried_before_the_first_capture_that_may_have_a_region(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(verification, "marked_with_context", set())
+    with on_fake() as be:
+        x = noise()
+        with dg.capture(lambda x: x + 1, x, backend=be) as captured:
+            captured.replay()
+        assert be.verification.updates is None
+        monkeypatch.undo()
+
+        @dg.region(context=lambda: 3)
+        def scaled_by(x: torch.Tensor, *, context: int) -> torch.Tensor:
+            return x * context
+
+        with dg.capture(lambda x: scaled_by(x) + 1, x, backend=be) as captured:
+            assert be.verification.updates
+            assert torch.equal(captured.replay(), x * 3 + 1)
+
+
 # Stale packets.
 
 

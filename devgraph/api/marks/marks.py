@@ -316,6 +316,9 @@ def refuse_no_graph(mark: Mark, where: str = "") -> NoReturn:
 # Tracers must know all marked functions. Weak, so that unused functions can be collected.
 _marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
+marked_with_context: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""Those that are dynamic without host arguments of the step."""
+
 
 def marked_functions() -> list[Callable[..., Any]]:
     return list(_marked)
@@ -340,6 +343,8 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
         marked.__module__ = __name__
     marked.__devgraph_mark__ = mark  # type: ignore[attr-defined]
     _marked.add(marked)
+    if mark.context is not None:
+        marked_with_context.add(marked)
     return marked
 
 
