@@ -168,7 +168,6 @@ class Graphed:
         self._backend: Backend | None = None
         self._watch_weights()
         self._replays = 0
-        self._leaves: tuple[int, list[torch.Tensor]] | None = None
         self._named: NamedState | None = None
         self._names = Guard(())
         self._constants: tuple[Any, ...] = ()
@@ -343,6 +342,7 @@ class Graphed:
     def _watch_weights(self) -> None:
         self._watched = Weights(modules_of(self._fn))
         self._guard = Guard([self._watched])
+        self._leaves: tuple[int, list[torch.Tensor]] | None = None
 
     # Keys.
 

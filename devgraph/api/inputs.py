@@ -192,7 +192,8 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
             raise _other_structure(name, bound, value)
         if not fits(bound, value) or value.device != bound.device:
             raise _misfit(name, bound, value)
-        if (own := _attributes(value)) != (held := _attributes(bound)):
+        own, held = _attributes(value), _attributes(bound)
+        if own.keys() != held.keys() or not all(same_value(own[key], held[key]) for key in held):
             raise InputError(
                 f"input {name!r} has the attributes {own} and had {held} at capture, which are in "
                 f"the graph. Pass changing values as arguments, or capture again."

@@ -537,7 +537,7 @@ class Weights:
         self._kinds = [*map(_kind_of, self.modules)]
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
-        self._hooks = self._hook_counts()
+        self._hooks = self._hooks_now()
         self._seen = [_assignments[0], RemovableHandle.next_id]
         self._renew()
 
@@ -569,10 +569,10 @@ class Weights:
         text = "{}.__class__ is {} and {}.get('forward') is {} and {}.training == {}"
         return text, (*values, module, module.training)
 
-    def _hook_counts(self) -> list[int]:
-        tables = (_global_forward_hooks, _global_forward_pre_hooks)
-        counts = (len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.modules)
-        return [*map(len, tables), *counts]
+    def _hooks_now(self) -> list[list[Any]]:
+        tables = [t for m in self.modules for t in (m._forward_hooks, m._forward_pre_hooks)]
+        every = (_global_forward_hooks, _global_forward_pre_hooks, *tables)
+        return [[*table.values()] for table in every]
 
     def training(self) -> list[bool]:
         """Return the attribute ``training`` of each module."""
@@ -600,7 +600,7 @@ class Weights:
                 "now, or the other way round: the graph does the work of the mode of capture. "
                 "Call train() or eval() on it, or capture again."
             )
-        if self._hook_counts() != self._hooks or [*map(len, self._tables)] != hooks:
+        if self._hooks_now() != self._hooks or [*map(len, self._tables)] != hooks:
             raise StateError(_OTHER_HOOKS)
         if not self._memory.is_kept():
             self._refuse("a parameter or buffer")

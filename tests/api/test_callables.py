@@ -10,6 +10,7 @@ import itertools
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -774,6 +775,19 @@ def test_argument_that_cannot_be_copied_runs_eagerly(kind: str) -> None:
         for _ in range(4):
             x = torch.randn(3)
             same(step(make(x)), fn(make(x)))
+
+
+def test_replaced_weight_is_not_kept_alive() -> None:
+    module = nn.Linear(3, 3)
+    graphed(module)
+    with torch.no_grad():
+        for _ in range(4):
+            module(torch.ones(2, 3))
+        old = weakref.ref(module.weight)
+        module.weight = nn.Parameter(torch.ones(3, 3))
+        module(torch.ones(2, 3))
+    gc.collect()
+    assert old() is None
 
 
 def test_lazy_module_is_captured_after_its_first_call() -> None:

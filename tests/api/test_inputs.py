@@ -93,6 +93,9 @@ def test_attributes_of_a_tensor_are_compared(kit: Kit) -> None:
     kit.same(captured.replay(scaled(2.0)), kit.tensor(3) * 2)
     with pytest.raises(dg.InputError, match=r"has the attributes {'factor': 3\.0} and had"):
         captured.replay(scaled(3.0))
+    kit.capture(lambda x: x * x.factor, scaled(float("nan"))).replay(scaled(float("nan")))
+    with pytest.raises(dg.InputError, match="has the attributes"):
+        kit.capture(lambda x: x * x.factor, scaled(0.0)).replay(scaled(-0.0))
 
 
 class Way(enum.Enum):

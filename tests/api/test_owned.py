@@ -87,6 +87,25 @@ def test_gradient_that_the_caller_drops_begins_at_zero_again(kit: Kit) -> None:
         captured.replay(x)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_hook_in_the_place_of_another_is_noticed(kit: Kit, inner: bool) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).to(kit.device)
+    held, x = module[0] if inner else module, kit.tensor(2, 3)
+
+    def doubled(module: Any, args: Any, output: Any) -> Any:
+        return output * 2
+
+    handle = held.register_forward_hook(doubled)
+    captured = kit.capture(module, x)
+    handle.remove()
+    handle = held.register_forward_hook(doubled)
+    kit.same(captured.replay(), module(x))
+    handle.remove()
+    held.register_forward_hook(lambda module, args, output: output * 3)
+    with pytest.raises(dg.StateError, match="other forward hooks"):
+        captured.replay()
+
+
 def test_closed_capture_keeps_no_gradient(kit: Kit) -> None:
     weight = torch.nn.Parameter(kit.tensor(3))
     captured = kit.capture(lambda x: (weight * x).sum().backward(), kit.tensor(3))
