@@ -318,13 +318,13 @@ def term_of(entry: Entry) -> Term:
         read, place = "{}[{}]", (holder, key)
     elif isinstance(holder, type):
         read, place = "{}[{}]", (vars(holder), key)
-    if type(value) in _RENEWED:
+    if isinstance(value, _RENEWED):
         text = f"({read} is {{}} or {{}}({{}}, {read}))"
         return text, (*place, value, is_equal, value, *place)
     return f"{read} is {{}}", (*place, value)
 
 
-_RENEWED = (int, float, complex, str, tuple)
+_RENEWED = (numbers.Number, str, tuple)
 """Types whose equal values are often other objects."""
 
 

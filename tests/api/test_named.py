@@ -566,12 +566,14 @@ def test_places_that_do_not_take_turns_are_compared_by_the_next_replay(kit: Kit,
         captured.replay()
 
 
-@pytest.mark.parametrize("kind", ["attribute", "cell", "entry", "environment", "tuple"])
+@pytest.mark.parametrize("kind", ["attribute", "cell", "entry", "environment", "numpy", "tuple"])
 def test_equal_value_leaves_the_guard_true(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FACTOR", "2000")
-    own, table, cell = types.SimpleNamespace(k=2000.5), [2000.5, (1.0, 2.0)], 2000.5
+    own = types.SimpleNamespace(k=2000.5, n=numpy.float32(2))
+    table, cell = [2000.5, (1.0, 2.0)], 2000.5
 
     def step(x: torch.Tensor) -> torch.Tensor:
+        x = x * float(own.n)
         return x * own.k * table[0] * table[1][0] * cell * float(os.environ["FACTOR"])
 
     named = NamedState([("step", step)])
@@ -584,6 +586,8 @@ def test_equal_value_leaves_the_guard_true(kind: str, monkeypatch: pytest.Monkey
         cell = float("2000.5")
     elif kind == "entry":
         table[0] = float("2000.5")
+    elif kind == "numpy":
+        own.n = numpy.float32(2)
     elif kind == "tuple":
         table[1] = (float("1.0"), float("2.0"))
     assert guard.same()
