@@ -103,8 +103,8 @@ class Device(abc.ABC):
     def exclusive(self) -> Iterator[None]:
         """Prevent captures of other threads during the block; may be nested.
 
-        Waiting for the whole device needs this: drivers refuse that wait while a capture is under
-        way, and invalidate the capture as well.
+        Use it before waiting for the whole device: during a capture, drivers refuse to wait and
+        invalidate the capture.
 
         Raises:
             CaptureBusyError: another thread captures for too long.

@@ -238,7 +238,7 @@ def _other_value(where: str, bound: Any, value: Any) -> InputError:
     is_object = is_open and not callable(bound) and not isinstance(bound, enum.Enum)
     if is_object and type(bound) is type(value):
         return InputError(
-            f"input {where!r} is another {type(bound).__name__} than at capture, and a replay "
+            f"input {where!r} is not the {type(bound).__name__} of capture, and a replay "
             f"cannot copy its contents: register it with torch.utils._pytree."
             f"register_pytree_node, or hand its tensors over."
         )

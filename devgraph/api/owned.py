@@ -169,7 +169,7 @@ class Owned:
 
         A run inside a capture must not replace, add or remove an entry or an attribute that holds
         a tensor, except in eager bodies. Runs before the capture may do so, because many steps set
-        themselves up in the first one, but not in the containers in arguments.
+        themselves up in the first one. No run may change the containers in arguments.
 
         Args:
             strict: whether this run must not change such places either, although it is not
@@ -195,7 +195,7 @@ class Owned:
             yield tuple(copied[:count]), dict(zip(self._kwargs, copied[count:], strict=True))
             changes = before_bodies
             if watch:
-                # Bodies hide part of the changes, and state may have its old value after two runs.
+                # Runs in a scope note no plain values: eager bodies hide some of their changes.
                 notes = (self._note_state,) if scope is None else ()
                 changes = [*before_bodies, *watch.changes(*notes)]
             if watch and self._settings:
@@ -324,8 +324,8 @@ class Owned:
             yield require_places
             self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
         except BaseException as error:
-            # Only after devgraph's errors: a step that raises itself may count its attempts on
-            # purpose.
+            # Plain values are restored after devgraph's errors only, because a step may count its
+            # own failures on purpose.
             watch.put_back(plain=isinstance(error, DeviceGraphError))
             for _, weight, before in weights:
                 if weight.data_ptr() != before.data_ptr():

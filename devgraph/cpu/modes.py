@@ -36,7 +36,7 @@ class _BottomMode:
     def __init__(self, report: Report, recorder: Any) -> None:
         super().__init__()
         self._report = report
-        self.recorder = recorder  # the recorder whose method ``report`` is
+        self.recorder = recorder  # the owner of the method ``report``
         self.is_over = False
         """Whether the mode was removed. torch keeps a mode off its stack while the mode runs and
         puts it back afterwards. A mode that was removed in the meantime stays on the stack and only

@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class OutVariant:
-    """The overload of an operation that writes into given tensors only."""
+    """An overload of an operation that writes its results into given tensors."""
 
     func: OpOverload
     outputs: tuple[str, ...]
@@ -52,7 +52,7 @@ class OpPlan:
     kind: Kind
     out: OutVariant | None
     returns: tuple[int | None, ...]
-    """For each result: the position of the argument that it is, or None for a new tensor."""
+    """For each result, the position of the argument that is returned, or None for a new tensor."""
     writes: frozenset[int]
     """Positions of the arguments that it writes."""
     seeded: bool

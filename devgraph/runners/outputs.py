@@ -293,7 +293,7 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
     if not isinstance(value, torch.Tensor):
         raise ConfigError(
             f"output {path} is {brief(value)}: a graph can only return tensors (or None). Every "
-            f"replay would return the other values of the capture"
+            f"replay would return this value unchanged"
         )
     if not has_place(value):
         raise ConfigError(

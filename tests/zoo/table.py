@@ -59,7 +59,7 @@ transformers has a causal class of them (`WhisperForCausalLM`, `BartForCausalLM`
 - cross-attention keys and values as a second kind of state of fixed size: a row a request slot with
   room for the longest encoder output and its length, written at admission, read under
   a mask of that length, and reset with the slot;
-- a probe that tells writes of cross-attention from those of self-attention, since both go to one
+- a probe that separates writes of cross-attention from those of self-attention, as both go to one
   `EncoderDecoderCache`, and a seat for both of its halves;
 - forced decoder tokens and, for T5, relative position biases by the positions of the step.
 """

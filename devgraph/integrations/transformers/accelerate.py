@@ -53,7 +53,7 @@ from devgraph.runners.decode import DecodeRunner
 logger = logging.getLogger(__name__)
 
 _WIDTHS = (1, 2, 4, 8, 12, 16)
-"""Numbers of tokens with graphs for steps that check proposed tokens; others are padded."""
+"""Sizes of graphs for steps that check proposed tokens, in tokens. Other sizes are padded."""
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 

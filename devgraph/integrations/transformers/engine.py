@@ -136,8 +136,9 @@ class Engine:
             ``engine.model.fusion`` reports the replacements.
         layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send
             layers while later ones compute.
-        facts: facts for the compatibility rules. None states whether hooks run inside the model.
-            ``traceable`` is always false, because steps replace attributes of the model.
+        facts: facts for the compatibility rules. By default the engine states whether hooks run
+            inside the model. ``traceable`` is always false, because steps replace attributes of the
+            model.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.

@@ -120,7 +120,7 @@ class CausalModel:
         self.bounded = updatable and self.own is None and bool(attention)
         offered = slot_attention if self.bounded else None
         self.slotted = offered and self._choose_slotted(offered)
-        # A backend with attention of its own updates and captures no other attention.
+        # A backend that has its own attention neither updates nor captures other attention.
         self.fused = offered is None
         self.bounded = self.bounded and (self.fused or self.slotted is not None)
         multiple = self.slotted.row_multiple if self.slotted else ROW_MULTIPLE
