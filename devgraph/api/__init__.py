@@ -1,6 +1,6 @@
 """The contract that backends implement and that policies and runners use.
 
-The package binds its public names on first use, except ``capture``, because a module has that name.
+The package binds its public names on first use, except ``capture``, which is also a module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HOMES = {
 
 
 def bound_on_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package that takes its names from ``home_of``."""
+    """Return a ``__getattr__`` for ``package`` that imports each name from ``home_of[name]``."""
 
     def bind(name: str) -> Any:
         here = sys.modules[package]

@@ -1,4 +1,4 @@
-"""Capabilities of a backend, as frozen data that is read before anything is built."""
+"""Capabilities: the declared features of a backend."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import attrs
 
 
 def _may(*hooks: str) -> Any:
-    """Return the field of a capability that a vendor implements by the methods ``hooks``."""
+    """Return a field for a capability that vendors implement in the methods ``hooks``."""
     return attrs.field(default=False, metadata={"hooks": hooks})
 
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """The differences between backends, one documented field each; every default is the safe one.
+    """The features in which backends differ. Every default is the safe value.
 
     A vendor declares only what it has proved: the conformance suite fails a declared capability
     that does not work and reports an undeclared one that does.
@@ -23,7 +23,7 @@ class Capabilities:
     region_update: bool = _may("DeviceGraph._record", "DeviceGraph._apply")
     """Host arguments of regions inside one graph can change between replays."""
     async_update: bool = _may("DeviceGraph._apply")
-    """An update runs concurrently with its replay, and every replay needs a signal."""
+    """An update runs during its replay, in which each region waits for a signal of the update."""
     shared_pool: bool = _may("Backend.make_pool", "Pool.alias")
     """Graphs of one pool share memory, so that many buckets cost little more than the largest."""
     rng: bool = _may("Backend.get_rng_state", "Backend.set_rng_state")
@@ -50,7 +50,7 @@ class Capabilities:
     remakes_executables: bool = _may("DeviceGraph._end")
     """Executables can be evicted for the budget of their pool and rebuilt from the graph.
 
-    Elsewhere an executable stays as long as its graph, regardless of the budget.
+    On other backends an executable lives as long as its graph, regardless of the budget.
     """
     releasable_memory: bool = _may("Pool._release", "TorchBackend.make_pages")
     """A releasable pool gives its memory back to the device and maps it again later.
@@ -62,10 +62,10 @@ class Capabilities:
     gates: bool = _may("Backend.make_gate_channel")
     """A graph can wait at a gate that the host opens, and signal to the host.
 
-    Elsewhere, marks of gates break a capture, so policy ``full`` refuses them.
+    On other backends a gate mark causes a break, so policy ``full`` refuses it.
     """
     max_streams: int | None = None
-    """Maximum number of streams that captured graphs hold together; None if streams abound."""
+    """Maximum number of streams that all captured graphs together hold; None without a limit."""
 
 
 def hooks(capability: str) -> tuple[str, ...]:

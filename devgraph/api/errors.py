@@ -6,31 +6,31 @@
     ├── StateError                    a call that the graph's state does not allow
     │   └── StaleOutputError          an output was read after a later replay overwrote it
     ├── CaptureError                  the body cannot be captured in its present form
-    │   ├── HostReadError             it reads device data on the host
-    │   ├── FrozenValueError          it consumes a host value, which would freeze (ValueError)
-    │   ├── NotCapturableError        it calls a ``no_graph`` function where breaks are not allowed
+    │   ├── HostReadError             the body reads device data on the host
+    │   ├── FrozenValueError          a host value would be frozen in the graph (ValueError)
+    │   ├── NotCapturableError        a ``no_graph`` function under a policy without breaks
     │   ├── NestedCaptureError        a capture or replay inside a capture
     │   ├── EmptyCaptureError         nothing was recorded
     │   ├── UnjoinedStreamError       a side stream was not joined
     │   └── CaptureBusyError          another thread is capturing on this device
     ├── UpdateError                   host arguments could not be applied
     │   ├── UpdateUnsupportedError    this backend cannot update regions
-    │   └── UpdateTopologyError       the new arguments need other nodes
+    │   └── UpdateTopologyError       the new arguments need different nodes
     ├── RegionError                   a marked function broke its contract
     ├── HostArgumentError             missing, unknown or ill-typed host arguments (TypeError)
-    ├── InputError                    a tensor or number that does not fit (ValueError)
+    ├── InputError                    a tensor or number is invalid (ValueError)
     │   └── InputTypeError            a value of the wrong type (TypeError)
     ├── ConfigError                   unusable mode configuration (ValueError)
     │   └── ConfigTypeError           configuration of the wrong type (TypeError)
-    ├── BackendError                  the backend itself
+    ├── BackendError                  the backend cannot be used as requested
     │   ├── UnknownBackendError       no backend of that name (ValueError)
     │   ├── BackendUnavailableError   known, but unusable on this machine
     │   └── CapabilityError           the backend does not declare the capability
     ├── ResourceError                 memory, streams or another budget is exhausted
     │   └── ExecutableError           no memory to make or rebuild an executable
-    ├── GateError                     a gate was opened for a replay that is over
+    ├── GateError                     a gate was used for a replay that has finished
     │   └── GateTimeoutError          a gate was not opened, or a signal not given, in time
-    ├── AgreementError                ranks differ, are late or are gone
+    ├── AgreementError                ranks disagree, time out or have exited
     ├── HandoffError                  a request cannot move to another engine (ValueError)
     └── DeviceLost                    the device is in a sticky error state
 """
@@ -99,13 +99,13 @@ def nothing_done(device: object) -> str:
     """Return the causes and remedies in the text of EmptyCaptureError."""
     return (
         f". Run the step on this backend's device ({device}), inside the with block if there is "
-        f"one. Views of arguments are no work: return a clone() of them. Nor is the work that a "
-        f"generator or a coroutine does after the step returned it."
+        f"one. A view of an argument records nothing: return its clone() instead. Nor does a "
+        f"capture record work of a generator or coroutine that runs after the step has returned."
     )
 
 
 class UnjoinedStreamError(CaptureError):
-    """A side stream was still running when a segment ended."""
+    """A side stream was not joined when a segment ended."""
 
 
 class CaptureBusyError(CaptureError):
@@ -121,11 +121,11 @@ class UpdateUnsupportedError(UpdateError):
 
 
 class UpdateTopologyError(UpdateError):
-    """The new host arguments need another number or kind of nodes."""
+    """The new host arguments need a different number or kind of nodes."""
 
 
 class RegionError(DeviceGraphError):
-    """A marked function returned or used other tensors than at capture."""
+    """A marked function returned or used different tensors than during capture."""
 
 
 class HostArgumentError(DeviceGraphError, TypeError):
@@ -133,11 +133,11 @@ class HostArgumentError(DeviceGraphError, TypeError):
 
 
 class InputError(DeviceGraphError, ValueError):
-    """A value does not fit what was declared."""
+    """A value does not match its declaration."""
 
 
 class InputTypeError(InputError, TypeError):
-    """A value has another type than was declared."""
+    """A value does not have the declared type."""
 
 
 class ConfigError(DeviceGraphError, ValueError):
@@ -175,19 +175,19 @@ class ExecutableError(ResourceError):
     """
 
     partly = False
-    """Whether a part of the step ran before the error."""
+    """Whether part of the step ran before the error."""
 
 
 class GateError(DeviceGraphError):
-    """A gate was opened, or waited for, in a replay that is over."""
+    """A gate was opened or awaited for a replay that has finished."""
 
 
 class GateTimeoutError(GateError):
-    """A gate was not opened in time, so its replay is invalid; or no signal came in time."""
+    """A gate was not opened in time (the replay is invalid), or a signal was not given in time."""
 
 
 class AgreementError(DeviceGraphError):
-    """The ranks of a group differ, are late, or are gone."""
+    """Ranks of a group disagree, do not answer in time, or have exited."""
 
 
 class HandoffError(DeviceGraphError, ValueError):
@@ -208,7 +208,7 @@ class HandoffError(DeviceGraphError, ValueError):
 
 
 class DeviceLost(DeviceGraphError):
-    """The device is in an error state that only a new process leaves."""
+    """The device is in an error state that only a new process can clear."""
 
 
 __all__ = sorted(
@@ -274,8 +274,8 @@ class _Brief(reprlib.Repr):
 brief = _Brief().repr
 """Return a short ``repr`` of a user's value for an error message.
 
-A tensor is described by its type, shape, dtype and device, never by its data. Long texts and
-collections are cut.
+A tensor is described by its type, shape, dtype and device, never by its data. Long strings and
+collections are truncated.
 """
 
 

@@ -1,8 +1,8 @@
 """Executable: the launch target of a graph, and the byte budget of all targets in a pool.
 
-A graph holds one executable at a time, swaps it with ``use`` and refers to it strongly. So an
-executable must not refer to the graph strongly: that cycle would keep device memory until the next
-collection. The states of an executable that can be evicted::
+A graph holds one executable at a time and replaces it with ``use``. An executable must not hold a
+strong reference to its graph, because the cycle would keep device memory until the next garbage
+collection. An executable that can be evicted has these states::
 
               first launch             over budget, or out of memory
     absent ─────────────────▶ made ─────────────────────────────────▶ evicted
@@ -37,22 +37,22 @@ docs/benchmarks.md).
 logger = logging.getLogger(__name__)
 
 EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
-"""Errors that mean that memory or another resource of the device ran out."""
+"""Errors that report exhausted memory or another exhausted resource."""
 
-_OWN = object()  # stands in for the key of a graph's own executable
+_OWN = object()  # the key of a graph's own executable
 
 
 class Executable(Protocol):
     """A launch target; called in legal states only, under the lock of the graph's pool."""
 
     def launch(self) -> None:
-        """Launch once on the current stream, on a thread of any device."""
+        """Launch once on the current stream, whatever the current device of the thread."""
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return the launch as one callable, for threads on the graph's device.
+        """Return a callable that launches once if the graph's device is current.
 
         Args:
-            stream: the stream that is current at every call; None if that is unknown.
+            stream: the stream that is current at every call; None if unknown.
         """
 
 
@@ -70,21 +70,21 @@ _Referent = TypeVar("_Referent")
 
 
 def call_weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a callable for a method of a graph that does not keep the graph alive."""
+    """Return a callable that calls a method of a graph without keeping the graph alive."""
     reference = weakref.WeakMethod(method)
     return lambda: dereference(reference)()
 
 
 def dereference(reference: Callable[[], _Referent | None]) -> _Referent:
-    """Return the graph, or the method, that a weak reference of a kept replay refers to."""
+    """Return the referent of a weak reference to a graph or to its method."""
     referent = reference()
     if referent is None:
-        raise StateError("cannot replay a graph that is gone: keep the graph, not its replay.")
+        raise StateError("cannot replay a deleted graph: keep the graph, not only its replay.")
     return referent
 
 
 class Recording(abc.ABC):
-    """A region set's parameters for one key, made by a backend and owned by the pool."""
+    """The parameters of all regions of a graph for one key, owned by the pool."""
 
     used = 0
     """Stamp of the last use."""
@@ -92,7 +92,7 @@ class Recording(abc.ABC):
     @property
     @abc.abstractmethod
     def bytes(self) -> int:
-        """Memory that the recording takes."""
+        """Memory of the recording."""
 
     def shrink(self) -> None:  # noqa: B027
         """Free the parts that can be rebuilt without running a region."""
@@ -103,33 +103,33 @@ class Recording(abc.ABC):
 
 class _Item(NamedTuple):
     owner: weakref.ref[Any]  # a graph
-    recording: Recording  # or the executable of the owner
+    recording: Recording  # or the owner's executable
 
 
 @attrs.frozen(kw_only=True)
 class Residency:
-    """Memory of the launch targets in a pool, and the work of keeping it within the budget."""
+    """Memory of a pool's executables and recordings, and counters of rebuilds and evictions."""
 
     bytes: int
-    """Memory that executables and recordings take now."""
+    """Current memory of executables and recordings."""
     budget_bytes: int | None
     made: int
-    """Number of executables made so far, rebuilt ones included."""
+    """Number of executables made so far, including rebuilds."""
     evicted: int
-    """Number of executables and recordings that gave up their memory for others."""
+    """Number of evictions of executables and recordings."""
     seconds: float
-    """Time spent on making executables, except those that torch makes in a capture."""
+    """Time spent making executables, except those that torch makes in a capture."""
 
 
 class Recordings:
     """The recordings and executables of a pool's graphs, under one byte budget.
 
-    When the budget is exceeded, executables go first, because they can be rebuilt without running
-    a region, and then recordings, least recently used first. The newest item and the recordings of
-    the next launches stay. Pinned executables are never evicted but count against the budget.
-    Executables that the vendor cannot rebuild do not count.
+    When the budget is exceeded, executables are evicted before recordings, because they can be
+    rebuilt without running a region. The least recently used ones are evicted first. The newest
+    item and the recordings for the next launches stay. Pinned executables are never evicted but
+    count against the budget. Executables that the vendor cannot rebuild do not count.
 
-    Without a budget, graphs keep their executables and recordings share ``DEFAULT_BUDGET_BYTES``.
+    Without a budget no executable is evicted, and recordings share ``DEFAULT_BUDGET_BYTES``.
 
     Every method must tolerate a re-entrant ``drop`` from a graph that is being collected.
     """
@@ -141,13 +141,13 @@ class Recordings:
         self.evictions = 0
         """Number of evicted recordings."""
         self.clock = itertools.count(1)
-        """Stamps of uses; a later use has a larger stamp."""
+        """Counter whose values are stamps of uses."""
         self._made = 0
         self._dropped = 0
         self._seconds = 0.0
         self._items: dict[tuple[int, Hashable], _Item] = {}
         self.released = False
-        """Whether the pool's memory was given back; then no executable can be made."""
+        """Whether the pool's memory is released, so that no executable can be made."""
 
     def __len__(self) -> int:
         return len(self.kept())
@@ -191,7 +191,7 @@ class Recordings:
     def holds(self, owner: object, key: Hashable) -> bool:
         """Whether there is a recording for ``key``; does not count as a use."""
         item = self._items.get((id(owner), key))
-        # The owner of an item may be gone, and another one may have its id.
+        # The owner may have been deleted and its id may belong to another graph.
         return item is not None and item.owner() is owner
 
     def get(self, owner: object, key: Hashable) -> Any:
@@ -205,22 +205,22 @@ class Recordings:
         return recording
 
     def put(self, owner: object, key: Hashable, recording: Recording) -> None:
-        """Keep ``recording`` and bring the others within the budget."""
+        """Store ``recording`` and evict others until the budget holds."""
         place = (id(owner), key)
         self._remove(place)
         recording.used = next(self.clock)
         self._items[place] = _Item(weakref.ref(owner), recording)
-        if key is not _OWN or self.budget_bytes is not None:  # else the others are as before
+        if key is not _OWN or self.budget_bytes is not None:  # else the excess is unchanged
             self.trim()
 
     def drop_excess(self, owner: object) -> None:
-        """Evict the own executable of a graph after its launch if it is over the budget."""
+        """Evict the graph's own executable after its launch if the budget is exceeded."""
         place = (id(owner), _OWN)
         if not self._is_in_use(place) and self._excess > 0:
             self._shrink(place)
 
     def drop_own(self, owner: object) -> None:
-        """Drop the own executable of a graph, if it exists; the next launch rebuilds it."""
+        """Drop the graph's own executable, if any; the next launch rebuilds it."""
         self._remove((id(owner), _OWN))
 
     @contextlib.contextmanager
@@ -245,22 +245,22 @@ class Recordings:
                 return make()
             except EXHAUSTED as error:
                 raise ExecutableError(
-                    f"there is no memory to make the executable of a graph: {error}. The graph is "
-                    f"ready as before; launch it again when there is memory."
+                    f"there is no memory to make the executable of a graph: {error}. The graph "
+                    f"stays ready: launch it again when there is memory."
                 ) from error
 
     def release(self) -> None:
-        """Drop every executable that can be rebuilt; make none until ``released`` is False."""
+        """Drop every executable that can be rebuilt, and make none until ``released`` is False."""
         self.released = True
         for place in list(self._items):
             self._shrink(place)
 
     def require_memory(self) -> None:
-        """Raise ExecutableError if the pool's memory was given back."""
+        """Raise ExecutableError if the pool's memory is released."""
         if self.released:
             raise ExecutableError(
-                "the device memory of this graph's pool was given back: call resume() of the "
-                "runner that was suspended, or restore() of the pool, first."
+                "the device memory of this graph's pool was released: call resume() on the "
+                "suspended runner, or restore() on the pool, first."
             )
 
     def trim(self) -> None:
@@ -318,7 +318,7 @@ class Recordings:
     def _remove(self, place: tuple[int, Hashable]) -> None:
         item = self._items.get(place)
         if item is not None:
-            item.recording.shrink()  # first, so that an interrupt leaves no executable without item
+            item.recording.shrink()  # first: an interrupt must not leave it outside the budget
             self._items.pop(place, None)
             item.recording.close()
 
@@ -327,8 +327,7 @@ class EvictableExecutable(Recording):
     """The own executable of a graph, made at a launch and rebuilt on demand after an eviction.
 
     Callables returned by ``bound`` survive evictions: each call looks up the executable and
-    rebuilds it on demand. Each launch leaves a stamp, by which the least recently used one is
-    found.
+    rebuilds it on demand.
     """
 
     def __init__(
@@ -362,7 +361,7 @@ class EvictableExecutable(Recording):
             executable.launch()
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return the launch for ``stream``, in the form that the target binds to that stream."""
+        """Return a callable that launches the target in its form for ``stream``."""
         bound, clock = self._bound, self._recordings.clock
 
         def launch() -> None:
@@ -385,7 +384,7 @@ class EvictableExecutable(Recording):
 
     def _make_and_launch(self) -> None:
         graph, recordings = dereference(self._graph), self._recordings
-        recordings.drop_own(graph)  # an interrupted launch may have left one
+        recordings.drop_own(graph)  # left by an interrupted launch, if any
         executable = recordings.make(self._make)
         recordings.put(graph, _OWN, self)
         self._executable = executable

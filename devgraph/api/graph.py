@@ -94,7 +94,7 @@ class GraphInfo:
 
 
 def summed(segments: Sequence[Any], *, state: str, capture_seconds: float) -> GraphInfo:
-    """Add up the information of segments; a segment that is not a graph counts as a region."""
+    """Return the totals of ``segments``; a segment that is not a graph counts as a region."""
     infos = [segment.info() for segment in segments if isinstance(segment, DeviceGraph)]
     counts = [info.nodes for info in infos]
     return GraphInfo(
@@ -150,7 +150,7 @@ class DeviceGraph(abc.ABC):
         self.ranges: list[NodeRange] = []
         """The nodes of named calls, in the order in which the calls began."""
         self.spoiled: CaptureError | None = None
-        """The error that the current capture will end with, although its body continues."""
+        """The error that the current capture will raise, although its body continues."""
         self.pinned = False
         """Whether the executable stays regardless of the pool's budget."""
         self._process = identity.token
@@ -166,7 +166,7 @@ class DeviceGraph(abc.ABC):
         self._values: dict[str, Any] = {}
         self._host: dict[Mark, dict[str, Any]] = {}
         self._named: list[Entry] = []
-        """Plain values that the updatable regions name but do not change; they are part of keys."""
+        """Plain values that regions read by name and do not change; they are part of keys."""
         self.key: Hashable = None
         """The key of the host values that the next launch uses."""
         backend.graphs.add(self)
@@ -230,7 +230,7 @@ class DeviceGraph(abc.ABC):
         raise NotImplementedError
 
     def _apply(self, recording: Recording) -> None:
-        """Prepare the next launch to use ``recording``, and ``use`` its executable, if any."""
+        """Prepare the next launch to use ``recording``; pass its executable, if any, to ``use``."""
         raise NotImplementedError
 
     # Public methods.
@@ -320,7 +320,7 @@ class DeviceGraph(abc.ABC):
         self.pool.recordings.require_memory()
 
     def use(self, executable: Executable) -> None:
-        """Make ``executable`` the launch target; no other method changes it.
+        """Make ``executable`` the launch target. Only this method changes the target.
 
         A change of ``pool.epoch`` invalidates bound launches of earlier executables.
         """
@@ -436,7 +436,7 @@ class DeviceGraph(abc.ABC):
         call = MarkedCall(self.pool, mark, args, kwargs, len(self.calls))
         if mark not in self._host:
             plain = (e for e in Named([(mark.name, mark.fn)]).places if isinstance(e.value, PLAIN))
-            # Lists are mostly records that the region appends to.
+            # A list usually holds records that the region appends, so its items are no key.
             self._named += [entry for entry in plain if not isinstance(entry.holder, list | deque)]
         self._host[mark] = host
         self._region_begin(call)
@@ -463,10 +463,10 @@ class DeviceGraph(abc.ABC):
             return
         if not self.backend.capabilities.region_update:
             raise UpdateUnsupportedError(
-                f"backend {self.backend.name!r} cannot update yet: regions "
-                f"{', '.join(mark.name for mark in host)} were captured with {self._values} and "
-                f"would replay those values. Replay with the values of capture, capture with "
-                f"policy='breakable', or read the value from a device tensor."
+                f"backend {self.backend.name!r} cannot update regions: "
+                f"{', '.join(mark.name for mark in host)} would replay the values of capture, "
+                f"{self._values}. Replay with these values, capture with policy='breakable', or "
+                f"read the value from a device tensor."
             )
         recordings = self.pool.recordings
         recordings.require_memory()
@@ -486,7 +486,7 @@ class DeviceGraph(abc.ABC):
         self.key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
-        """Return the host values of all regions and the plain values that they name, hashable."""
+        """Return a hashable key: the host values of all regions and the plain values they name."""
         try:
             pairs = [(name, exact(v)) for kwargs in host.values() for name, v in kwargs.items()]
             for entry in self._named:

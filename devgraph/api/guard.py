@@ -11,33 +11,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 Term = tuple[str, tuple[Any, ...]]
-"""An expression with ``{}`` in the place of each value, and the values."""
+"""An expression with one ``{}`` for each value, and the values."""
 
 
 class Watched(Protocol):
-    """State that replays compare with that of capture."""
+    """State that each replay compares with the state at capture."""
 
     @property
     def terms(self) -> Sequence[Term]:
-        """Terms that are all true only if ``check`` would pass; a change makes a new sequence."""
+        """Terms that are all true only if ``check`` passes; new terms are a new sequence."""
 
     def check(self) -> None:
         """Raise StateError if the state differs from the capture; accept equal objects."""
 
 
 class Guard:
-    """Watched state that is compared in one call.
+    """A comparison of all watched state in one call.
 
     Args:
         parts: the state.
-        terms: further terms, which the owner checks itself.
+        terms: additional terms, which ``settle`` does not check.
     """
 
     def __init__(self, parts: Iterable[Watched], terms: Iterable[Term] = ()) -> None:
         self._parts, self._terms = [*parts], [*terms]
         self._seen: list[Sequence[Term]] | None = None
         self.same: Callable[[], bool] = lambda: False
-        """Whether all terms are true. If not, ``settle`` decides."""
+        """Return whether all terms are true. If not, call ``settle``."""
 
     def settle(self) -> None:
         """Raise StateError if the state differs from the capture."""
@@ -64,7 +64,7 @@ def all_of(terms: Iterable[Term]) -> Callable[[], bool]:
 
 
 def by_turns(terms: Sequence[Term], first: int, each: int) -> Iterator[Term]:
-    """Yield the ``first`` terms, and one that evaluates ``each`` of the others in turn."""
+    """Yield the ``first`` terms and a term that evaluates ``each`` of the others per call."""
     yield from terms[:first]
     if parts := [all_of(terms[at : at + each]) for at in range(first, len(terms), each)]:
         yield "{}()()", (itertools.cycle(parts).__next__,)

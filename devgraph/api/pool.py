@@ -44,13 +44,12 @@ class Pool:
         self.backend = backend
         self.recordings = Recordings()
         self.releasable = releasable
-        # Where other threads must not use the device during a capture, replays wait for its end.
+        # If other threads must not use the device during a capture, replays wait for the capture.
         concurrent = backend.capabilities.concurrent_threads
         self._lock = threading.RLock() if concurrent else backend.capture_lock.lock
         self._process = identity.token
         self.occupied = False
-        """Whether the thread that holds ``lock`` runs an eager body between segments of the pool,
-        which rely on the pool's memory."""
+        """Whether the holder of ``lock`` runs an eager body between segments of the pool."""
         self.used = False
         """Whether a capture has ever begun in the pool."""
         self.ordered_stream: int | None = None
@@ -77,8 +76,8 @@ class Pool:
         if self.occupied:
             raise StateError(
                 f"cannot {call} inside an eager body of a step whose graphs share the pool, "
-                f"because the segments around it rely on the pool's memory. Do it before or after "
-                f"the step, or use a separate pool (backend.make_pool())."
+                f"because the segments before and after the body use the pool's memory. Move the "
+                f"call out of the step, or use a separate pool (backend.make_pool())."
             )
 
     def release(self) -> None:
@@ -156,7 +155,7 @@ class Pool:
                 f"the memory of its device. Pass a number of bytes."
             )
         with self.lock:
-            self.require_free("give a budget to a pool")
+            self.require_free("limit the memory of a pool")
             self.recordings.limit(int(memory * info[1] if info else memory))
 
     def register(self, buffers: StaticBuffers) -> None:

@@ -18,15 +18,12 @@ from devgraph.api.errors import StateError
 
 
 class _Identity:
-    """A token of the process, replaced in every forked child.
-
-    Comparing tokens with ``is`` costs no system call.
-    """
+    """A token of the process, replaced in every forked child and compared with ``is``."""
 
     def __init__(self) -> None:
         self.token = object()
         self.devices: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Devices whose ``after_fork`` a forked child calls, because it has one thread."""
+        """Devices whose ``after_fork`` is called in a forked child."""
 
     def renew(self) -> None:
         self.token = object()
@@ -47,10 +44,7 @@ os.register_at_fork(after_in_child=identity.renew)
 
 
 class _Collector:
-    """The garbage collector, paused while at least one thread needs that.
-
-    Captures of several devices overlap, so the first to end must not resume it.
-    """
+    """A switch that keeps the garbage collector off while at least one thread captures."""
 
     def __init__(self) -> None:
         self._pauses: dict[object, int] = {}
@@ -81,7 +75,7 @@ class _Collector:
             with self._lock:
                 try:
                     self._pauses.pop(pause, None)
-                finally:  # No call of Python: an interrupt in it would leave it paused.
+                finally:  # No Python calls: an interrupt in one would leave the collector paused.
                     if self._was_enabled and not self._pauses:
                         self._was_enabled = False
                         gc.enable()

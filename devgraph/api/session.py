@@ -1,4 +1,4 @@
-"""Session: the one way to record device work."""
+"""Session: the context in which all recording happens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class Session:
-    """A device held for recording: graphs of one pool, recorded one after another."""
+    """A context that records graphs of one pool, one after another."""
 
     def __init__(self, pool: Pool, mode: str) -> None:
         self.pool = pool
@@ -44,10 +44,10 @@ class Session:
 
     @contextlib.contextmanager
     def recording(self, scope: Scope | None) -> Iterator[Session]:
-        """Let ``scope`` decide the meaning of marks in the block; all or nothing.
+        """Let ``scope`` decide the effect of marks in the block.
 
-        On an exception every graph that was begun in the block becomes empty again, ended or not,
-        and the exception propagates unchanged.
+        On an exception every graph that was begun in the block, even a finished one, becomes empty
+        again, and the exception propagates unchanged.
         """
         outer, graph = self._undo, self._graph
         with contextlib.ExitStack() as self._undo:
@@ -69,8 +69,8 @@ class Session:
     ) -> None:
         """Start recording into ``graph``, an empty graph of the pool.
 
-        Regions take host arguments of ``spec`` and may touch ``arguments`` of the caller, captured
-        or not. ``names`` assigns the captured nodes to named calls.
+        Regions receive the host arguments declared in ``spec``. They may access ``arguments``, the
+        caller's tensors, even if the capture does not. ``names`` assigns nodes to named calls.
         """
         graph.require_empty()
         self.on_failure(graph.cancel)
@@ -97,18 +97,18 @@ def session(
     """Record device work of this thread.
 
     During the block no other thread captures on the device, no graph of the pool is replayed, and
-    no garbage is collected. A collection could free graphs and pools or unload kernels: drivers
-    and allocators refuse that inside a capture, or record it.
+    no garbage is collected. A collection could free graphs and pools or unload kernels. Inside a
+    capture, drivers and allocators would refuse or record these calls.
 
     Args:
         pool: memory for the graphs.
-        scope: decides the meaning of marks in the block; see ``Session.recording``.
+        scope: decides the effect of marks in the block; see ``Session.recording``.
         stream: the stream to record on; None and the default stream mean the pool's own.
         mode: see ``Backend.capture_context``.
 
     Raises:
         NestedCaptureError: this thread is already inside a session.
-        CaptureBusyError: another thread captures on this device for too long.
+        CaptureBusyError: another thread is capturing on this device and does not finish in time.
         ResourceError: the device lacks a resource that a capture needs, such as streams.
     """
     backend = pool.backend
@@ -116,11 +116,11 @@ def session(
     if is_capturing() or backend.capture_lock.is_recording_here:
         raise NestedCaptureError(
             "a capture was started in a step that is being captured itself (or in its warm-up, or "
-            "in the eager body of a break). Capture the inner callable before or after this one."
+            "in the eager body of a break). Capture the inner callable before or after this step."
         )
     require_alive(backend)
-    # The pool's lock comes first, as in a replay that has to record a region: no graph of the pool
-    # may replay while the session uses its memory and its capture stream.
+    # Acquire the pool's lock first, as a replay that records a region does: no graph of the pool
+    # may replay while the session uses the pool's memory and capture stream.
     with locked(backend, pool.lock), backend.exclusive(), collector.paused():
         pool.require_free("capture")
         pool.recordings.require_memory()
@@ -128,7 +128,7 @@ def session(
             backend.capture_lock.recording = True
             with (
                 autocast_uncached(),
-                # A backward pass runs on this thread, where its marks are seen.
+                # A backward pass must run on this thread, where the scope handles its marks.
                 torch.autograd.set_multithreading_enabled(False),
                 backend.side_stream(pool, stream),
                 capture.recording(scope),
@@ -145,12 +145,10 @@ def session(
 
 
 def supported_error_mode(backend: Device, mode: str) -> str:
-    """Return the capture error mode that the backend uses for ``mode``.
-
-    That is the strictest mode of the backend if it does not support ``mode``.
-    """
+    """Return ``mode`` if the backend supports it, else the backend's first mode."""
     if mode not in CAPTURE_ERROR_MODES:
-        raise InputError(f"capture_error_mode {mode!r} is none of {', '.join(CAPTURE_ERROR_MODES)}")
+        known = ", ".join(CAPTURE_ERROR_MODES)
+        raise InputError(f"capture_error_mode must be one of {known}, got {mode!r}")
     supported = backend.capabilities.capture_error_modes
     if mode in supported:
         return mode
@@ -163,7 +161,7 @@ def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
     if backend.is_host_read(error):
         text = str(error).partition("\n")[0]
         return host_read_error(
-            "device data was read on the host, or the device waited for, inside a capture",
+            "the host read device data or waited for the device inside a capture",
             raising_line(error),
             f"({text})",
         )
@@ -172,16 +170,16 @@ def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
         return CaptureError(
             f"the step calls a function that torch.compile returned, at {raising_line(error)}, and "
             f"torch cannot run it in a capture ({text}). Pass the function itself to the step, or "
-            f"call the compiled one in a function marked @dg.no_graph and capture with "
+            f"call the compiled function in a function marked @dg.no_graph and capture with "
             f"policy='breakable'."
         )
     said = str(error).lower()
     if type(error) is RuntimeError and "generator" in said and "captur" in said:
         return CaptureError(
-            f"the step seeds a random generator, sets its state, or draws from one that the "
-            f"capture does not know, at {raising_line(error)}. Seed outside the step. Hand a "
-            f"generator of your own to the step as an argument. A checkpoint needs "
-            f"preserve_rng_state=False. ({error})"
+            f"the step seeds a random generator, sets its state, or draws from a generator that "
+            f"is not part of the capture, at {raising_line(error)}. Seed outside the step, pass "
+            f"your own generators to the step as arguments, and pass preserve_rng_state=False to "
+            f"torch.utils.checkpoint. ({error})"
         )
     lacking = None if isinstance(error, ResourceError) else backend.shortage(error)
     return None if lacking is None else ResourceError(lacking)

@@ -279,7 +279,7 @@ def test_memory_saver_takes_the_memory_of_graphs_and_gives_it_again(
     assert sglang.stats()["pool_bytes"] > 0
     saver.pause(graphs)
     assert sglang.stats()["pool_bytes"] == 0
-    with pytest.raises(dg.ExecutableError, match="given back"):
+    with pytest.raises(dg.ExecutableError, match="was released"):
         backend.replay(engine.ShapeKey(4), None)
     saver.resume(graphs)
     for size in (4, 8):

@@ -89,7 +89,7 @@ def test_graphs_give_their_memory_back_and_replay_after_waking(
         assert sleeper.replays()
         sleeper.worker.sleep(level)
         assert sleeper.held == 0
-        with pytest.raises(dg.DeviceGraphError, match="given back"):
+        with pytest.raises(dg.DeviceGraphError, match="was released"):
             sleeper.run()
         sleeper.worker.wake_up(["weights"])
         assert sleeper.held == sleeper.bytes > 0
