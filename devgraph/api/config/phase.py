@@ -301,43 +301,48 @@ class PhaseConfig:
 
     policy: str = _key(
         {"names": choices, "read": _policy},
-        "The capture policy of steps. With `disabled`, steps run eagerly.",
+        "The policy that captures the steps. With `disabled`, steps run eagerly.",
         default=attrs.NOTHING,
         flag="mode",
     )
     buckets: tuple[int, ...] | None = _key(
         optional({"kind": "integers of at least 1", "shape": "integers", "read": _buckets}),
-        "The exact sizes to capture: requests for decode, tokens for prefill. None: the defaults.",
+        "The exact sizes to capture: requests for decode, tokens for prefill. If null, default "
+        "sizes are used.",
         default=None,
         flag="bs",
     )
     max_bs: int | None = _key(
         optional(_COUNT),
-        "The largest default size, which is always a bucket. None: the capacity of the runner.",
+        "The largest default size, which is always a bucket. If null, it is the capacity of the "
+        "runner.",
         default=None,
         flag="max-bs",
     )
-    align: int = _key(_COUNT, "The number that divides every bucket.", default=1)
+    align: int = _key(_COUNT, "Every bucket is a multiple of this number.", default=1)
     max_requests: int | None = _key(
         optional(_COUNT),
-        "Request slots of a full prefill graph. Batches with more requests run eagerly. None: the "
-        "capacity of the runner.",
+        "Number of request slots of a full prefill graph. Batches with more requests run eagerly. "
+        "If null, it is the capacity of the runner.",
         default=None,
     )
     max_padding: float = _key(
         number(float, 1),
-        "Maximum ratio of padded rows to rows. Batches that need more padding run eagerly.",
+        "Maximum ratio of the padded size to the size of a batch. Batches that need more padding "
+        "run eagerly.",
         default=2.0,
     )
     compiler: str = _key(
         choice("compiler", lambda: COMPILERS),
-        "The compiler of the pieces of `piecewise`: `eager` (no compilation) or `inductor`.",
+        "The compiler that `piecewise` uses for its pieces: `eager` (no compilation) or "
+        "`inductor`.",
         default="eager",
     )
     capture: str = _key(
         choice("capture mode", lambda: ("eager", "lazy", "background")),
-        "The time of capture: `eager` captures all buckets at start, `lazy` a bucket after "
-        "`lazy_hits` batches that need it, `background` one bucket per idle call while serving.",
+        "The time of capture: `eager` captures all buckets at startup, `lazy` captures a bucket "
+        "after `lazy_hits` batches that need it, and `background` captures one bucket per call "
+        "of `idle()` while serving.",
         default="eager",
     )
     lazy_hits: int = _key(
@@ -346,8 +351,7 @@ class PhaseConfig:
     warmup: int = _key(
         number(int, 0),
         "Number of eager runs before each capture. A capture that fails after fewer than two runs "
-        "is retried once after two. Use 0 only if the step caches nothing in its first run of a "
-        "size.",
+        "is retried once after two runs. Use 0 only if the first run of a size caches nothing.",
         default=1,
     )
     strict: bool = _key(
@@ -355,45 +359,48 @@ class PhaseConfig:
     )
     emulate: bool = _key(
         FLAG,
-        "Run the steps of graphs eagerly but keep the rest of the path: padded static buffers, "
-        "`prepare`, tail and outputs. Differences that remain are not caused by graphs.",
+        "Run every step eagerly, but with the padded static buffers, `prepare`, tail and outputs "
+        "of a step in a graph. Errors that remain are not caused by graphs.",
         default=False,
     )
     verify: Verify | None = _key(  # noqa: RUF009 - declares a field
         optional({"kind": '`"start"` or `{"start": true, "every": 1000}`', "read": read_verify}),
-        "Comparison of graphs with eager runs: after capture, and again every so many steps of the "
-        "phase. None: never.",
+        "When to compare graphs with eager runs: after capture (`start`), and again after every "
+        "`every` steps of the phase. If null, they are not compared.",
         default=None,
     )
     executable_budget: float | None = _key(
         optional({**number(float, 0), "read": _read_budget}),
-        "Maximum bytes of executables and recordings of the pool, or, below 1, a share of the "
-        "device's memory. The least recently used are evicted and rebuilt at their next launch. "
-        "The lowest budget of the phases that share a pool applies. None: no limit.",
+        "Maximum size of the executables and recordings of the pool in bytes, or, below 1, as a "
+        "share of the device's memory. The least recently used are evicted and rebuilt at their "
+        "next launch. If several phases share a pool, the lowest budget applies. If null, there "
+        "is no limit.",
         default=None,
     )
     releasable: bool = _key(
         FLAG,
-        "Make the pool of this phase able to return its memory to the device with "
-        '`suspend(release="memory")`.',
+        'Allow `suspend(release="memory")` to return the memory of the pool of this phase to '
+        "the device.",
         default=False,
     )
     graph_budget_bytes: int | None = _key(
         optional(_COUNT),
-        "Maximum device memory of the captures of this phase. Buckets beyond it are dropped. None: "
-        "no limit.",
+        "Maximum device memory of the captures of this phase. Buckets that exceed it are dropped. "
+        "If null, there is no limit.",
         default=None,
     )
     time_budget_s: float | None = _key(
         optional(number(float, 0, above=True)),
-        "Maximum seconds of capture. Buckets beyond it are dropped. None: no limit.",
+        "Maximum duration of all captures in seconds. Buckets that exceed it are dropped. If "
+        "null, there is no limit.",
         default=None,
     )
     miss_budget: int | None = _key(
         optional(number(int, 0)),
-        "Number of new host-argument keys that `full` records at their first step. A step with a "
-        "known key adds one to it. Beyond it, the first step of a new key runs breakable. None: 8, "
-        "or no limit on a backend that runs the host code of regions for known keys too.",
+        "Number of new host-argument keys that `full` records at their first step. Each step with "
+        "a known key increases it by one. When it is used up, the first step with a new key "
+        "runs as under `breakable`. If null, it is 8, or unlimited on a backend that also runs "
+        "the host code of regions for known keys.",
         default=None,
     )
     explicit: frozenset[str] = attrs.field(default=frozenset({"policy"}), eq=False)

@@ -95,32 +95,32 @@ RULES: tuple[Rule, ...] = (
     _safety(
         "debug-hooks",
         when=lambda facts, _: facts.debug_hooks,
-        explanation="a replay runs no Python hooks, so dumps would lack steps",
+        explanation="a replay does not run Python hooks, so dumps would be incomplete",
         source=f"{_SGLANG}/pull/38439",
     ),
     _safety(
         "kv-layerwise",
         **_INSIDE,
         when=lambda facts, _: facts.kv_layerwise and not facts.gates,
-        explanation="a replay skips the host's wait before each layer, so attention reads pages "
-        "that have not arrived; wait at gates instead, or mark the wait as no_graph and it runs "
-        "between segments",
+        explanation="a replay skips the host's wait before each layer, so attention would read "
+        "pages that have not arrived; wait at gates instead, or mark the wait with no_graph so "
+        "that it runs between segments",
         source=f"{_VLLM}/pull/31057",
     ),
     _safety(
         "memory-saver",
         spares={WHOLE},
         when=lambda facts, _: facts.memory_saver and not facts.suspend_on_release,
-        explanation="segments pass tensors to eager code across an unannounced release; call "
-        "suspend and resume of the runner around it",
+        explanation="tensors that segments pass to eager code do not survive a release of their "
+        "memory; call suspend and resume of the runner around each release",
         source="https://github.com/NVIDIA-NeMo/RL/pull/3612",
     ),
     _safety(
         "two-batch-overlap",
         spares={WHOLE},
         when=lambda facts, _: facts.two_batch_overlap,
-        explanation="two interleaved halves would share segments and break in the middle of each "
-        "other",
+        explanation="the interleaved halves of a batch would share segments, and a break in one "
+        "half would interrupt the other",
         source=f"{_SGLANG}/issues/7511, {_VLLM}/pull/23693",
     ),
     # Attention.
@@ -129,8 +129,8 @@ RULES: tuple[Rule, ...] = (
         "prefill",
         **_INSIDE,
         when=lambda facts, _: facts.attention != "always",
-        explanation="a full prefill graph holds attention over requests of mixed lengths, which "
-        "this attention cannot have captured",
+        explanation="a full prefill graph contains attention over requests of mixed lengths, and "
+        "this attention can be captured only for equal lengths or not at all",
         source=f"{_VLLM}/pull/20059",
     ),
     _safety(
@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
         "decode",
         **_INSIDE,
         when=lambda facts, _: facts.attention == "never",
-        explanation="this attention cannot be captured; between segments it runs eagerly",
+        explanation="this attention cannot be captured; it runs eagerly between segments",
         source=f"{_VLLM}/pull/20059",
     ),
     _safety(
@@ -149,15 +149,15 @@ RULES: tuple[Rule, ...] = (
             facts.attention == "single_token_decode" and facts.speculative_tokens > 0
         ),
         explanation="a verify step has several tokens per request, and this attention can be "
-        "captured with one only",
+        "captured only with one",
         source=f"{_VLLM}/pull/20059",
     ),
     _safety(
         "region-update",
         **_INSIDE,
         when=lambda facts, _: facts.host_lengths and not facts.region_update,
-        explanation="attention takes lengths from the host, and this backend cannot update regions "
-        "inside a graph, so replays would use the lengths of the capture",
+        explanation="attention reads lengths from the host, and this backend cannot update "
+        "regions inside a graph, so replays would use the lengths of the capture",
         source="devgraph: Capabilities.region_update",
     ),
     _note(
@@ -165,7 +165,7 @@ RULES: tuple[Rule, ...] = (
         "prefill",
         spares={BREAKS},
         when=lambda *_: True,
-        explanation="a full prefill graph has a fixed number of request slots; batches of more "
+        explanation="a full prefill graph has a fixed number of request slots; batches with more "
         "requests run eagerly",
         source=f"{_SGLANG}/pull/27988",
     ),
@@ -173,15 +173,15 @@ RULES: tuple[Rule, ...] = (
     _safety(
         "collectives",
         when=lambda facts, _: facts.collectives and not facts.collectives_capturable,
-        explanation="the body holds collectives, and this backend cannot capture them",
+        explanation="the step contains collectives, and this backend cannot capture them",
         source="devgraph: Capabilities.collectives",
     ),
     _preference(
         "pipeline-parallel",
         "prefill",
         when=lambda facts, _: facts.pipeline_parallel > 1,
-        explanation="graphs of a pipeline stage pay off for small prefills only; large ones can be "
-        "slower than eager",
+        explanation="graphs of a pipeline stage speed up only small prefills; large prefills can "
+        "be slower than eager",
         source=f"{_SGLANG}/pull/36248",
     ),
     _safety(
@@ -194,8 +194,8 @@ RULES: tuple[Rule, ...] = (
     _note(
         "dp-attention",
         when=lambda facts, _: facts.data_parallel_attention,
-        explanation="ranks without work must take part in every decision and step: agree on each "
-        "decision and run idle ranks with it",
+        explanation="ranks without requests must take part in every vote and step: call agree() "
+        "on every rank, and run() with its decision on idle ranks too",
         source=f"{_SGLANG}/issues/19252",
     ),
     _note(
@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
             phase.capture != "eager" and (facts.collectives or facts.data_parallel_attention)
         ),
         explanation="a bucket is captured on all ranks or on none: every rank calls idle() at the "
-        "same point between steps, and one that has requests passes ready=False",
+        "same point between steps, and a rank with requests passes ready=False",
         source="devgraph: docs/distributed.md",
     ),
     # The model.
@@ -212,30 +212,31 @@ RULES: tuple[Rule, ...] = (
         "moe-host-counts",
         **_INSIDE,
         when=lambda facts, _: facts.moe_host_counts,
-        explanation="the exchange between experts reads its counts on the host; mark it as "
-        "no_graph and it runs between segments",
+        explanation="the exchange between experts reads its counts on the host; mark it with "
+        "no_graph so that it runs between segments",
         source=f"{_SGLANG}/pull/5014",
     ),
     _safety(
         "multimodal",
         "prefill",
         when=lambda facts, _: facts.multimodal == "outside",
-        explanation="a replay drops embeddings that join outside the captured body; give them an "
-        "input slot",
+        explanation="a replay ignores embeddings that are added outside the captured step; pass "
+        "them through an input slot",
         source=f"{_SGLANG}/pull/30620",
     ),
     _safety(
         "encoder-decoder",
         "prefill",
         when=lambda facts, _: facts.encoder_decoder,
-        explanation="the first decoder step takes another path than a replay would",
+        explanation="the first decoder step runs code that a replay of later steps does not "
+        "contain",
         source=f"{_VLLM}/pull/30072",
     ),
     _note(
         "lora",
         when=lambda facts, _: facts.lora,
         explanation="steps with and without adapters are variants; without variants, every step "
-        "pays for adapters",
+        "includes the cost of adapters",
         source=f"{_VLLM}/pull/25914",
     ),
     # Tracing and compiling.
@@ -252,7 +253,7 @@ RULES: tuple[Rule, ...] = (
         key="compiler",
         value=lambda facts, _: facts.compilers[0],
         when=lambda facts, phase: facts.compilers and phase.compiler not in facts.compilers,
-        explanation="this backend lacks that compiler for pieces",
+        explanation="this backend does not support that compiler for pieces",
         source="devgraph: Capabilities.compilers",
     ),
     _safety(
