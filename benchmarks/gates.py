@@ -31,7 +31,7 @@ REPLAYS, ROUNDS = 20, 9
 ROWS = (
     *(("cost", "small", t, v) for t in (64, 2048) for v in ("waits", "both", "both_during")),
     *(("overlap", "small", t, "") for t in (64, 2048)),
-    *(("breaks", "8b", t, "") for t in (64, 512, 2048)),
+    *(("breaks", "8b", t, v) for t in (64, 512, 2048) for v in ("loads", "sends")),
 )
 """Kind, shape, tokens and variant of each row."""
 
@@ -167,7 +167,7 @@ def cost(model: Model, variant: str) -> Any:
     return {**model.compare(with_gates, without, REPLAYS, before), **counts}
 
 
-def overlap(model: Model) -> Any:
+def overlap(model: Model, _variant: str) -> Any:
     """Return the share of a transfer, as long as the step, that is hidden behind the step."""
     namespace = torch.get_device_module(model.backend.device)
     plain, gated = model.capture(), model.capture(wait)
@@ -206,15 +206,19 @@ def overlap(model: Model) -> Any:
     }
 
 
-def breaks(model: Model) -> Any:
+def breaks(model: Model, variant: str) -> Any:
     """Compare full with gates and breakable with a wait of the host in each layer."""
+    return (loads if variant == "loads" else sends)(model)
+
+
+def loads(model: Model) -> Any:
+    """Wait in each layer for a transfer that has finished, as engines do that load a cache."""
     namespace = torch.get_device_module(model.backend.device)
     stream = namespace.Stream()
     events = [namespace.Event() for _ in range(LAYERS)]
 
     @dg.no_graph
     def host_wait(layer: int) -> None:
-        """Wait for the layer's transfer, as engines do between pieces."""
         events[layer].synchronize()
 
     broken = model.capture(host_wait, policy="breakable")
@@ -235,6 +239,35 @@ def breaks(model: Model) -> Any:
     return model.compare(with_gates, with_breaks, 1)
 
 
+def sends(model: Model) -> Any:
+    """Send each layer's cache when the host knows that it is computed."""
+    namespace = torch.get_device_module(model.backend.device)
+    stream = namespace.Stream()
+    sent = torch.zeros(model.cache.shape, dtype=model.cache.dtype, pin_memory=True)
+
+    def send(layer: int) -> None:
+        with namespace.stream(stream):
+            sent[layer].copy_(model.cache[layer], non_blocking=True)
+
+    @dg.no_graph
+    def host_send(layer: int) -> None:
+        namespace.current_stream().synchronize()
+        send(layer)
+
+    broken = model.capture(after=host_send, policy="breakable")
+    gated = model.capture(after=signal)
+    same(gated, broken)
+    gates = gates_of(gated)
+
+    def with_gates() -> None:
+        gated.replay()
+        for layer, gate in enumerate(gates):
+            gate.wait()
+            send(layer)
+
+    return model.compare(with_gates, broken.replay, 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="cuda")
@@ -247,7 +280,7 @@ def main() -> None:
         torch.manual_seed(0)
         with torch.inference_mode():
             model = Model(shape, int(tokens), args.backend)
-            row = cost(model, variant) if kind == "cost" else globals()[kind](model)
+            row = {"cost": cost, "overlap": overlap, "breaks": breaks}[kind](model, variant)
         print(json.dumps(row))
         return
     rows = []

@@ -115,6 +115,7 @@ def piecewise(report: Any) -> Rows:
 
 def gates(rows: Any) -> Rows:
     variants = {"waits": "waits", "both": "waits and signals", "both_during": "opened late"}
+    breaks = {"loads": "gates instead of breaks", "sends": "gates instead of breaks, cache sent"}
     for row in rows:
         work = f"{row['shape']}, {row['tokens']} tokens"
         if row["kind"] == "overlap" and "layerwise" in row:
@@ -123,7 +124,7 @@ def gates(rows: Any) -> Rows:
             yield Pair(what, "us", row["layerwise"], both, "in sequence")
         elif "with" in row:
             cost = row["kind"] == "cost"
-            what = variants[row["variant"]] if cost else "gates instead of breaks"
+            what = (variants if cost else breaks)[row["variant"]]
             against = "the graph without" if cost else "`breakable`, host waits"
             yield Pair(f"{work}, {what}", "us", row["with"], row["without"], against)
 

@@ -78,6 +78,19 @@ class GateChannel(Protocol):
     def after(self, stream: Any) -> Fence:
         """Return a fence after the work that is queued on ``stream``; None is the current one."""
 
+    def source(self, stream: Any) -> int:
+        """Return the handle of ``stream`` for ``behind``. The driver may block this call."""
+
+    def behind(
+        self, launch: int, place: int, source: int
+    ) -> tuple[Fence, Callable[[], None]] | None:
+        """Prepare the opening of a place by a stream itself, behind the work queued on it.
+
+        Returns:
+            the fence of that work and a call that queues the opening; None if the device has not
+            begun the launch, for which the stream would have to wait.
+        """
+
     def clear(self) -> None:
         """Close all places before the next launch, because the last one did not use them all."""
 
@@ -172,7 +185,7 @@ class Gate:
         Args:
             stream: a stream of the device; None is the current stream.
         """
-        return self._gates.open(self, None, self._gates.channel.after(stream))
+        return self._gates.open_after(self, stream)
 
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
         """Wait until the step has signalled, and return the epoch.
@@ -490,10 +503,7 @@ class Gates(Mapping[str, Gate]):
         with self._state:
             self._prune()
             if epoch is None:
-                epoch = max(gate.next, self.channel.finished() * self._turns + 1)
-                while not self._needs(gate, epoch):
-                    epoch += 1
-                gate.next = epoch + 1
+                epoch = self._oldest_closed(gate)
             number, place = self._at(gate, epoch)
             launch, error = self._launches.get(number), self._errors.get(number)
             if error or number <= self.channel.finished():
@@ -510,6 +520,35 @@ class Gates(Mapping[str, Gate]):
                     self._issue()
                     self._state.notify_all()
             return epoch
+
+    def open_after(self, gate: Gate, stream: Any) -> int:
+        channel = self.channel
+        source = channel.source(stream)
+        with self._state:
+            self._prune()
+            later, epoch = gate.next, self._oldest_closed(gate)
+            number, place = self._at(gate, epoch)
+            launch = self._launches.get(number)
+            behind = channel.behind(number, place, source) if launch is not None else None
+            if launch is None or behind is None:
+                gate.next = later
+            else:
+                launch.opened[place], queue = behind
+                launch.unwritten.discard(place)
+                self._issue()
+                self._state.notify_all()
+        if behind is None:
+            return self.open(gate, None, channel.after(stream))
+        queue()  # A full stream blocks its caller, who must hold no lock.
+        return epoch
+
+    def _oldest_closed(self, gate: Gate) -> int:
+        """Return the oldest epoch for which the gate is not open, and take it."""
+        epoch = max(gate.next, self.channel.finished() * self._turns + 1)
+        while not self._needs(gate, epoch):
+            epoch += 1
+        gate.next = epoch + 1
+        return epoch
 
     def _at(self, gate: Gate, epoch: int) -> tuple[int, int]:
         launch, turn = divmod(epoch - 1, self._turns)
@@ -651,6 +690,12 @@ class HostGates:
             self._record(name, act)
 
     def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
+        pass
+
+    def source(self, stream: Any) -> int:
+        return 0
+
+    def behind(self, launch: int, place: int, source: int) -> None:
         pass
 
     def clear(self) -> None:

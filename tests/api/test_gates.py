@@ -275,6 +275,21 @@ def test_gates_open_behind_their_stream():
     behind.check(1)
 
 
+def test_stream_opens_gates_of_a_step_that_runs():
+    behind = Behind()
+    finished = threading.Event()
+    behind.launch()
+    while not behind.device.begun:
+        time.sleep(0.001)
+    for name in NAMES:
+        assert behind.gates[name].open_after(finished.is_set) == 1
+    assert behind.gates["a"].open_after(finished.is_set) == 2
+    time.sleep(0.05)
+    assert not behind.device.passed
+    finished.set()
+    behind.check(1)
+
+
 def test_turns_are_epochs():
     behind = Behind(loop=2)
     for epoch in (1, 2, 3):

@@ -217,6 +217,28 @@ def test_stream_of_open_after_has_an_opener_of_its_own(driver, channel):
     assert fence.event.stream is stream
 
 
+def test_stream_opens_a_gate_of_a_launch_that_has_begun(driver, channel):
+    assert channel.behind(1, 0, 40) is None
+    channel.begin(1, [], False)
+    record(driver, channel)
+    assert channel.behind(2, 0, 40) is None
+    fence, queue = channel.behind(1, 0, channel.source(Stream(40)))
+    assert not fence()
+    channel.open(1, [0], fence)
+    assert channel._openers == {None: channel._openers[None]}
+    with pytest.raises(AssertionError, match="closed gate"):
+        driver.replay()
+    channel.clear()
+    with pytest.raises(dg.GateError, match="has not finished"):  # it would open a later launch
+        channel.begin(2, [], False)
+    queue()
+    assert fence()
+    channel.open(1, [1, 2], None)
+    driver.replay()
+    channel.begin(2, [], False)
+    assert channel.behind(2, 0, 40) is not None
+
+
 def test_no_stream_is_made_while_a_launch_waits(driver, channel):
     """The driver may let a new stream wait for the launch whose gate it is to open."""
     made, make = [], driver.make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -89,6 +90,10 @@ class GateDevice:
             self._queue(act)
 
     def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
+        if not isinstance(fence, functools.partial):  # no stream writes it itself
+            self._open(launch, places, fence)
+
+    def _open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
         with self._changed:
             self._opens.append((launch, list(places), fence))
             self._serve()
@@ -96,6 +101,16 @@ class GateDevice:
 
     def after(self, stream: Any) -> Fence:
         return stream
+
+    def source(self, stream: Any) -> Any:
+        return stream
+
+    def behind(
+        self, launch: int, place: int, source: Any
+    ) -> tuple[Fence, Callable[[], None]] | None:
+        if self.begun != launch:
+            return None
+        return functools.partial(source), lambda: self._open(launch, [place], source)
 
     def clear(self) -> None:
         self._dirty = True

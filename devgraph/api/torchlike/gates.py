@@ -1,16 +1,17 @@
 """Gates on flags in device memory, for drivers whose streams can wait for words and write them.
 
 The device waits until a flag is 1. Before a launch, the launch stream clears the flags, sets those
-of gates that are open already, and publishes the number of the launch. A gate that opens later is
-opened by an *opener* stream, which waits for that number, so it never opens an earlier launch.
-Signals are words that the host reads.
+of gates that are open already, and publishes the number of the launch. A gate of a launch that has
+begun is opened by the stream of ``open_after`` itself. Any other gate is opened by an *opener*
+stream, which waits for the number, so it never opens an earlier launch. Signals are words that the
+host reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_uint32, sizeof
 from typing import Any, ClassVar, NamedTuple
 
@@ -43,11 +44,13 @@ class Op(NamedTuple):
 
 
 class _After:
-    def __init__(self, event: Any, stream: int, number: int) -> None:
-        self.event, self.stream, self.number = event, stream, number
+    """The end of the work on a stream: an event, or a word that the stream sets to a value."""
+
+    def __init__(self, done: Callable[[], bool], stream: int, number: int, event: Any) -> None:
+        self.done, self.stream, self.number, self.event = done, stream, number, event
 
     def __call__(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.done())
 
 
 class FlagGates:
@@ -68,14 +71,15 @@ class FlagGates:
         self._backend = backend
         self._size, self._mask = sizeof(self.word), 256 ** sizeof(self.word) - 1
         dtype = torch.int32 if self._size == 4 else torch.int64
-        self._flags = torch.zeros(2 * CAPACITY + 2, dtype=dtype, device=backend.device)
+        self._flags = torch.zeros(3 * CAPACITY + 2, dtype=dtype, device=backend.device)
         """A flag for each place, and copies of the words for drivers that write no host memory."""
-        self._words = backend.pin(torch.zeros(CAPACITY + 2, dtype=dtype, device="cpu"))
+        self._words = backend.pin(torch.zeros(2 * CAPACITY + 2, dtype=dtype, device="cpu"))
         backend.namespace.current_stream(backend.device).synchronize()
         self._flag = self._flags.data_ptr()
         self._published = self.published(self._words.data_ptr())
         self._begun, self._done = self._published, self._published + self._size
         self._signal = self._done + self._size
+        self._opened = self._signal + self._size * CAPACITY
         self._launched = self._used = 0
         self._openers: dict[Any, Any] = {}
         """Streams that open gates, by the stream of ``open_after``; None for gates without one."""
@@ -122,11 +126,12 @@ class FlagGates:
         (self.record if recording else self.run)(self.current(), ops)
 
     def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
+        if isinstance(fence, _After) and fence.event is None:
+            return  # its stream writes the flag
         opener = self._opener(fence.stream if isinstance(fence, _After) else None)
         if isinstance(fence, _After):
             opener.wait_event(fence.event)
-            last = self._fences.get(fence.stream, fence)
-            self._fences[fence.stream] = max(last, fence, key=lambda one: one.number)
+            self._note(fence)
         begun = Op(AT_LEAST, self._begun, launch & self._mask)
         writes = [Op(WRITE, self._place(place), 1) for place in places]
         self.run(getattr(opener, self.handle), [begun, *writes])
@@ -137,7 +142,27 @@ class FlagGates:
         event.record(source)
         key = getattr(source, self.handle)
         self._opener(key)  # The caller holds no lock here.
-        return _After(event, key, next(self._numbers))
+        return _After(event.query, key, next(self._numbers), event)
+
+    def source(self, stream: Any) -> int:
+        return int(getattr(self._current_stream() if stream is None else stream, self.handle))
+
+    def behind(
+        self, launch: int, place: int, source: int
+    ) -> tuple[Fence, Callable[[], None]] | None:
+        value = launch & self._mask
+        if self._read(self._begun) != value:
+            return None
+        word = self._opened + self._size * place
+        # The launch may end, and free the words, when the flag is written: the flag comes last.
+        ops = [Op(WRITE, word, value), Op(WRITE, self._place(place), 1)]
+        fence = _After(lambda: self._read(word) == value, source, next(self._numbers), None)
+        self._note(fence)
+        return fence, lambda: self.run(source, ops)
+
+    def _note(self, fence: _After) -> None:
+        last = self._fences.get(fence.stream, fence)
+        self._fences[fence.stream] = max(last, fence, key=lambda one: one.number)
 
     def clear(self) -> None:
         self._dirty = True
