@@ -597,6 +597,7 @@ def main() -> int:
         over = (time.monotonic() - started) / (60 * arguments.minutes)
         if over > _WARM_UP and not warm:
             warm, settled, alive = done, _resident(), _alive()
+            _bench.clear()  # complete ones would make nothing on demand under interrupts
             kinds = [kind for kind in kinds if kind != "piecewise"] or kinds
         if over > 1:
             break
@@ -625,7 +626,13 @@ def main() -> int:
 
 
 def _alive() -> Counter[str]:
-    """Return how many objects of each class of devgraph there are."""
+    """Return how many objects of each class of devgraph there are, with complete benches.
+
+    A bench that is not complete has parts still to make, which are no leak.
+    """
+    for bench in _bench:
+        bench.complete()
+    _collect()
     kinds = Counter(map(type, gc.get_objects()))
     ours = {kind: n for kind, n in kinds.items() if str(kind.__module__).startswith("devgraph.")}
     ours.pop(Layout, None)  # of answers, whose number is bounded, as long as one recorder lives

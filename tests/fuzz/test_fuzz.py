@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import devgraph as dg
+from tests.fuzz import driver as fuzz
 from tests.fuzz.driver import (
     ASCEND_FAULTS,
     ascend_case,
@@ -78,6 +79,17 @@ def test_state_that_changes_between_replays_is_followed_or_refused() -> None:
 
 def test_interrupts_at_random_places_leave_the_next_operation_right() -> None:
     assert sum(total("interrupts", range(60)).values()) > 20
+
+
+def test_objects_of_the_long_mode_do_not_grow_with_the_number_of_interrupts() -> None:
+    counted = []
+    for seeds in (range(10), range(40)):
+        fuzz._bench.clear()
+        total("interrupts", seeds)
+        counted.append(fuzz._alive())
+    few, many = counted
+    assert few["BreakablePlan"] == many["BreakablePlan"], "the benches were not complete"
+    assert (many - few).total() < 40, many - few
 
 
 @pytest.mark.skipif(
