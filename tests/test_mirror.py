@@ -22,6 +22,7 @@ PACKAGE = TESTS.parent / "devgraph"
 WHOLE = {
     "api/test_cases_state.py": "programs as people write them: state of the caller",
     "api/test_planted.py": "planted faults, which proofs find or captures refuse",
+    "api/test_recaptures.py": "replays that capture again, because the state of the step changed",
     "api/test_interrupts.py": "an interrupt at any instruction of any module",
     "cpu/test_model.py": "a whole model through the recorder and the tape",
     "cpu/test_operator_database.py": "every operator of torch's own database against eager",

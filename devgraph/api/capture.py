@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from devgraph.api import html
@@ -14,6 +16,7 @@ from devgraph.api.backend import Backend, own_pool
 from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
     CaptureError,
+    DeviceGraphWarning,
     InputError,
     InputTypeError,
     NestedCaptureError,
@@ -59,38 +62,44 @@ class Captured:
         self.policy = policy
         self.gates = gates
         """The gates of the step, by name."""
-        self._marks = gates.recorded
         self.backend = job.backend
         self.pool = job.pool
+        self.exact = not compiles(policy) or job.compiler in (None, "eager")
+        """Whether replays run the kernels of eager, so that results are equal bit for bit."""
+        self._spec = job.spec
+        self.settings = Settings.current()
+        """Settings of torch at the capture."""
+        self._process = identity.token
+        self._lock = job.pool.lock
+        self._waits = job.check
+        self._host_names = job.spec.declared.keys()
+        self._recaptures = 0
+        self._use(job, plan, seconds)
+
+    def _use(self, job: Job, plan: Plan, seconds: float) -> None:
+        """Replay ``plan``, a capture of ``job``, from now on."""
         self.capture_seconds = seconds
         self.phases: dict[str, float] = job.phases
         """Seconds of each phase of the capture: activate and compile (under ``piecewise``), warm-up
         and capture.
         """
+        self._marks = self.gates.recorded
         self._job: Job | None = job
-        self.exact = not compiles(policy) or job.compiler in (None, "eager")
-        """Whether replays run the kernels of eager, so that results are equal bit for bit."""
         self._plan = plan
-        self._spec = job.spec
-        self.settings = Settings.current()
-        """Settings of torch at the capture."""
         self.places: Mapping[str, int] = addresses(job.owned.everything())
         """Addresses at capture of the tensors in reach of the step, by name."""
-        self._process = identity.token
-        self._lock = job.pool.lock
-        self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
-        self._watched = job.owned.watch()
+        self._given, found = job.owned.watch()
+        self._watched = [*self._given, *found]
         outside = (
             ("{}.token is {}", (identity, self._process)),
             ("{}() is None", (current_scope,)),
             ("not {}()", (torch._C._len_torch_dispatch_stack,)),
         )
-        named = job.owned.watch_named(regions=policy == "full")
+        named = job.owned.watch_named(regions=self.policy == "full")
         self.gradients = Gradients(job.owned.gradients)
         """The gradients to which replays add."""
         self._guard = Guard([*self._watched, *named], outside)
-        self._host_names = job.spec.declared.keys()
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
 
     @property
@@ -117,13 +126,12 @@ class Captured:
         Raises:
             HostArgumentError: host arguments are missing, unknown or of a wrong type (a TypeError).
             InputError: new data does not match the bound arguments. No tensor was changed.
-            StateError: the capture is closed or belongs to another process, or a bound tensor has
-                moved, was replaced or has another layout.
+            StateError: the capture is closed or belongs to another process, a bound tensor has
+                moved, was replaced or has another layout, or other state differs from that of
+                capture and may not be captured again; see ``recaptures`` of ``capture``.
             NestedCaptureError: the call is inside a capture.
         """
-        if not self._guard.same():
-            self._require_open()
-            self._guard.settle()
+        is_written = not self._guard.same() and self._settled(inputs, named)
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
             assert self._inputs is not None  # until close()
@@ -134,7 +142,7 @@ class Captured:
                 self.pool.require_free("replay a capture")
             self.pool.order()
             try:
-                if pairs:
+                if pairs and not is_written:
                     write(pairs)
                 self.run(values)
                 if pairs:
@@ -146,6 +154,48 @@ class Captured:
         return self._plan.outputs
 
     __call__ = replay
+
+    def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        """Check the state of the step, and capture again if state that the step found differs.
+
+        Returns:
+            Whether it captured again, for which the inputs were copied into the bound tensors.
+        """
+        self._require_open()
+        with self._lock:
+            try:
+                self._guard.settle()
+                return False
+            except StateError as error:
+                for part in self._given:
+                    part.check()
+                job, bound = self._job, self._inputs
+                assert job is not None and bound is not None
+                if self._recaptures >= job.recaptures or _has_peers() or not job.may_capture():
+                    raise
+                pairs, host = bound.taken(inputs, named)
+                self._spec.fill(host)
+                self.pool.require_free("capture")
+                self.pool.order()
+                write(pairs)
+                self._capture_again(job, str(error))
+        return True
+
+    def _capture_again(self, job: Job, cause: str) -> None:
+        self._recaptures += 1
+        owned = job.owned.renewed()
+        outputs = Outputs(self.pool, (t for _, t in owned.tensors), job.outputs, self.outputs)
+        job = attrs.evolve(job, owned=owned, outputs=outputs, phases={})
+        with self.settings.restored():
+            plan, seconds = _planned(job, self.policy, self.gates, weights=True)
+        self._plan.close()
+        self._use(job, plan, seconds)
+        warnings.warn(
+            f"a replay captured the step again, which it does at most {job.recaptures} times "
+            f"(recaptures=): {cause}",
+            DeviceGraphWarning,
+            stacklevel=4,
+        )
 
     def run(self, host: Mapping[str, Any]) -> None:
         """Replay without the checks of ``replay``, which the caller has made.
@@ -321,7 +371,8 @@ class Captured:
             self.pool.require_free("close a capture")
             self._plan.close()
         self._job = self._inputs = None
-        self._watched, self._guard, self.gradients = [], Guard(()), Gradients(())
+        self._given, self._watched, self._guard = [], [], Guard(())
+        self.gradients = Gradients(())
 
     def __enter__(self) -> Captured:
         return self
@@ -357,6 +408,7 @@ def capture(
     snapshot_limit: int = DEFAULT_LIMIT,
     gate_timeout: float | None = None,
     gates: Gates | None = None,
+    recaptures: int = 8,
 ) -> Captured:
     """Capture ``fn(*args, **kwargs, **host_args)``.
 
@@ -399,6 +451,9 @@ def capture(
         gate_timeout: seconds after which a closed gate makes a replay invalid. By default the value
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
         gates: gates to share with other captures of the pool. They have their own timeout.
+        recaptures: how often replays capture again, each time with a warning, because state that
+            the step finds by itself (weights, attributes, globals, closures, hooks, modes) differs
+            from that of capture. Beyond that number, a replay raises StateError.
 
     Returns:
         The captured step.
@@ -422,9 +477,10 @@ def capture(
         raise InputError(f"{', '.join(duplicates)}: given both in kwargs and in host_args")
     whole("warmup", warmup)
     whole("snapshot_limit", snapshot_limit)
+    whole("recaptures", recaptures)
     refuse_fakes("capture")
     device = backend if isinstance(backend, Backend) else get_backend(backend)
-    chosen = get_policy(policy)
+    get_policy(policy)
     memory = own_pool(device, pool)
     if compiler is not None and compiler not in COMPILERS:
         raise InputError(f"no compiler {compiler!r}. {did_you_mean(str(compiler), COMPILERS)}")
@@ -446,16 +502,26 @@ def capture(
         check=check,
         after_warmup=after_warmup,
         names=names,
+        warmup=warmup,
+        snapshot_limit=snapshot_limit,
+        recaptures=recaptures,
     )
+    plan, seconds = _planned(job, policy, gates)
+    return Captured(job, plan, policy, seconds, gates)
+
+
+def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> tuple[Plan, float]:
+    """Return a new capture of ``job`` and its seconds; restore parameters if ``weights``."""
+    chosen, names, owned = get_policy(policy), job.names, job.owned
     started = time.perf_counter()
     with (
         entered_gates(gates),
-        session(memory, mode=job.capture_error_mode) as recording,
-        owned.kept(device, snapshot_limit) as require_places,
+        session(job.pool, mode=job.capture_error_mode) as recording,
+        owned.kept(job.backend, job.snapshot_limit, weights=weights) as require_places,
     ):
         with job.phase("warm-up"):
-            ready = chosen.warm_up(job, warmup)
-            device.synchronize()
+            ready = chosen.warm_up(job, job.warmup)
+            job.backend.synchronize()
             require_places()
         hooked = names.hooked() if names and not compiles(policy) else contextlib.nullcontext()
         with job.phase("capture"), hooked:
@@ -467,7 +533,13 @@ def capture(
                 raise
             plan.outputs = without_history(plan.outputs)
     gates.complete = True
-    return Captured(job, plan, policy, time.perf_counter() - started, gates)
+    return plan, time.perf_counter() - started
+
+
+def _has_peers() -> bool:
+    """Whether this process is one of several ranks, which never capture alone."""
+    ranks = torch.distributed
+    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def _name(fn: Callable[..., Any]) -> str:

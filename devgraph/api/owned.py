@@ -54,10 +54,11 @@ from devgraph.api.reach import (
     is_array,
     is_context,
     is_iterator,
+    optimizer_state,
     rebinding,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
-from devgraph.api.tensors import Memory, has_place
+from devgraph.api.tensors import Memory, has_place, is_size
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
 _TRAINING = operator.attrgetter("training")
@@ -284,9 +285,19 @@ class Owned:
     def _note_state(self, path: str, old: Any, new: Any) -> None:
         self._state[path] = (self._state.get(path, (old,))[0], new)
 
+    def renewed(self) -> Owned:
+        """Return the present state of the step with the same arguments."""
+        values = [*self.arguments.values()]
+        kwargs = dict(zip(self._kwargs, values[self.count :], strict=True))
+        return Owned(self._fn, tuple(values[: self.count]), kwargs, self._bound)
+
     @contextlib.contextmanager
-    def kept(self, backend: Backend, limit: int | None) -> Iterator[Callable[[], None]]:
+    def kept(
+        self, backend: Backend, limit: int | None, *, weights: bool = False
+    ) -> Iterator[Callable[[], None]]:
         """Restore tensors and random generators after the block, also on failure.
+
+        With ``weights``, parameters and the state of optimizers are restored as well.
 
         Yields a function that raises CaptureError if the step changed the memory or the layout of
         a tensor.
@@ -300,11 +311,14 @@ class Owned:
         self._weights = [(tensor, tensor._version) for tensor in reached if _is_weight(tensor)]
         leaves = [(t, t.grad) for t in reached if t.requires_grad and t.is_leaf]
         versions = [None if grad is None else grad._version for _, grad in leaves]
-        weights = [(path, t, t.detach()) for path, t in tensors if _is_weight(t)]
+        memories = [(path, t, t.detach()) for path, t in tensors if _is_weight(t)]
+        trained = [pair for pair in tensors if _is_weight(pair[1])] if weights else []
+        trained += optimizer_state(self.roots) if weights else []
+        parameters = Snapshot(backend, trained, limit=limit)
 
         def require_places() -> None:
             snapshot.require_places()
-            for path, weight, before in weights:
+            for path, weight, before in memories:
                 if weight.data_ptr() != before.data_ptr():
                     raise CaptureError(rebinding("replaces", f"{path}.data"))
 
@@ -327,12 +341,13 @@ class Owned:
             # Plain values are restored after devgraph's errors only, because a step may count its
             # own failures on purpose.
             watch.put_back(plain=isinstance(error, DeviceGraphError))
-            for _, weight, before in weights:
+            for _, weight, before in memories:
                 if weight.data_ptr() != before.data_ptr():
                     weight.data = before
             try:
                 with backend.on_working_stream():
                     snapshot.restore()
+                    parameters.restore_contents()
             except Exception as lost:
                 note(error, f"and the contents of the arguments could not be restored: {lost}")
             raise
@@ -346,10 +361,12 @@ class Owned:
         ]
         self._restore_created()
         snapshot.restore()
+        parameters.restore_contents()
         for leaf, grad in leaves:
             if grad is None and leaf.grad is not None and has_place(leaf.grad):
                 zero_gradient(leaf.grad)
-        snapshot.require_unwritten()
+        for saved in (snapshot, parameters):
+            saved.require_unwritten()
         watch.changes(self._note_state)
         for name, state in host_random().items():
             if numbers.get(name, state) != state:
@@ -375,29 +392,31 @@ class Owned:
             stacklevel=5,
         )
 
-    def watch(self) -> list[Watched]:
-        """Return the bound state, which replays and proofs compare."""
+    def watch(self) -> tuple[list[Watched], list[Watched]]:
+        """Return the state that replays and proofs compare: given by the caller, and found."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Functions among the arguments are for the step. Only those in ``bound`` return trees.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
+        count = self._in_arguments
+        named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
+        given: list[Watched] = [Bound(named[:count], owners, values=True, weights=False)]
+        found: list[Watched] = []
         owner = self._fn if isinstance(self._fn, torch.nn.Module) else _receiver(self._fn)
         if isinstance(owner, torch.nn.Module):
             modules.append(owner)
-            owners["self"] = owner
-        count = self._in_arguments
-        named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
-        parts: list[Watched] = [Bound(named[:count], owners, values=True, weights=False)]
+            found.append(Bound((), {"self": owner}, values=True, weights=False))
         if self._bound:
             inside = [v for v in self._bound.values() if isinstance(v, torch.nn.Module)]
             modules += inside
             held_by = {id(t) for m in inside for t in (*m.parameters(), *m.buffers())}
             rest = [(p, t) for p, t in self._bound_tensors if id(t) not in held_by]
             trees = {n: v for n, v in self._bound.items() if not isinstance(v, torch.nn.Module)}
-            parts.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees))
+            given.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees))
         if modules:
-            parts.append(Weights(modules, modes=True))
-        arrays = [(path, leaf) for path, leaf in self._inner if is_array(leaf)]
-        return [*parts, _Arrays(arrays)] if arrays else parts
+            found.append(Weights(modules, modes=True))
+        if arrays := [(path, leaf) for path, leaf in self._inner if is_array(leaf)]:
+            given.append(_Arrays(arrays))
+        return given, found
 
     def watch_named(self, *, regions: bool) -> list[Watched]:
         """Return the state that replays compare but proofs do not, because they report its changes.
@@ -735,5 +754,8 @@ def without_history(outputs: Any) -> Any:
     Leaves that the step returns unchanged, such as parameters, stay.
     """
     return pytree.tree_map_only(
-        torch.Tensor, lambda t: t.detach() if t.grad_fn is not None else t, outputs
+        torch.Tensor,
+        lambda t: t.detach() if t.grad_fn is not None else t,
+        outputs,
+        is_leaf=is_size,
     )

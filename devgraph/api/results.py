@@ -16,9 +16,17 @@ from torch.utils import _pytree as pytree
 from devgraph.api.errors import DeviceGraphError, FrozenValueError, RegionError, brief
 from devgraph.api.marks.host_values import is_tracked, same_value
 from devgraph.api.pool import Pool
-from devgraph.api.tensors import describe, effective_strides, fits, has_place, memory_of, overwrite
+from devgraph.api.tensors import (
+    describe,
+    effective_strides,
+    fits,
+    has_place,
+    is_size,
+    memory_of,
+    overwrite,
+)
 
-_VALUES = (type(None), bool, int, float, complex, str)
+_VALUES = (type(None), bool, int, float, complex, str, torch.Size)
 """Types of outputs that are compared as values. Other objects are not looked into."""
 
 
@@ -74,21 +82,44 @@ class Outputs:
     Graphs of a pool reuse each other's memory: replaying an older graph overwrites the outputs of a
     newer one unless they are moved out. The last warm-up run returned equal tensors in memory of
     their own, so the outputs are moved there.
+
+    Args:
+        pool: the pool of the graphs.
+        arguments: the bound arguments of the step.
+        earlier, before: the outputs of an earlier capture of the step. New outputs with the same
+            layout are moved there instead.
     """
 
-    def __init__(self, pool: Pool, arguments: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        arguments: Iterable[torch.Tensor],
+        earlier: Outputs | None = None,
+        before: Any = None,
+    ) -> None:
         self._pool = pool
         self._given = {memory_of(tensor) for tensor in arguments}
         self._warm_up: tuple[list[Any], pytree.TreeSpec] | None = None
         self._moved: set[int] = set()  # memory of the tensors that outputs were moved to
+        self._before: list[Any] = []
+        if earlier is not None:
+            leaves, self._before_spec = pytree.tree_flatten(before, is_leaf=is_size)
+            owned = [isinstance(leaf, torch.Tensor) and earlier.owns(leaf) for leaf in leaves]
+            memories = [memory_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            if len({*memories}) == len(memories):
+                pairs = zip(leaves, owned, strict=True)
+                self._before = [leaf if is_own else None for leaf, is_own in pairs]
 
     def hold(self, outputs: Any) -> None:
         """Keep the outputs of a warm-up run if the pool already has graphs."""
         if self._pool.used:
             # Detached tensors do not keep the autograd graph of the run alive.
-            self._warm_up = pytree.tree_flatten(
-                pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-            )
+            leaves, spec = pytree.tree_flatten(outputs, is_leaf=is_size)
+            leaves = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
+            if self._before and spec == self._before_spec:
+                pairs = zip(self._before, leaves, strict=True)
+                leaves = [new if old is None or not _alike(old, new) else old for old, new in pairs]
+            self._warm_up = leaves, spec
 
     def filled(self, outputs: Any) -> Any:
         """Move the outputs of a capture, as its last work, and return them at their new addresses.
@@ -97,8 +128,8 @@ class Outputs:
         run, stay in place. Later calls return ``outputs`` unchanged.
         """
         refuse_host_values(outputs)
-        warm_up, self._warm_up = self._warm_up, None
-        leaves, spec = pytree.tree_flatten(outputs)
+        warm_up, self._warm_up, self._before = self._warm_up, None, []
+        leaves, spec = pytree.tree_flatten(outputs, is_leaf=is_size)
         self._pool.note_outputs(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         if warm_up is None or warm_up[1] != spec:
             return outputs
@@ -119,9 +150,7 @@ class Outputs:
         if not (
             isinstance(source, torch.Tensor)
             and isinstance(target, torch.Tensor)
-            and source.layout is target.layout is torch.strided
-            and (source.dtype, source.shape) == (target.dtype, target.shape)
-            and effective_strides(source) == effective_strides(target)
+            and _alike(source, target)
             and source.data_ptr() != target.data_ptr()  # the step reuses a tensor of its own
             and self.owns(source)
         ):
@@ -137,8 +166,8 @@ class Outputs:
             now="for these host arguments",
             remedy="Return values as tensors, or compute them outside of the step.",
         )
-        expected, spec = pytree.tree_flatten(targets)
-        returned, returned_spec = pytree.tree_flatten(outputs)
+        expected, spec = pytree.tree_flatten(targets, is_leaf=is_size)
+        returned, returned_spec = pytree.tree_flatten(outputs, is_leaf=is_size)
         check.structure(returned_spec, spec)
         origins: dict[int, tuple[int, int]] = {}
         for target, source in zip(expected, returned, strict=True):
@@ -168,6 +197,15 @@ class Outputs:
                 f"well. Return a clone() that is the output's own."
             )
         overwrite(target, source)
+
+
+def _alike(one: torch.Tensor, other: Any) -> bool:
+    return (
+        isinstance(other, torch.Tensor)
+        and one.layout is other.layout is torch.strided
+        and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+        and effective_strides(one) == effective_strides(other)
+    )
 
 
 def refuse_host_values(outputs: Any) -> None:

@@ -45,6 +45,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def is_size(node: object) -> bool:
+    """Whether a node is a ``torch.Size``, which torch would take apart and return as a tuple."""
+    return type(node) is torch.Size
+
+
 def describe(value: object) -> str:
     """Return dtype, shape, strides and device of a tensor for a message, or the repr of a value."""
     if not isinstance(value, torch.Tensor):

@@ -435,7 +435,7 @@ def test_tensor_that_only_the_capture_reads_lives_as_long_as_it(bench):
 
     x = bench.randn(4, WIDTH)
     kept = holder[0].clone()
-    capture = bench.capture(run, x)
+    capture = bench.capture(run, x, recaptures=0)
     holder[0] = torch.zeros(1, 1, device=bench.device)
     gc.collect()
     for _ in range(8):

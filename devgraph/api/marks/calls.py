@@ -25,6 +25,7 @@ from devgraph.api.tensors import (
     describe,
     effective_strides,
     has_place,
+    is_size,
     memory_of,
     place_of,
     rewrite,
@@ -183,8 +184,8 @@ class MarkedCall:
         self.nodes: range | None = None
         """Its nodes in the graph, if the backend reports them."""
         with torch._C.DisableTorchFunction():  # queries here are not work of the step
-            self.args: tuple[Any, ...] = pytree.tree_map(alias, args)
-            self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs)
+            self.args: tuple[Any, ...] = pytree.tree_map(alias, args, is_leaf=is_size)
+            self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs, is_leaf=is_size)
             placed = [leaf for leaf in self.tensors if has_place(leaf)]
             self._places = {id(leaf): place_of(leaf) for leaf in placed}
             """Places of the arguments at the call, until the first later run."""
@@ -208,7 +209,7 @@ class MarkedCall:
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
         result = (body or self.mark.fn)(*args, **kwargs, **host)
-        out, self._spec = pytree.tree_flatten(result)
+        out, self._spec = pytree.tree_flatten(result, is_leaf=is_size)
         self._returned_none = result is None
         del result
         watched: dict[int, _Watched] = {}
@@ -333,12 +334,13 @@ class MarkedCall:
             self.args, self.kwargs = pytree.tree_map(
                 lambda leaf: _seen_from(places[id(leaf)], leaf) if id(leaf) in places else leaf,
                 (self.args, self.kwargs),
+                is_leaf=is_size,
             )
 
     def _deliver_all(self, result: Any) -> None:
         if result is None and self._returned_none:
             return
-        leaves, spec = pytree.tree_flatten(result)
+        leaves, spec = pytree.tree_flatten(result, is_leaf=is_size)
         self._results.structure(spec, self._spec)
         sharing = self._shared(leaves)
         for leaf, known in zip(leaves, self._known, strict=True):

@@ -28,6 +28,7 @@ from devgraph.api.modes import Settings
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Policy, UpdateBudget
 from devgraph.api.session import Session, session
+from devgraph.api.tensors import is_size
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ class FullPlan:
         self.segments: list[Any] = [graph]
         self.outputs = outputs
         # Detached, and with a layout that the user cannot change.
-        self._targets = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+        self._targets = pytree.tree_map_only(
+            torch.Tensor, torch.Tensor.detach, outputs, is_leaf=is_size
+        )
         self.marks: list[Mark] = graph.marks
         self.run = graph.launch
         self.notes: dict[str, Any] = dict.fromkeys(_COUNTED if graph.calls else (), 0)
@@ -143,7 +146,7 @@ class FullPlan:
             len(self._graphs) <= self._budget.copies
             and self.notes["copy_seconds"] < self._budget.copy_seconds
         )
-        copy = self._copy(host) if within and self._may_capture() else None
+        copy = self._copy(host) if within and self._job.may_capture() else None
         if copy is not None:
             self._use(copy)
         elif self._can_break():
@@ -180,13 +183,8 @@ class FullPlan:
 
     # The broken form.
 
-    def _may_capture(self) -> bool:
-        if self._budget.may_capture is not None:
-            return self._budget.may_capture()
-        return self._job.before_break is None
-
     def _can_break(self) -> bool:
-        return self._broken is not None or self._may_capture()
+        return self._broken is not None or self._job.may_capture()
 
     def _break(self, host: HostKwargs, reason: str) -> None:
         self.notes[reason] += 1

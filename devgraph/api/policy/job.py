@@ -84,12 +84,24 @@ class Job:
     """Whether replays wait for the device after each segment, so that errors name it."""
     names: Names | None = None
     """Names of the nodes, if requested."""
+    warmup: int
+    """Number of warm-up runs."""
+    snapshot_limit: int
+    """Maximum bytes of copies of the state."""
+    recaptures: int
+    """Maximum number of captures in replays because of state that differs."""
     phases: dict[str, float] = attrs.field(factory=dict)
     """Seconds of each phase, filled during the capture."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for _, tensor in self.owned.tensors)
+
+    def may_capture(self) -> bool:
+        """Whether a replay may capture; see ``UpdateBudget.may_capture``."""
+        if self.budget is not None and self.budget.may_capture is not None:
+            return self.budget.may_capture()
+        return self.before_break is None
 
     def make_graph(self) -> DeviceGraph:
         """Return an empty graph that knows the state of the step."""

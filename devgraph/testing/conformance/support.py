@@ -93,6 +93,8 @@ class Kit:
         return graph, result
 
     def capture(self, fn: Callable[..., Any], *args: Any, **options: Any) -> dg.Captured:
+        """Capture ``fn``. Replays refuse state that differs, instead of capturing it again."""
+        options.setdefault("recaptures", 0)
         return dg.capture(fn, *args, backend=self.backend, **options)
 
     def check(

@@ -1,0 +1,288 @@
+"""Replays that capture again: state that the step finds by itself changed since the capture."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import devgraph as dg
+from devgraph.api import capture as module_of_capture
+from devgraph.api.errors import DeviceGraphWarning
+
+POLICIES = ("full", "breakable")
+AGAIN = "captured the step again"
+
+SCALE = 2.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.BatchNorm1d(4))
+        self.gain = 1.5
+        self.table = {"shift": torch.ones(4)}
+
+    def forward(self, x: Any) -> Any:
+        out = self.inner(x) * self.gain * SCALE + self.table["shift"]
+        return torch.tanh(out) if self.training else out
+
+
+def _other_global(module: Block) -> None:
+    global SCALE
+    SCALE += 1.0
+
+
+def _doubled(_: Any, args: Any, output: Any) -> Any:
+    return output * 2
+
+
+def _hooked(module: Block) -> None:
+    module.inner[0].register_forward_hook(_doubled)
+
+
+def _other_forward(module: Block) -> None:
+    module.forward = types.MethodType(lambda self, x: self.inner(x) * 5, module)  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Block], Any]] = {
+    "parameter": lambda m: setattr(m.inner[0], "weight", nn.Parameter(torch.randn(4, 4))),
+    "data": lambda m: setattr(m.inner[0].weight, "data", torch.randn(4, 4)),
+    "buffer": lambda m: setattr(m.inner[2], "running_mean", torch.randn(4)),
+    "submodule": lambda m: m.inner.__setitem__(0, nn.Linear(4, 4, bias=False)),
+    "mode": lambda m: m.eval(),
+    "hook": _hooked,
+    "forward": _other_forward,
+    "attribute": lambda m: setattr(m, "gain", 0.25),
+    "entry": lambda m: m.table.update(shift=torch.randn(4)),
+    "global": _other_global,
+}
+
+
+@pytest.fixture(params=POLICIES)
+def cap(request: pytest.FixtureRequest) -> Iterator[Callable[..., dg.Captured]]:
+    def make(fn: Any, *args: Any, **options: Any) -> dg.Captured:
+        return dg.capture(fn, *args, policy=request.param, backend="cpu", **options)
+
+    with torch.no_grad():
+        yield make
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("how", ["module", "closure"])
+def test_replay_captures_changed_state_again(cap: Any, change: str, how: str) -> None:
+    module = Block()
+    captured = cap(module if how == "module" else lambda x: module(x), torch.randn(3, 4))
+    place = captured.replay().data_ptr()
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        CHANGES[change](module)
+        captured.replay(torch.randn(3, 4))
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        got = captured.replay(x)
+        assert got.data_ptr() == place
+        moved = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        module.load_state_dict(kept, strict=False)
+        assert torch.equal(got, module(x))
+        kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        assert all(torch.equal(kept[name], moved[name]) for name in kept)
+
+
+def test_replays_capture_again_a_few_times_only(cap: Any) -> None:
+    state = {"gain": 1.0}
+    captured = cap(lambda x: x * state["gain"], torch.ones(3), recaptures=2)
+    for _ in range(2):
+        state["gain"] += 1
+        with pytest.warns(DeviceGraphWarning, match=rf"{AGAIN}.* at most 2 times .*'gain'\] is"):
+            assert torch.equal(captured.replay(), torch.ones(3) * state["gain"])
+    state["gain"] += 1
+    with pytest.raises(dg.StateError, match=r"state\['gain'\] is 4.0 and was 3.0"):
+        captured.replay()
+    state["gain"] -= 1
+    assert torch.equal(captured.replay(), torch.full((3,), 3.0))
+
+
+def test_state_that_the_caller_gave_is_refused(cap: Any) -> None:
+    """FAULTS 9: arguments and ``bound=`` are promises of the caller."""
+    state, tensors = {"cache": torch.ones(3)}, [torch.ones(3)]
+    bound = {"cache": lambda: state["cache"]}
+    captured = cap(lambda tensors: sum(tensors) * state["cache"], tensors, bound=bound)
+    captured.replay()
+    tensors.append(torch.ones(3))
+    with pytest.raises(dg.StateError, match="2 entries and had 1"):
+        captured.replay()
+    tensors.pop()
+    state["cache"] = torch.zeros(3)
+    with pytest.raises(dg.StateError, match="bound 'cache' returns other tensors"):
+        captured.replay()
+
+
+def test_capture_in_a_replay_does_not_move_parameters(cap: Any) -> None:
+    def trained(graphed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+        def step(x: Any) -> Any:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        xs = [torch.randn(5, 4) for _ in range(6)]
+        with torch.enable_grad():
+            # Warm-up of a capture moves parameters, as in torch.
+            call = cap(step, xs[0].clone()) if graphed else step
+            if not graphed:
+                start = [p.detach().clone() for p in net.parameters()]
+            else:
+                start = starts
+                for parameter, value in zip(net.parameters(), start, strict=True):
+                    parameter.data.copy_(value)
+                for held in optimizer.state.values():
+                    held["momentum_buffer"].zero_()
+            starts[:] = start
+            losses = []
+            for index, x in enumerate(xs):
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + index // 2)
+                losses.append(call(x).clone())
+        return [*losses, *(p.detach().clone() for p in net.parameters())]
+
+    starts: list[torch.Tensor] = []
+    want = trained(False)
+    with pytest.warns(DeviceGraphWarning, match=rf"{AGAIN}.*\['lr'\]"):
+        got = trained(True)
+    assert all(map(torch.equal, got, want))
+
+
+def test_new_inputs_are_there_when_a_replay_captures_again(cap: Any) -> None:
+    """FAULTS 51: the old indices are no legal data for the new table."""
+    state = {"table": torch.randn(9, 2)}
+    captured = cap(lambda index: state["table"][index] * 1, torch.tensor([8, 7, 8]))
+    state["table"] = torch.randn(3, 2)
+    index = torch.tensor([2, 0, 1])
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured.replay(index), state["table"][index])
+
+
+def test_input_that_views_the_bound_tensor_is_copied_once(cap: Any) -> None:
+    state, x = {"gain": 1.0}, torch.randn(3, 3)
+    captured = cap(lambda x: x * state["gain"], x)
+    state["gain"] = 3.0
+    want = x.T * 3.0
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured.replay(x.T), want)
+
+
+def test_unfit_input_is_refused_before_anything_changed(cap: Any) -> None:
+    module = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    captured, before = cap(module, x), x.clone()
+    module.double()
+    with pytest.raises(dg.InputTypeError, match="torch.float64"):
+        captured.replay(torch.randn(2, 4, dtype=torch.float64))
+    assert torch.equal(x, before)
+    module.float()
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured.replay(), module(x))
+
+
+def test_step_that_can_no_longer_be_captured_keeps_its_graph(cap: Any) -> None:
+    state = {"reads": False}
+    captured = cap(lambda x: x * (x.sum().item() if state["reads"] else 2), torch.ones(3))
+    state["reads"] = True
+    with pytest.raises(dg.HostReadError):
+        captured.replay()
+    state["reads"] = False
+    assert torch.equal(captured.replay(torch.full((3,), 4.0)), torch.full((3,), 8.0))
+
+
+def test_error_of_the_step_itself_is_raised(cap: Any) -> None:
+    state = {"table": [torch.ones(3)]}
+    captured = cap(lambda x: x * state["table"][0], torch.ones(3))
+    state["table"] = []
+    with pytest.raises(IndexError):
+        captured.replay()
+
+
+def test_outputs_of_another_layout_and_of_other_captures(cap: Any) -> None:
+    state: dict[str, Any] = {"rows": 2, "whole": False}
+    pool = dg.get_backend("cpu").make_pool()
+
+    def step(x: Any) -> Any:
+        return x if state["whole"] else (x[: state["rows"]] * 2, x.shape)
+
+    first = cap(step, torch.randn(4, 4), pool=pool)
+    second = cap(lambda x: x @ x, torch.randn(4, 4), pool=pool)
+    state["rows"] = 3
+    x = torch.randn(4, 4)
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        out, shape = first.replay(x)
+    want, kept = x[:3] * 2, out
+    assert torch.equal(out, want) and type(shape) is torch.Size
+    assert torch.equal(second.replay(x), x @ x)
+    assert torch.equal(kept, want)
+
+
+def test_outputs_that_shared_memory_get_memory_of_their_own(cap: Any) -> None:
+    state = {"apart": False}
+
+    def step(x: Any) -> Any:
+        y = x * 2
+        return (y, y + 1) if state["apart"] else (y, y)
+
+    captured, x = cap(step, torch.randn(3)), torch.randn(3)
+    captured.replay()
+    state["apart"] = True
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        one, other = captured.replay(x)
+    assert torch.equal(one, x * 2) and torch.equal(other, x * 2 + 1)
+
+
+def test_argument_that_was_returned_is_not_overwritten(cap: Any) -> None:
+    state = {"scaled": False}
+    x = torch.ones(3)
+    captured = cap(lambda x: (x * 2, x * 3 if state["scaled"] else x), x)
+    captured.replay()
+    state["scaled"] = True
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        captured.replay()
+    assert torch.equal(captured.replay()[1], torch.full((3,), 3.0))
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_ranks_never_capture_alone(cap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"gain": 1.0}
+    captured = cap(lambda x: x * state["gain"], torch.ones(3))
+    monkeypatch.setattr(module_of_capture, "_has_peers", lambda: True)
+    state["gain"] = 2.0
+    with pytest.raises(dg.StateError, match="gain"):
+        captured.replay()
+
+
+def test_gates_are_recorded_again() -> None:
+    state = {"gain": 1.0}
+    module = nn.Linear(3, 3)
+
+    def step(x: Any) -> Any:
+        dg.wait("ready")
+        y = module(x) * state["gain"]
+        dg.signal("done")
+        return y
+
+    with torch.no_grad():
+        x = torch.randn(2, 3)
+        captured = dg.capture(step, x, backend="cpu", name_nodes=True)
+        for gain in (1.0, 2.0, 2.0):
+            changes, state["gain"] = gain != state["gain"], gain
+            captured.gates["ready"].open()
+            with pytest.warns(DeviceGraphWarning) if changes else contextlib.nullcontext():
+                assert torch.equal(captured.replay(), module(x) * gain)
+            captured.gates["done"].wait(timeout=5)
