@@ -1,8 +1,7 @@
-"""The CPU room: the reference backend, the contract in executable form and stricter than devices.
+"""The CPU reference backend, an executable form of the contract that is stricter than devices.
 
-A capture runs the Python code once, executes nothing and notes the operations on a tape; a replay
-runs the tape in the same memory. It needs no device, so that engines can be written and tested
-anywhere.
+A capture runs the Python code once and records its operations on a tape without executing them. A
+replay runs the tape in the same memory. Engines can be written and tested without a device.
 """
 
 from __future__ import annotations

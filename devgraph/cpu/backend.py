@@ -1,4 +1,4 @@
-"""The CPU reference as a backend: pool, graph, identity, and the check of a step."""
+"""The CPU reference backend: pool, graph, capabilities, and the check of a step."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from devgraph.cpu.violations import Violation
 logger = logging.getLogger(__name__)
 
 ENTRY_BYTES = 2048
-"""Memory of a tape entry, a bound call and about three tensors. Measured: 1932 bytes (a decode step
-of 30 layers, 1277 entries, torch 2.13)."""
+"""Estimated memory of a tape entry with its bound call and about three tensors. Measured: 1932
+bytes (a decode step of 30 layers, 1277 entries, torch 2.13)."""
 
 
 @attrs.define(kw_only=True, eq=False)
 class CpuRecording(Recording):
-    """The entries of every region for one key."""
+    """The tape entries of all regions for one key."""
 
     changes: Mapping[Span, tuple[Entry, ...]]
 
@@ -62,7 +62,7 @@ class CpuPool(Pool):
         self.regions = BlockPool()
         self.graphs_begun = 0  # in the current session
         self.positions: dict[int, list[Position]] = {}
-        """States of random generators in recordings of the session; see ``Randomness``."""
+        """States of random generators in the session's recordings; see ``Randomness``."""
 
     @property
     def bytes(self) -> int:
@@ -247,8 +247,8 @@ class CpuBackend(Backend):
         try:
             yield
         except BaseException as error:
-            # An inference_mode block that an exception leaves after its recording has ended
-            # switches torch's dispatcher back to recording. The exit of a mode switches it off.
+            # An inference_mode block that ends with an exception after the recording enables
+            # Python dispatch on this thread again. Leaving a mode disables Python dispatch.
             with TorchDispatchMode():  # type: ignore[no-untyped-call]
                 pass
             if isinstance(error, RuntimeError) and is_shortage(error):
@@ -262,7 +262,7 @@ class CpuBackend(Backend):
         return HostGates(gates, self.fence, record)
 
     def synchronize(self) -> None:
-        """Do nothing: work on the CPU is done when the call returns."""
+        """Do nothing, because work on the CPU is finished when its call returns."""
 
     def memory_info(self) -> tuple[int, int] | None:
         names = ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
@@ -280,14 +280,14 @@ class CpuBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         host_args: Mapping[str, Any] | None = None,
     ) -> list[Violation]:
-        """Return the violations in a step: everything that a device capture refuses or freezes.
+        """Return the violations in a step: all code that a device capture refuses or freezes.
 
-        They are in order of execution, one for each line and kind. No operation is executed. The
-        check continues after a violation with an assumed value: a host read gives 1, and every
-        element of a mask counts. If no value can be assumed, the check ends there. The step runs
-        twice, because it may set itself up in its first run; tensors that it makes in objects of
-        torch then, such as the state of an optimizer, stay there without data. Functions marked
-        ``no_graph`` are never captured, so they are not reported. ``fn`` receives ``host_args`` as
-        tracked values.
+        Violations are in order of execution, one for each line and kind. The Python code of the
+        step runs twice, because the first run may initialize state, but no operation is executed.
+        Tensors that the step creates in objects of torch, such as the state of an optimizer, stay
+        there without data. After a violation, the check continues with an assumed value: a host
+        read returns 1, and a mask selects every element. The check ends if no value can be assumed.
+        Functions marked ``no_graph`` are not checked. ``fn`` receives ``host_args`` as tracked
+        values.
         """
         return check_step(self.knowledge, fn, args, kwargs or {}, host_args)

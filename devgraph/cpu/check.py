@@ -1,4 +1,4 @@
-"""The check of a step: a recording that continues after violations, and lists them."""
+"""The check of a step: a recording that lists violations instead of ending at the first one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_step(
         note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
     except Exception as error:
         is_known = isinstance(error, CaptureError | ResourceError) or is_shortage(error)
-        # A reported violation or its assumed value may have caused the error.
+        # Ignore other errors after a violation, whose assumed value may have caused them.
         if not violations and not is_known:
             raise
         logger.info("the check ended early", exc_info=True)
@@ -79,10 +79,7 @@ def check_step(
 
 
 class _CheckedRun(Scope):
-    """One run of a checked step.
-
-    Regions belong to the step. Functions marked ``no_graph`` run, and are not reported.
-    """
+    """One run of a checked step. Functions marked ``no_graph`` run without reports."""
 
     def __init__(
         self,
@@ -96,9 +93,9 @@ class _CheckedRun(Scope):
         self._host: dict[Mark, dict[str, Any]] = {}
         self._is_muted = False
         self._changes: list[Change] = []
-        """The places that hold other tensors than before the step."""
+        """Attributes and items whose tensor the step replaced."""
         self._state: dict[str, str] = {}
-        """Changes of plain values, by path."""
+        """Descriptions of changed plain values, by path."""
         reached, generators = owned.reached()
         self._recorder = Recorder(
             BlockPool(),
@@ -114,14 +111,13 @@ class _CheckedRun(Scope):
         self._watch = Watch([*owned.roots, *((item.path, item.copy) for item in copies.values())])
 
     def run(self) -> None:
-        """Run the step and note its violations."""
         numbers, spec = host_random(), self._spec
         exact = exact_types_refused() if spec.declared else contextlib.nullcontext()
         with collector.paused(), self._recorder, entered(self), exact:
             outputs = self._fn(*self._args, **self._kwargs, **spec.tracked())
             refuse_host_values(outputs)
             self._recorder.note_outputs(tensors_in(outputs))
-        outputs = without_history(outputs)  # their history would keep other results alive
+        outputs = without_history(outputs)  # Gradient history would keep other results alive.
         self._note_changes()
         for name, state in host_random().items():
             if numbers.get(name, state) != state:
@@ -131,13 +127,14 @@ class _CheckedRun(Scope):
         where = line_of(self._fn)
         for path, change in self._state.items():
             text = (
-                f"the step changes {path} {change}. A replay does not change it, and uses the "
-                f"value of capture. Keep such state in tensors, or change it outside of the step."
+                f"the step changes {path} {change}. A replay does not repeat the change, and uses "
+                f"the value from capture. Keep such state in tensors, or change it outside of the "
+                f"step."
             )
             self._note(Violation.at(where, kind="python_state", op=path, text=text))
 
     def _kept_tensors(self, outputs: Any) -> Iterator[Violation]:
-        """Yield the places that hold other tensors now, and results that outlive the step."""
+        """Yield violations for replaced tensors and for results that outlive the step."""
         modules = modules_of(self._fn)
         held = [tensor.grad for _, tensor in self._owned.everything() if tensor.is_leaf]
         held += [vars(module).get(name) for module in modules for name in set_by_hooks(module)]
@@ -156,7 +153,7 @@ class _CheckedRun(Scope):
         yield from escaping.values()
 
     def _note_changes(self) -> None:
-        """Note the changes that the step made since the last eager body."""
+        """Store the changes that the step made since the last eager body."""
         self._changes += self._watch.changes(self._note_state)
 
     def _note_state(self, path: str, old: Any, new: Any) -> None:

@@ -1,4 +1,4 @@
-"""Compiled pieces of the policy piecewise; each is one operation of a recording."""
+"""Compiled pieces of the policy ``piecewise``, each of which is one operation of a recording."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _View:
     """The memory and the layout of one returned tensor."""
 
     storage: int
-    """Index of a result storage; a negative number is -1 minus the index of an argument."""
+    """Index of the result storage, or -1 minus the index of the argument that is returned."""
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,10 +33,10 @@ class _View:
 
 @attrs.frozen
 class _Shape:
-    """The results of a piece for arguments of certain layouts."""
+    """The layouts of a piece's results for certain layouts of arguments."""
 
     storages: tuple[tuple[int, torch.dtype], ...]
-    """Elements and dtype of every storage that the piece allocates."""
+    """Number of elements and dtype of every storage that the piece allocates."""
     leaves: tuple[Any, ...]
     """A ``_View`` for each returned tensor; other values are returned unchanged."""
     spec: pytree.TreeSpec
@@ -52,9 +52,9 @@ def _place(argument: Any) -> Any:
 class CompiledPiece:
     """A compiled function of tensors and numbers that a recording treats as one operation.
 
-    Its machine code writes memory without torch's dispatcher. The recording therefore allocates
-    flat storages for the results, and the piece returns views of them or of its inputs, as
-    ``source`` would without compilation.
+    The machine code bypasses torch's dispatcher. Therefore the recording allocates flat storages
+    for the results, and the piece returns views of these storages or of its inputs, with the
+    layouts of ``source``.
     """
 
     def __init__(self, run: Callable[..., Any], source: torch.fx.GraphModule) -> None:
@@ -64,7 +64,7 @@ class CompiledPiece:
 
     def __call__(self, *args: Any) -> Any:
         key, recorder = tuple(map(_place, args)), current_recorder()
-        if key not in self._shapes:  # in a warm-up run
+        if key not in self._shapes:
             self._shapes[key] = self._learn(args)
         if recorder is None:
             return self._run(*args)

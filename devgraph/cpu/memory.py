@@ -1,8 +1,8 @@
 """The memory of CPU graphs: blocks that are freed and reused like those of a device's pool.
 
-A tensor of a capture owns its block. When the last tensor over the block dies, later allocations
-of the pool may reuse it, in this capture or another. A graph keeps aliases, which do not own
-blocks. A program that reads freed memory therefore fails here as it does on a device.
+A tensor of a capture owns its block. When the last tensor on the block is freed, later allocations
+of the pool may reuse the block, in this capture or another. A graph only holds aliases, which do
+not own blocks, so a program that reads freed memory fails here as it does on a device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from devgraph.api.tensors import with_bits_of
 _Result = TypeVar("_Result")
 
 ALIGNMENT = 64
-"""Alignment of torch's CPU allocator, in bytes; the bits of matrix kernels depend on it."""
+"""Alignment of torch's CPU allocator in bytes, on which results of matrix kernels depend."""
 
 SLAB_BYTES = 2 * 2**20
-"""Smallest reservation: the size that caching allocators of devices use for small blocks."""
+"""Smallest reservation in bytes, as in the caching allocators of devices."""
 
 
 _SHORTAGE = re.compile("DefaultCPUAllocator|Storage size calculation overflowed")
@@ -43,7 +43,7 @@ def is_shortage(error: Exception) -> bool:
 
 
 def _poison_byte(dtype: torch.dtype) -> int:
-    """Return the byte whose repetition is NaN, a huge integer or True in ``dtype``."""
+    """Return a byte whose repetition is NaN, a huge integer or True in ``dtype``."""
     if dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         return 0x80
     if dtype.is_floating_point or dtype.is_complex:
@@ -58,13 +58,13 @@ class Block:
     address: int
     bytes: int
     storage_id: int
-    """Identity of the owning storage. An alias has the same address and another storage."""
+    """Identity of the owning storage; aliases have another storage at the same address."""
     shared: torch.UntypedStorage
-    """A storage over the same bytes that does not own the block."""
+    """A storage of the same bytes that does not own the block."""
     origin: Any
-    """The origin given to ``empty``."""
+    """The ``origin`` that was passed to ``empty``."""
     recording: int
-    """Number of the recording that allocated it."""
+    """Number of the recording that allocated the block."""
     owner: _Owner
 
 
@@ -85,7 +85,7 @@ class _Ranges:
         self.all = list(ranges)
 
     def add(self, start: int, end: int) -> None:
-        """Add a range and join it with its neighbours."""
+        """Add a range and join it with its neighbors."""
         first = bisect.bisect_left(self.all, start, key=_second)
         last = bisect.bisect_right(self.all, end, key=_first)
         if first < last:
@@ -93,25 +93,25 @@ class _Ranges:
         self.all[first:last] = [(start, end)]
 
     def remove(self, start: int, end: int) -> None:
-        """Remove a part of one range."""
+        """Remove a range, which must be part of one existing range."""
         at = bisect.bisect_right(self.all, start, key=_first) - 1
         rest = (self.all[at][0], start), (end, self.all[at][1])
         self.all[at : at + 1] = [(first, last) for first, last in rest if first < last]
 
     def meet(self, start: int, end: int) -> bool:
-        """Whether the half-open range from ``start`` to ``end`` overlaps a range."""
+        """Whether the bytes from ``start`` up to ``end`` overlap a range."""
         at = bisect.bisect_right(self.all, start, key=_second)
         return at < len(self.all) and self.all[at][0] < end
 
 
-# On platforms with fork, a child must not write into the parent's memory.
+# After a fork, the child must not write into the parent's memory.
 _PRIVATE: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 )
 
 
 class _Slab:
-    """A contiguous reservation, which lives as long as any tensor in it."""
+    """A contiguous reservation, which is kept while any tensor uses it."""
 
     def __init__(self, size: int) -> None:
         try:
@@ -122,11 +122,11 @@ class _Slab:
         self.end = self.base + size
         self.free = _Ranges((self.base, self.end))
         self.window = memoryview(self.pages)
-        """The bytes. A slice keeps the slab alive."""
+        """The bytes of the slab, which every slice keeps alive."""
 
 
 class Hold:
-    """A claim on a pool's memory, which ends with ``release`` or with the object."""
+    """A claim on a pool's memory, which ends with ``release`` or when the object is freed."""
 
     __slots__ = ("__weakref__", "_pool", "_reference")
 
@@ -144,30 +144,31 @@ class Hold:
 class BlockPool:
     """Blocks of CPU memory for the tensors of captures. Thread-safe.
 
-    New blocks are poisoned with NaN, huge integers or True. Memory that died during the current
-    recording and is older keeps its contents, because recorded operations still read it.
+    New blocks are poisoned with NaN, huge integers or True, except in memory that was allocated
+    before the current recording and freed during it, because recorded operations still read that
+    memory.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []  # by address
         self._live: dict[int, Block] = {}
-        # Owners that died. Any thread appends to it, at any point and without the lock.
+        # Freed owners. Any thread may append, at any time and without the lock.
         self._dead: deque[_Owner] = deque()
         self._holds: set[weakref.ref[Hold]] = set()
         self._released = False
         self._saved: list[tuple[Block, bytes]] = []
         self._recording = 0
-        self._unread = _Ranges()  # older memory that died during the current recording
+        self._unread = _Ranges()  # older memory that was freed during the current recording
 
     def begin_recording(self) -> None:
-        """Begin a recording, in which no operation reads memory that is free now."""
+        """Begin a recording, which never reads memory that is free now."""
         with self._lock:
             self._change(self._begin)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the pool, used or free."""
+        """Bytes of all reservations, used or free."""
         self._tidy()
         return 0 if self._released else sum(slab.end - slab.base for slab in self._slabs)
 
@@ -180,7 +181,7 @@ class BlockPool:
                 slab.pages.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
-        """Restore the live blocks at their addresses; all other memory is poisoned."""
+        """Restore the live blocks at their addresses, and poison all other memory."""
         for slab in self._slabs:
             ctypes.memset(slab.base, _poison_byte(torch.float32), slab.end - slab.base)
         self._tidy()
@@ -198,7 +199,7 @@ class BlockPool:
     def empty(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, *, origin: Any = None
     ) -> torch.Tensor:
-        """Return a poisoned tensor in a block of its own; ``live`` shows its ``origin``."""
+        """Return a poisoned tensor in a new block, which stores ``origin``."""
         extent = 1
         for length, step in zip(size, stride, strict=True):
             if length == 0:
@@ -223,8 +224,8 @@ class BlockPool:
         owner, other = slab.window[start : start + window], slab.window[start : start + window]
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
         shared = torch.frombuffer(other, dtype=torch.uint8).untyped_storage()
-        # When the storage dies, so does the window, and the block is queued. That may happen at
-        # any point of any thread, so the callback must not take the lock.
+        # When the storage is freed, so is the window, and the block is queued. This may happen at
+        # any time in any thread, so the callback must not take the lock.
         gone = _Owner(owner, self._dead.append)
         gone.address = address
         self._live[address] = Block(
@@ -239,13 +240,13 @@ class BlockPool:
         return storage, self._unread.meet(address, address + nbytes)
 
     def covers(self, address: int) -> bool:
-        """Whether ``address`` lies in this pool's memory, used or free."""
+        """Whether ``address`` is in this pool's memory, used or free."""
         with self._lock:
             at = bisect.bisect_right(self._slabs, address, key=_base) - 1
             return at >= 0 and address < self._slabs[at].end
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same memory that does not own the block.
+        """Return a tensor that shares the memory but does not own the block.
 
         Aliases and tensors outside the pool are returned unchanged.
         """
@@ -262,23 +263,26 @@ class BlockPool:
     def hold(self) -> Hold:
         """Return a claim that keeps all reserved memory.
 
-        A graph needs one because its temporaries live in free blocks. Without claims, reservations
-        without a live block are freed.
+        A graph needs a claim because its temporaries are in free blocks. Without any claim,
+        reservations without live blocks are freed.
         """
         return Hold(self)
 
     def _tidy(self) -> None:
-        # The garbage collector may drop a hold inside the lock; the next change tidies up then.
+        # If the garbage collector drops a hold while the lock is held, the next change tidies up.
         if not self._lock.locked():
             with self._lock:
                 self._change(lambda: None)
 
     def _change(self, change: Callable[[], _Result]) -> _Result:
-        """Free dead blocks and call ``change``, under the lock; repair the pool on an error."""
+        """Free blocks of freed owners and call ``change``; repair the pool on an error.
+
+        The caller must hold the lock.
+        """
         try:
             self._collect()
             return change()
-        except BaseException:  # such as an interrupt in the middle
+        except BaseException:  # such as an interrupt
             self._find_free()
             raise
 
@@ -290,11 +294,11 @@ class BlockPool:
             self._slab_of(block.address).free.remove(block.address, block.address + block.bytes)
 
     def _collect(self) -> None:
-        """Free the blocks of dead owners, and unused slabs if there are no holds."""
+        """Free the blocks of freed owners, and unused slabs if there are no holds."""
         while self._dead:
             owner = self._dead[0]
             block = self._live.get(owner.address)
-            # An interrupted allocation leaves an owner without a block of its own.
+            # An interrupted allocation leaves an owner without a block.
             if block is not None and block.owner is owner:
                 start, end = block.address, block.address + block.bytes
                 if block.recording != self._recording:
@@ -308,7 +312,7 @@ class BlockPool:
                     self._slabs.remove(slab)
 
     def _take(self, nbytes: int) -> tuple[_Slab, int]:
-        """Take the smallest free range that is large enough; return its slab and address."""
+        """Take ``nbytes`` of the smallest free range that fits; return slab and address."""
         ranges = [
             (end - start, start, slab)
             for slab in self._slabs

@@ -1,4 +1,4 @@
-"""Metadata of results without running operations: sizes, strides and dtypes."""
+"""Metadata of results (sizes, strides and dtypes), determined without running operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DataDependentError(Exception):
 
 
 class UnrecordableError(Exception):
-    """An operation cannot be recorded; the text gives the reason, without a final full stop."""
+    """An operation cannot be recorded; the text is the reason, without a final period."""
 
 
 class UnknownMetadataError(UnrecordableError):
@@ -58,7 +58,7 @@ class Layout:
 
 
 def _map(value: Any, change: Callable[[Any], Any], *, kind: type) -> Any:
-    """Return ``value`` with ``change`` applied to every ``kind`` in it, also inside lists."""
+    """Return ``value`` with ``change`` applied to every ``kind`` in it, also in nested lists."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -72,7 +72,7 @@ map_layouts = functools.partial(_map, kind=Layout)
 
 
 _NORMS = ("batch", "group", "layer")
-"""Norms whose statistics have the dtype of the weights, but fake statistics that of the input."""
+"""Norms whose statistics have the dtype of the weights, but in fake results that of the input."""
 
 _UNFAITHFUL = {
     "aten::mkldnn_rnn_layer",
@@ -91,8 +91,9 @@ def _require_plain(tensor: torch.Tensor, subject: str = "") -> None:
     kind = "quantized" if tensor.is_quantized else tensor.layout
     kind = "nested" if tensor.is_nested else kind
     raise UnrecordableError(
-        f"{subject}a {kind} tensor, and a graph needs tensors with plain memory at fixed "
-        f"addresses. Do its work in a function marked @dg.no_graph, or use a plain, dense tensor"
+        f"{subject}a {kind} tensor, but a graph needs tensors with plain memory at fixed "
+        f"addresses. Use a plain, dense tensor, or call the operation in a function marked "
+        f"@dg.no_graph"
     )
 
 
@@ -105,16 +106,16 @@ def _key(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, torch.Generator):
-        return torch.Generator  # the key must not keep a generator alive
-    # 1, 1.0 and True are equal keys but different arguments.
+        return torch.Generator  # The key must not keep a generator alive.
+    # 1, 1.0 and True are equal as keys, but different as arguments.
     return (type(value), value)
 
 
 class Metadata:
-    """A cache of the results' metadata, by operation and layouts of arguments. Thread-safe.
+    """A cache of metadata of results, by operation and layouts of arguments. Thread-safe.
 
-    The metadata is that of eager execution, except for the stride of a dimension of size 1, which
-    addresses nothing.
+    The metadata equals that of eager execution, except for strides of dimensions of size 1, which
+    have no effect.
     """
 
     LIMIT = 20_000
@@ -126,7 +127,7 @@ class Metadata:
 
     @functools.cached_property
     def _mode(self) -> FakeTensorMode:
-        """The mode, made on first use: the import of torch's compiler takes seconds."""
+        """The mode, created on first use, because importing torch's compiler takes seconds."""
         return FakeTensorMode()
 
     @property
@@ -137,15 +138,15 @@ class Metadata:
     def infer(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the operation with a ``Layout`` in place of each tensor.
 
-        Raises DataDependentError, OtherDeviceError, or UnrecordableError if the operation resizes
-        an argument, if a tensor is not dense, or if torch does not know the result.
+        Raises DataDependentError or OtherDeviceError, or UnrecordableError if the operation resizes
+        an argument, if a tensor is not dense, or if torch cannot determine the result.
         """
         named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
         with_grad = plan.depends_on_grad and torch.is_grad_enabled()
         key = (plan, _key(args), named, with_grad, torch.get_default_dtype())
         try:
             layouts = self._known.get(key)
-        except TypeError:  # an argument that cannot be a key, such as a script object
+        except TypeError:  # An argument is not hashable, such as a script object.
             return self._ask(plan, args, kwargs)
         if layouts is None:
             layouts = self._ask(plan, args, kwargs)
@@ -172,12 +173,12 @@ class Metadata:
                 raise
             except Exception as failure:
                 if not isinstance(error, UnknownMetadataError):
-                    raise error from None  # arguments that do not fit
+                    raise error from None  # The arguments are invalid.
                 raise UnrecordableError(str(error)) from failure
 
     def reads_data(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an operation that returns no tensor needs the data of its arguments."""
-        # Without a metadata kernel, fake tensors run the CPU kernel on zeros.
+        # Without a metadata kernel, fake tensors would run the CPU kernel on zeros.
         name = plan.func.name()  # type: ignore[no-untyped-call]
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         if not (has_kernel(name, "Meta") or has_kernel(name, "CompositeExplicitAutograd")):
@@ -207,7 +208,7 @@ _FAST = frozenset(
     split_with_sizes_copy sum topk tril triu zeros zeros_like
     """.split()
 )
-"""Operations whose metadata kernel does not ask for the device, apart from pointwise ones."""
+"""Operations whose metadata kernel ignores the device, in addition to pointwise operations."""
 
 
 def _is_fast(plan: OpPlan) -> bool:
@@ -227,20 +228,20 @@ def _ask_kernel(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _infer(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
-    """Return the layouts of the results, from arguments on ``device`` that have no data."""
+    """Return the layouts of the results for stand-ins of the arguments on ``device``."""
     schema = plan.func._schema.arguments
     positions = {argument.name: at for at, argument in enumerate(schema)}
     written: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def stand_in(position: int, value: Any) -> Any:
         if isinstance(value, torch.Generator):
-            return None  # a generator would have to be of the device
+            return None  # A generator must be on the device of the tensors.
         resizable = plan.func.namespace == "aten" and schema[position].is_out
 
         def new(tensor: torch.Tensor) -> torch.Tensor:
             if position not in plan.writes:
                 return _new(Layout.of(tensor), device)
-            # An empty output takes the shape of the result without torch's warning.
+            # torch resizes an empty output to the shape of the result without a warning.
             layout = Layout((0,), (1,), tensor.dtype) if resizable else Layout.of(tensor)
             written.append((tensor, _new(layout, device)))
             return written[-1][1]
@@ -256,16 +257,16 @@ def _infer(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
         if tuple(other.shape) != tuple(tensor.shape):
             raise UnrecordableError(
                 f"{plan.name} would resize its output from {tuple(tensor.shape)} to "
-                f"{tuple(other.shape)}; memory has fixed addresses in a capture, so give it an "
+                f"{tuple(other.shape)}, but memory has fixed addresses in a capture; pass an "
                 f"output of the right shape"
             )
     return map_tensors(result, functools.partial(_layout, plan, device=device))
 
 
 def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the layouts of the results of two runs on scratch data.
+    """Run an operation on scratch data and return the layouts of its results.
 
-    They must agree, because sizes may depend on data.
+    Raise DataDependentError if a second run on other data returns other layouts.
     """
     answers = []
     random = torch.get_rng_state()
@@ -280,19 +281,22 @@ def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             except Exception:
                 if fill == 1:
                     raise
-                continue  # data that the operation does not accept
+                continue  # The operation does not accept such data.
             finally:
                 torch.set_rng_state(random)
             answers.append(map_tensors(result, functools.partial(_layout, plan)))
     if answers[0] != answers[-1]:
-        raise DataDependentError(f"{plan.name} returns other sizes for other data")
+        raise DataDependentError(f"sizes of the results of {plan.name} depend on data")
     return answers[0]
 
 
 def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
-    """Return a tensor like ``tensor``, full of ``fill`` or of zeros, which are legal indices."""
+    """Return a tensor like ``tensor`` filled with ``fill``, or with 0 if its elements are integers.
+
+    Zeros are legal indices.
+    """
     scratch = _new(Layout.of(tensor))
-    # Elements of expanded tensors share memory, which only a flat view may write.
+    # Elements of expanded tensors share memory, so write through a flat view.
     count = scratch.untyped_storage().nbytes() // scratch.itemsize
     flat = scratch.as_strided((count,), (1,))
     if scratch.dtype is torch.bool:
@@ -306,7 +310,7 @@ def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging an error that it also raises."""
+    """Suppress torch's log messages about errors that it also raises."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:
@@ -331,9 +335,9 @@ def _run(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise DataDependentError(str(error)) from error
-    # torch's tables of dtypes have gaps.
+    # KeyError: torch's tables of dtypes are incomplete.
     except (UnsupportedOperatorException, NotImplementedError, KeyError) as error:
         raise UnknownMetadataError(
-            f"torch cannot tell the result of {func} without running it; register its shapes with "
-            f"torch.library.register_fake, or call it in a function marked @dg.no_graph"
+            f"torch cannot determine the result of {func} without running it; register its shapes "
+            f"with torch.library.register_fake, or call it in a function marked @dg.no_graph"
         ) from error

@@ -1,7 +1,7 @@
-"""Interception of torch: two modes at the bottom of the calling thread's stacks of modes.
+"""Interception of torch by two modes at the bottom of the calling thread's mode stacks.
 
-A device is below all modes. User code may enter and leave modes before a recording and across its
-ends; these modes stay below them and look like an ordinary device.
+User code may enter and leave modes at any time, also across the start and end of a recording. The
+two modes stay below all of them, so that they see the same calls as a device.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class _BottomMode:
         self._report = report
         self.recorder = recorder  # the owner of the method ``report``
         self.is_over = False
-        """Whether the mode was removed. torch keeps a mode off its stack while the mode runs and
-        puts it back afterwards. A mode that was removed in the meantime stays on the stack and only
+        """Whether the mode was removed. torch takes a mode off its stack while the mode runs and
+        puts it back afterwards. A mode that is removed in the meantime stays on the stack and only
         forwards calls, until the next recording of the thread removes it."""
 
     def install(self) -> None:
-        """Start, below all modes except a default device."""
+        """Put this mode on the stack, below all modes except that of a default device."""
         self.clear()
         stack = self.stack.read()
         # torch requires the mode of set_default_device to be the lowest.
@@ -53,14 +53,14 @@ class _BottomMode:
 
     @classmethod
     def clear(cls) -> None:
-        """Take removed modes off the thread's stack, because torch compiles nothing under them."""
+        """Take removed modes off the thread's stack, because they prevent compilation by torch."""
         stack = cls.stack.read()
         rest = [mode for mode in stack if not (isinstance(mode, _BottomMode) and mode.is_over)]
         if len(rest) < len(stack):
             cls.stack.rebuild(rest)
 
     def remove(self, leftovers: Collection[object] = ()) -> None:
-        """Stop, and take this mode and ``leftovers`` off the stack. Idempotent."""
+        """Take this mode and ``leftovers`` off the stack. Idempotent."""
         self.is_over = True
         stack = self.stack.read()
         rest = [mode for mode in stack if mode is not self and mode not in leftovers]
@@ -69,7 +69,7 @@ class _BottomMode:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Report the calls of the block too, although it runs inside a report."""
+        """Push this mode again for the block, which runs in the handler of the mode."""
         self.stack.push(self)
         try:
             yield
@@ -88,7 +88,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "strict_mode": lambda function, operands: function(*operands),
     "invoke_subgraph": lambda graph, identifier, *operands: graph(*operands),
 }
-"""Higher-order operators whose kernel of eager execution refuses modes."""
+"""Higher-order operators whose eager kernel refuses modes, with a replacement for that kernel."""
 
 
 class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,21 +101,21 @@ class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-ca
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_over or tracer(FAKE) is not None:  # a tracer, whose tensors have no memory
+        if self.is_over or tracer(FAKE) is not None:  # Fake tensors have no memory.
             return func(*args, **kwargs)
         if tracer(PROXY) is not None:
             raise CaptureError(
-                f"the step traces a function, at {user_line()}, and a capture cannot record work "
+                f"the step traces a function, at {user_line()}, but a capture cannot record work "
                 f"that a tracer records. Trace before the capture (make_fx, torch.func.linearize), "
                 f"and call the result in the step."
             )
         for kind in types:
             if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                return NotImplemented  # a tensor subclass, which turns the call into plain ones
+                return NotImplemented  # The tensor subclass calls operations on plain tensors.
         if isinstance(func, OpOverload):
             return self._report(func, args, kwargs)
         if isinstance(func, HigherOrderOperator):
-            # The kernel of eager execution runs the operator's functions as plain Python.
+            # The eager kernel runs the operator's functions as plain Python.
             kernel = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
             kernel = _RULES.get(func.name(), kernel)  # type: ignore[no-untyped-call]
             if kernel is not None:
@@ -141,9 +141,9 @@ class Functions(_BottomMode, TorchFunctionMode):
 
 
 class _Stance:
-    """The stance of torch.compile, except that a recording thread runs compiled functions eagerly.
+    """The stance of torch.compile, except that recording threads run compiled functions eagerly.
 
-    Compiled code would write memory without the dispatcher, so no mode would see it.
+    Compiled code bypasses the dispatcher, so no mode would see its writes.
     """
 
     def __init__(self, own: Any) -> None:
@@ -157,7 +157,7 @@ class _Stance:
 
 
 def _refuse_machine_code(frame: FrameType) -> None:
-    """Refuse a function with ``fullgraph``, whose bits would differ without compilation."""
+    """Refuse a ``fullgraph`` function of Inductor, whose results would differ when run eagerly."""
     callback, caller = frame.f_locals.get("callback"), frame.f_back
     if caller is None or not getattr(caller.f_locals.get("self"), "fullgraph", False):
         return
@@ -177,10 +177,9 @@ _has_torch_function = torch.overrides.has_torch_function
 
 
 def _has_override(values: Any) -> bool:
-    """Return the answer of ``torch.overrides.has_torch_function`` on a device.
+    """Return the result that ``torch.overrides.has_torch_function`` has on a device.
 
-    The fast paths of torch.nn's transformer layers are taken only if no mode is active, and on a
-    device none is.
+    The fast paths of torch.nn's transformer layers require that no mode is active, as on a device.
     """
     stack = Functions.stack.read()
     if len(stack) == 1 and isinstance(stack[0], Functions):
@@ -197,14 +196,11 @@ _recordings: set[object] = set()
 
 
 def adapt_torch(recording: object) -> None:
-    """Adapt torch's compiler and fast paths until ``restore_torch(recording)``.
-
-    Other threads see no difference.
-    """
+    """Adapt torch's compiler and fast paths to recording threads until ``restore_torch``."""
     with _lock:
         _recordings.add(recording)
         torch.overrides.has_torch_function = _has_override  # type: ignore[assignment]
-        compiler: Any = importlib.import_module("torch._dynamo.eval_frame")  # takes seconds
+        compiler: Any = importlib.import_module("torch._dynamo.eval_frame")  # Takes seconds.
         if not isinstance(compiler._stance, _Stance):
             compiler._stance = _Stance(compiler._stance)
 

@@ -1,4 +1,4 @@
-"""The kinds of torch's operations for a recording, and the calls that replay them."""
+"""Kinds of torch operations in a recording, and the calls that replay them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from devgraph.api.modes import OwnMode
 
 
 class Kind(enum.Enum):
-    """How a recording treats an operation."""
+    """The kind of an operation, which determines its treatment in a recording."""
 
-    __hash__ = object.__hash__  # Enum's own is a slow Python function
+    __hash__ = object.__hash__  # Enum's own is a slow Python function.
 
     DECOMPOSE = "consists of other operations, which are recorded instead"
     VIEW = "makes an alias or changes metadata only; runs at capture, not in replays"
@@ -26,7 +26,7 @@ class Kind(enum.Enum):
     ALLOCATE = "allocates memory without writing it"
     CONSTANT = "copies host data into a tensor"
     METADATA = "needs metadata only"
-    HOST = "returns device data to the host, or needs the host in another way"
+    HOST = "returns device data to the host, or needs the host otherwise"
     BOOLEAN_INDEX = "has a data-dependent output shape if an index is boolean"
     MUTATE = "writes its arguments"
     COMPUTE = "returns new tensors"
@@ -38,7 +38,7 @@ class OutVariant:
 
     func: OpOverload
     outputs: tuple[str, ...]
-    """Names of its output arguments, in the order of the returned tensors."""
+    """Names of the output arguments, in the order of the returned tensors."""
     dropped: frozenset[str]
     """Keyword arguments of the plain overload that this overload does not accept."""
 
@@ -52,20 +52,20 @@ class OpPlan:
     kind: Kind
     out: OutVariant | None
     returns: tuple[int | None, ...]
-    """For each result, the position of the argument that is returned, or None for a new tensor."""
+    """Position of the argument that each result aliases, or None for a new tensor."""
     writes: frozenset[int]
-    """Positions of the arguments that it writes."""
+    """Positions of the arguments that the operation writes."""
     seeded: bool
-    """Whether it may draw random numbers."""
+    """Whether the operation may draw random numbers."""
     depends_on_grad: bool
-    """Whether it computes other bits and more results while gradients are recorded."""
+    """Whether values and number of results depend on whether gradients are enabled."""
 
     def generator(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the random generator among the arguments, or None."""
         return next((a for a in (*kwargs.values(), *args) if isinstance(a, torch.Generator)), None)
 
     def argument(self, position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the argument at ``position`` of the schema, or None if it was left out."""
+        """Return the argument at ``position`` of the schema, or None if it was not passed."""
         if position < len(args):
             return args[position]
         return kwargs.get(self.func._schema.arguments[position].name)
@@ -75,7 +75,7 @@ def _aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
 
-# These return aliases, although their schemas do not say so.
+# These return aliases, although their schemas do not declare it.
 _VIEWS = _aten("_unsafe_view lift alias detach")
 
 _RESIZES = _aten("resize_ resize_as_ _resize_output_ resize_as_sparse_")
@@ -95,11 +95,12 @@ _PLAIN = frozenset({"int", "float", "bool", "str", "number", "Device"})
 
 _INDEXING = _aten("index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put")
 
-# Collectives of the host return handles and finish in other threads.
+# Collectives on the host return handles and finish in other threads.
 _HOST_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
-# Some out overloads resize their output on the way, as those of losses do. Pointwise operations and
-# these were compared with the plain overloads on all samples of torch's operator database.
+# Some out overloads temporarily resize their output, for example those of losses. Pointwise
+# operations and these do not; they were compared with their plain overloads on all samples of
+# torch's operator database.
 _DIRECT = frozenset(
     """
     _log_softmax _softmax addbmm addmm addmv all amax amin any arange argmax argmin argsort baddbmm
@@ -177,11 +178,11 @@ def _kind(func: OpOverload, writes: frozenset[int]) -> Kind:
 
 
 def _is_composite(func: OpOverload) -> bool:
-    """Whether eager CPU execution of ``func`` runs its decomposition rather than a kernel."""
+    """Whether eager CPU execution of ``func`` runs a decomposition instead of a kernel."""
     name = func.name()  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
         return False
-    # The decompositions for torch's compilers (func.py_kernels) compute other bits.
+    # Results of the decompositions for torch's compilers (func.py_kernels) are not bitwise equal.
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
@@ -224,7 +225,7 @@ _COPIES = {"aten::clone", "aten::_to_copy"}
 
 
 class Binder:
-    """Makes the calls of a tape, and caches torch's typed function for each call. Thread-safe."""
+    """A factory of a tape's calls, which caches torch's function for each call. Thread-safe."""
 
     def __init__(self) -> None:
         self._chosen: dict[Any, Callable[..., Any]] = {}
@@ -234,7 +235,7 @@ class Binder:
     ) -> Callable[[], object]:
         """Return a call that runs an operation and writes its results into ``outputs``.
 
-        The results are copied there if the operation has no overload that writes them directly.
+        Operations without an overload that writes outputs directly need a copy of each result.
         """
         if plan.name in _COPIES:
             return functools.partial(torch.Tensor.copy_, outputs, args[0])
@@ -250,9 +251,9 @@ class Binder:
     def bind(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> functools.partial[Any]:
-        """Return a call of ``func``, through an equivalent typed function of torch if there is one.
+        """Return a call of ``func``, through an equivalent function of torch's Python API if any.
 
-        The typed call takes 0.7 us, the generic one 1.2 us (add of 576 numbers, torch 2.13).
+        The Python API takes 0.7 us, the operator object 1.2 us (add of 576 numbers, torch 2.13).
         """
         named = tuple([(name, _pattern(v)) for name, v in kwargs.items()]) if kwargs else ()
         key = (func, _pattern(args), named)
@@ -264,7 +265,7 @@ class Binder:
 
 
 def _pattern(value: Any) -> Any:
-    """Return the properties of arguments that torch's choice of an overload can depend on."""
+    """Return the properties of arguments on which torch's choice of an overload may depend."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.dim() == 0)
     if isinstance(value, (list, tuple)):
@@ -273,7 +274,7 @@ def _pattern(value: Any) -> Any:
 
 
 def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
-    """Return torch's generated functions and methods of the name of ``func``."""
+    """Return the functions and methods of torch's Python API with the name of ``func``."""
     if func.namespace != "aten":
         return ()
     name = func._schema.name.split("::")[1]
@@ -282,7 +283,7 @@ def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
 
 
 class _Probe(OwnMode):
-    """A mode that collects the operations of a call and runs none."""
+    """A mode that collects the operations of a call without running them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +303,7 @@ def _is_same(
         try:
             call(*args, **kwargs)
         except (TypeError, RuntimeError):
-            return False  # another signature
+            return False  # The signatures differ.
     if len(probe.seen) != 1:
         return False
     seen, seen_args, seen_kwargs = probe.seen[0]
@@ -342,9 +343,9 @@ def _copying(name: str, run: Callable[[], Any], outputs: Any) -> Callable[[], No
                 continue
             if result.shape != out.shape or result.dtype is not out.dtype:
                 raise DeviceGraphError(
-                    f"{name} returned {result.dtype} {tuple(result.shape)} where torch's own "
-                    f"metadata said {out.dtype} {tuple(out.shape)}; please report this with the "
-                    f"version of torch ({torch.__version__})."
+                    f"{name} returned {result.dtype} {tuple(result.shape)}, but torch's metadata "
+                    f"promised {out.dtype} {tuple(out.shape)}; please report this with the version "
+                    f"of torch ({torch.__version__})."
                 )
             out.copy_(result)
 

@@ -1,4 +1,4 @@
-"""The random generators of a recording: draws are recorded, and so are changes of their state."""
+"""The random generators of a recording, which records their draws and changes of their state."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ Record = Callable[[str, Callable[[], object]], None]
 """Records a call under a name."""
 
 SAVED = "a saved random state"
-"""Name of the calls that change no generator."""
+"""Name of recorded calls that only save a state."""
 
 _claim: dict[str, int] = {}
-"""The thread whose recording moves torch's default generator, under the key "default"."""
+"""The thread whose recording advances torch's default generator, under the key "default"."""
 
 
 def _claimed() -> bool:
-    """Claim the default generator for this thread unless another live thread has it.
+    """Claim the default generator for this thread unless another live thread has claimed it.
 
-    An interrupt may leave a claim behind. A thread records one step at a time, so it may replace
-    its own claim.
+    A thread records one step at a time, so its existing claim is left over from an interrupt.
     """
     here = threading.get_ident()
     holder = _claim.setdefault("default", here)
@@ -44,12 +43,12 @@ def _address(generator: torch.Generator) -> int:
 class Position:
     """A state of a generator between two draws of a recording.
 
-    A replay saves its own state there if the recorded code returns to the position.
+    If the recorded code restores this state, a replay saves its own state here.
     """
 
     generator: torch.Generator
     state: torch.Tensor  # the state in the recording
-    is_drawn: bool = False  # whether a draw begins or ends there
+    is_drawn: bool = False  # whether a draw begins or ends here
     is_needed: bool = False
     saved: torch.Tensor | None = None
 
@@ -64,7 +63,7 @@ class Position:
 
 @attrs.define(eq=False)
 class _Draw:
-    """A recorded draw, between two positions."""
+    """A recorded draw and the positions before and after it."""
 
     run: Callable[[], object]
     before: Position
@@ -79,10 +78,10 @@ class _Draw:
 class Sequence:
     """The random numbers that a recording takes from one generator.
 
-    A recording draws nothing, but it moves the generator at each draw. A state that the code sets,
-    as ``torch.utils.checkpoint`` does, therefore identifies its draw. A recording continues from
-    the ``earlier`` positions of its session, so that all states differ, because a backward may set
-    the states of its forward.
+    A recording executes no draw, but advances the generator at each draw. If the code later sets a
+    state, as ``torch.utils.checkpoint`` does, the state therefore identifies the draw. States must
+    be unique in a session, because a backward pass may set states of its forward pass. A recording
+    therefore continues from the ``earlier`` positions of the session.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Sequence:
         self._advance()
 
     def draw(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Return ``run``, which draws numbers, as the call to record."""
+        """Return the call to record for ``run``, which draws numbers."""
         self.follow()
         before = self._now
         self._advance()
@@ -108,7 +107,7 @@ class Sequence:
         return _Draw(run, before, self._now)
 
     def follow(self) -> None:
-        """Record the changes of the state that the code made since the last draw."""
+        """Record a change that the code made to the state since the last draw."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             state = self._generator.get_state()
             if torch.equal(state, self._now.state):
@@ -124,12 +123,13 @@ class Sequence:
             seeded = torch.Generator().manual_seed(self._generator.initial_seed()).get_state()
             if not torch.equal(state, seeded):
                 if restores_elsewhere() != self._restores:
-                    # Another thread has restored the state after its own capture.
+                    # Another thread restored the state after its own capture.
                     self._now = Position(self._generator, state)
                     return
                 raise UnrecordableError(
                     "the step sets the state of a random generator, or another thread draws from "
-                    "it. A replay would set the state of capture again. Set it before the replay"
+                    "the generator. Every replay would set the state from capture again. Set the "
+                    "state before the replay"
                 )
         self._leave()
         self._now = Position(self._generator, state)
@@ -143,7 +143,7 @@ class Sequence:
         return [*self._earlier, *self._positions]
 
     def _leave(self) -> None:
-        """Record that the position may be needed later: no draw follows that would save it."""
+        """Record a save of the current position, which no later draw will save."""
         self._record(SAVED, self._now.save)
 
     def _advance(self) -> None:
@@ -155,17 +155,18 @@ class Sequence:
 
 @attrs.frozen
 class _StandIn:
-    """A generator for the draws from another one, which the step seeds."""
+    """A generator that replaces another generator, which the step seeds."""
 
     generator: torch.Generator
-    state: torch.Tensor  # the state of the original when it was seeded
+    state: torch.Tensor  # the state of the original after seeding
 
 
 class Randomness:
     """The generators of a recording.
 
-    Only one recording at a time follows torch's default generator. The others record draws from it
-    and do not see changes of its state. The caller owns the ``known`` generators.
+    Only one recording at a time tracks the state of torch's default generator. Concurrent
+    recordings record draws from that generator, but no changes of its state. The caller owns the
+    ``known`` generators.
     """
 
     def __init__(
@@ -177,12 +178,12 @@ class Randomness:
         self._record = record
         self._positions = {} if positions is None else positions
         """The positions of earlier recordings of the session, by the address of the generator."""
-        # By the address of the generator, because each operation gets an object of its own.
+        # By address of the generator, because each operation receives a new Python object.
         self._sequences: dict[int, Sequence] = {}
         self._objects: dict[int, torch.Generator] = {}
-        """The objects by which the user's code holds generators."""
+        """The Python objects of generators in the user's code."""
         self._unknown: set[int] = set()
-        """Generators that had drawn before: no seed produces their state."""
+        """Generators that had drawn numbers before, so that no seed gives their state."""
         self._stand_ins: dict[int, _StandIn] = {}
         self._has_claim = _claimed()
         if self._has_claim:
@@ -195,19 +196,19 @@ class Randomness:
                 self._sequences[address] = Sequence(generator, record, earlier)
 
     def note(self, generator: torch.Generator) -> None:
-        """Note the object by which the user's code holds a generator."""
+        """Store the Python object that the user's code passed."""
         self._objects[_address(generator)] = generator
 
     def _is_held(self, address: int) -> bool:
-        """Whether the user's code holds a generator. If so, the step did not make it."""
-        # Generators of torch 2.11 support no weak references.
+        """Whether the user's code still references a generator, which the step did not create."""
+        # Generators of torch 2.11 do not support weak references.
         return address not in self._objects or sys.getrefcount(self._objects[address]) > 2
 
     def source(self, generator: torch.Generator | None) -> torch.Generator:
-        """Return the generator that replays draw from in place of ``generator``.
+        """Return the generator from which replays draw instead of ``generator``.
 
-        If nothing has drawn from the generator, either the step or the caller seeded it. A stand-in
-        that every replay seeds takes its place, and ``follow`` refuses a generator of the caller.
+        If nothing has drawn from ``generator`` since it was seeded, return a stand-in that every
+        replay seeds. If the caller, not the step, seeded the original, ``follow`` raises an error.
         """
         if generator is None or _address(generator) == _address(torch.default_generator):
             return torch.default_generator
@@ -218,7 +219,9 @@ class Randomness:
             stand_in = self._stand_ins.get(_address(generator))
             if stand_in is not None:
                 if not torch.equal(state, stand_in.state):
-                    raise UnrecordableError("the step seeds a generator that it has drawn from")
+                    raise UnrecordableError(
+                        "the step seeds a generator from which it has drawn. Create a new generator"
+                    )
                 return stand_in.generator
             seeded = torch.Generator().manual_seed(generator.initial_seed())
             if not torch.equal(seeded.get_state(), state):
@@ -231,22 +234,27 @@ class Randomness:
         return seeded
 
     def draw(self, generator: torch.Generator, run: Callable[[], object]) -> Callable[[], object]:
-        """Return ``run``, which draws from a ``source``, as the call to record."""
+        """Return the call to record for ``run``, which draws from a result of ``source``."""
         sequence = self._sequences.get(_address(generator))
         return run if sequence is None else sequence.draw(run)
 
     def follow(self) -> None:
-        """Record the changes of states since the last draws, and refuse; called at the end."""
+        """Record changes of states since the last draws; refuse unsupported use of generators.
+
+        Called at the end of a recording.
+        """
         if not all(map(self._is_held, self._unknown)):
             raise UnrecordableError(
-                "the step makes a random generator and sets its state, which a replay would set "
-                "again as it is now. Seed it by a number, or make it before the capture"
+                "the step creates a random generator and sets its state, and every replay would "
+                "set the same state again. Seed the generator with a number, or create it before "
+                "the capture"
             )
         if any(map(self._is_held, self._stand_ins)):
             raise UnrecordableError(
-                "the step draws from a generator of the caller's that it seeds, or that nothing "
-                "has drawn from. A replay would not seed it again. Seed the generator before the "
-                "capture and draw from it once, make it in the step, or use torch's default one"
+                "the step draws from a generator of the caller that the step seeds, or from which "
+                "nothing was drawn before. A replay would not seed it again. Seed the generator "
+                "and draw from it once before the capture, create it in the step, or use torch's "
+                "default generator"
             )
         for sequence in self._sequences.values():
             sequence.follow()

@@ -1,4 +1,4 @@
-"""The recorder: it puts the operations of a thread on a tape and executes none of them."""
+"""The recorder, which puts the operations of a thread on a tape without executing them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from devgraph.cpu.randomness import SAVED, Position, Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
-# Dispatch keys above Python, apart from autograd. They are off inside a handler, and a decomposed
-# operation must see them again.
+# Dispatch keys above Python, except autograd. They are off in a handler, but decompositions need
+# them.
 _ABOVE = functools.reduce(
     lambda left, right: left | right,
     (
@@ -50,7 +50,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 class Knowledge:
-    """Caches about torch's operations, shared by the recordings of a backend."""
+    """Caches of facts about torch operations, shared by the recordings of a backend."""
 
     def __init__(self) -> None:
         self.metadata = Metadata()
@@ -60,22 +60,22 @@ class Knowledge:
 class Recorder:
     """Records the operations of the current thread between ``__enter__`` and ``__exit__``.
 
-    It executes nothing and draws no random number. Outputs are poisoned tensors of the pool, which
-    every replay writes. Views are made at once, because they are only aliases. Python runs once,
-    so its control flow and its numbers are frozen.
+    No operation is executed and no random number is drawn. Outputs are poisoned tensors of the
+    pool, which every replay writes. Views are created immediately, because they are only aliases.
+    Python code runs once, so its control flow and its numbers are frozen.
 
     Args:
         pool: memory of outputs.
-        others: further pools whose tensors may occur. The tape does not claim their memory.
+        others: further pools whose tensors the code may use.
         knowledge: caches of earlier recordings.
-        bound: addresses of the only memory outside the pools that may be touched; any if None.
-        arguments: tensors whose layout the code may not change in place.
+        bound: addresses of memory outside the pools that the code may use; None allows any.
+        arguments: tensors whose layout the code must not change in place.
         reached: further tensors of the caller that the code may use.
         generators: random generators of the caller.
         continues: whether this recording follows others of the same step.
-        positions: states of random generators in the others, to which those of this one are added.
+        positions: states of random generators in these other recordings; the new states are added.
         on_violation: called for every violation. The recording then continues with assumed values
-            and cannot be replayed. Without it, violations raise.
+            and cannot be replayed. By default, violations raise errors.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Recorder:
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
         self.parts: list[Entry | Span] = []
-        """The recorded entries and spans, without an open span."""
+        """The recorded entries and finished spans."""
         self.open_span: Span | None = None
         self._inside: list[Entry] = []
         self.count = 0
         """Number of recorded operations."""
         self.touched: dict[int, torch.UntypedStorage] = {}
-        """Touched memory outside the pools, by address."""
+        """Memory outside the pools that the code used, by address."""
         self._bound = bound
         self._arguments, self._reached, self._generators = arguments, reached, generators
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -107,7 +107,7 @@ class Recorder:
         self._writes: Counter[int] = Counter()
         """Number of recorded writes, by the address of the memory."""
         self._made: dict[int, int] = {}
-        """The version of the last tensor that was made, by the address of its memory."""
+        """The version of the last tensor that was created at an address."""
         self._continues = continues
         self._pool = pool
         self._pools = (pool, *others)
@@ -126,10 +126,10 @@ class Recorder:
         self._random: Randomness | None = None
         self._positions = positions
         self._first_uses: list[tuple[torch.Tensor, int]] = []
-        """The first tensor of each touched storage, and the number of operations before it."""
+        """The first tensor on each storage in ``touched``, and the number of operations before."""
 
     def __enter__(self) -> Recorder:
-        assert self._cached is None, "a recorder records one thing at a time"
+        assert self._cached is None, "a recorder cannot run two recordings at once"
         self._cached = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
@@ -143,8 +143,8 @@ class Recorder:
             self._dispatching.install()
             adapt_torch(self)
             if self._bound is None:
-                # Afterwards, generation 0 holds the objects of this recording, and generation 1
-                # those of the segments before it.
+                # From here on, generation 0 contains the objects of this recording, and generation
+                # 1 those of earlier segments.
                 gc.collect(0 if self._continues else 1)
                 self._random = Randomness(self._record, self._generators, self._positions)
                 tensors = (*self._arguments, *self._reached)
@@ -166,11 +166,12 @@ class Recorder:
                 raise
 
     def _finish(self) -> None:
-        """Complete or refuse a recording whose code did not fail."""
+        """Complete a recording whose code did not fail, or refuse it."""
         try:
             if self._random is not None:
                 self._random.follow()
-                self._refuse_foreign_writes()
+                for tensor, version in self._versions:
+                    self._require_own_writes(tensor, version)
                 self._refuse_foreign_results()
         except UnrecordableError as error:
             self._refusal.other("the step", str(error))
@@ -189,7 +190,7 @@ class Recorder:
         self._first_uses, self._versions = [], []
 
     def tape(self) -> Tape:
-        """Return the tape of a recording that has ended and assumed no values."""
+        """Return the tape. The recording must have ended, without assumed values."""
         assert self._cached is None and not self._refusal.collects
         return Tape(self.parts, self._holds)
 
@@ -199,13 +200,13 @@ class Recorder:
 
     @property
     def _entries(self) -> list[Entry]:
-        """All entries outside loops."""
+        """All entries, without those inside loops."""
         spans = [[part] if isinstance(part, Entry) else part.entries for part in self.parts]
         return [entry for entries in spans for entry in entries]
 
     def begin_span(self, label: str) -> Span:
-        """Begin the part of a region, until ``end_span``. Spans do not nest."""
-        assert self.open_span is None, "a span inside a span"
+        """Begin the entries of a region, which end with ``end_span``. Spans cannot be nested."""
+        assert self.open_span is None, "spans cannot be nested"
         self.open_span, self._inside = Span(label), []
         return self.open_span
 
@@ -220,7 +221,7 @@ class Recorder:
         Return the number of operations in the body.
         """
         outer, pool, op = self.parts, self._pool, self._op("a loop")
-        # Older memory may die in the body although its next turn reads it, hence another pool.
+        # Use another pool, because the next turn may read older memory that this turn frees.
         self.parts, self._pool = [], self._pools[1]
         self._pool.begin_recording()
         try:
@@ -247,7 +248,7 @@ class Recorder:
     ) -> list[torch.Tensor]:
         """Record ``run(results, args)`` as one operation and return its results.
 
-        They are flat tensors; ``results`` lists their lengths and dtypes.
+        ``results`` lists lengths and dtypes of the results, which are flat tensors.
         """
         op = self._op(name)
         origin, empty = _Origin(self._mark, op), self._pool.empty
@@ -256,7 +257,7 @@ class Recorder:
         return made
 
     def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> dict[int, Violation]:
-        """Return a violation for each block that outlives the recording and holds no output."""
+        """Return a violation for each block, except outputs, that outlives the recording."""
         known = set(map(memory_of, outputs))
         return {
             block.address: Violation.at(
@@ -264,8 +265,8 @@ class Recorder:
                 kind="escaping_allocation",
                 op=block.origin.op.name,
                 text=(
-                    f"the result of {block.origin.op.name} is kept after the capture; every replay "
-                    f"overwrites it. Return it, or allocate it before the capture."
+                    f"the result of {block.origin.op.name} is kept after the capture, but every "
+                    f"replay overwrites it. Return it, or allocate it before the capture."
                 ),
             )
             for block in self._pool.live()
@@ -276,7 +277,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Leave tensors that the block allocates out of ``escaping``."""
+        """Exclude tensors that the block allocates from ``escaping``."""
         mark, self._mark = self._mark, object()
         try:
             yield
@@ -288,7 +289,7 @@ class Recorder:
     def _call_function(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a function of torch, or refuse one that reads tensors on the host."""
+        """Run a function of torch, or report it if it reads tensors on the host."""
         self._autocast = torch.is_autocast_enabled("cpu")
         read = violations.HOST_READS.get(func)
         if read is not None and args[0].is_cpu and not _is_harmless(func, args, kwargs):
@@ -321,31 +322,27 @@ class Recorder:
                 return func(*args, **kwargs)
             self._refusal.other(
                 plan.name,
-                f"{plan.name} works on {error.device}, and the CPU backend captures work on CPU "
-                f"tensors only: move the model and its inputs to the CPU, or capture with the "
+                f"{plan.name} works on {error.device}, but the CPU backend only captures work on "
+                f"CPU tensors; move the model and its inputs to the CPU, or capture with the "
                 f"backend of {error.device.type}",
             )
         except UnrecordableError as error:
             self._refusal.other(plan.name, str(error), cause=error.__cause__)
 
     def note_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Note the tensors that the code returns as its last uses."""
+        """Record the tensors that the code returns as uses of their memory."""
         for tensor in outputs:
             if tensor.is_cpu and has_place(tensor):
                 self._alias_of(tensor)
 
-    def _refuse_foreign_writes(self) -> None:
-        """Refuse tensors of the caller that were written more often than the recording shows."""
-        for tensor, version in self._versions:
-            self._require_own_writes(tensor, version)
-
     def _require_own_writes(self, tensor: torch.Tensor, version: int) -> None:
-        # Some operations count twice.
+        """Refuse a tensor with more writes since ``version`` than the recording contains."""
+        # Some operations increase the version twice.
         if tensor._version - version > 2 * self._writes[memory_of(tensor)]:
             raise UnrecordableError(
                 f"a tensor of the step ({describe(tensor)}) was written during the capture by "
-                f"another thread, or by code that torch does not show, and a replay would not "
-                f"write it again. Do that work in the thread of the step, or in a function "
+                f"another thread, or by code that bypasses torch's dispatcher, and a replay would "
+                f"not repeat that. Do that work in the thread of the step, or in a function "
                 f"marked @dg.no_graph under policy='breakable'"
             )
 
@@ -361,14 +358,14 @@ class Recorder:
         if plan.writes:
             self._require_own_layout(plan, args[0])
         view = self._run_now(plan, args, kwargs)
-        if plan.writes and has_place(args[0]):  # such as set_(), which replaces the memory
+        if plan.writes and has_place(args[0]):  # set_() replaces the memory.
             self._writes[memory_of(args[0])] += 1
         return view
 
     def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
-        """Refuse to change the layout of a tensor that outlives the step; replays would not.
+        """Refuse to change the layout of a tensor that outlives the step.
 
-        Tensors of the capture, and empty ones, may change.
+        Replays would not repeat the change. Tensors of the capture and empty tensors may change.
         """
         is_argument = any(tensor is argument for argument in self._arguments)
         if not is_argument and (
@@ -379,20 +376,20 @@ class Recorder:
             return
         raise UnrecordableError(
             f"{plan.name} changes in place the layout of an argument of the step, or of a tensor "
-            f"that outlives it, and a replay would not. Call it on a view of the tensor: "
-            f"tensor[...]"
+            f"that outlives the step, but a replay would not repeat that. Call it on a view "
+            f"(tensor[...])"
         )
 
     def _refuse_foreign_results(self) -> None:
-        """Refuse tensors that another thread made during the recording.
+        """Refuse tensors that another thread created during the recording.
 
-        Such tensors are young, and nothing else owns their memory.
+        Such tensors are in generation 0, and no older object owns their memory.
         """
         objects = [o for o in gc.get_objects(generation=0) if issubclass(type(o), torch.Tensor)]
         young = set(map(id, objects))
         for tensor, count in self._first_uses:
             storage = tensor.untyped_storage()
-            # Memory that torch did not allocate, such as numpy's, is constant host data.
+            # Memory that torch did not allocate, for example that of NumPy, is constant host data.
             if id(tensor) not in young or not storage.resizable() or not storage.nbytes():
                 continue
             owners = torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage` itself
@@ -413,8 +410,8 @@ class Recorder:
         if target.shape == size:
             return target
         raise UnrecordableError(
-            f"{plan.name} would resize a tensor from {tuple(target.shape)} to {tuple(size)}; "
-            f"memory has fixed addresses in a capture, so allocate the final size before"
+            f"{plan.name} would resize a tensor from {tuple(target.shape)} to {tuple(size)}, but "
+            f"memory has fixed addresses in a capture; allocate the final size before"
         )
 
     def _allocate(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -423,7 +420,7 @@ class Recorder:
     def _constant(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args[0].is_cpu:
             return self._run_now(plan, args, kwargs)
-        data = args[0].clone()  # because the host may change its own copy
+        data = args[0].clone()  # The host may change the original.
         op = self._op(plan.name)
         out = self._make(plan, Layout.of(data), op)
         self.append(functools.partial(torch.Tensor.copy_, self._hold(out), data), op)
@@ -431,8 +428,8 @@ class Recorder:
             self._refusal.note(
                 "host_value",
                 plan.name,
-                "host data becomes a tensor here; replays use the data of capture. Copy changing "
-                "data into an input tensor before the replay.",
+                "host data is copied into a tensor here, and replays use the data from capture. "
+                "Copy data that changes into an input tensor before the replay.",
             )
         return out
 
@@ -454,7 +451,7 @@ class Recorder:
 
     def _index(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        # A write of one host value under a mask, as in x[mask] = 0, is a fill of known shape.
+        # A write of one host value to a mask, as in x[mask] = 0, is a fill of known shape.
         if masks and not (plan.writes and self._function == "__setitem__" and args[2].numel() == 1):
             self._refusal.shape(f"indexing with a boolean mask ({plan.name})", known=True)
             args = (args[0], [self._as_if_all(i) for i in args[1]], *args[2:])
@@ -525,7 +522,7 @@ class Recorder:
                     self._require_own_writes(tensor, version)
                 return alias
         self._touch(tensor)
-        return tensor.detach()  # the user may change the layout of the original
+        return tensor.detach()  # The user may change the layout of the original.
 
     def _touch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -539,10 +536,10 @@ class Recorder:
         if self._bound is not None and address and places.isdisjoint(self._bound):
             label = "the recording" if self.open_span is None else self.open_span.label
             raise RegionError(
-                f"{label} was run with new host arguments and touched a tensor that the capture "
-                f"did not ({describe(tensor)} at {tensor.data_ptr():#x}), at {user_line()}. Its "
-                f"address would stay in the recording when the tensor is replaced. Hand it to the "
-                f"step as an argument, copy its data into a tensor that is, or make its data_ptr() "
+                f"{label} was run with new host arguments and used a tensor that the capture did "
+                f"not use ({describe(tensor)} at {tensor.data_ptr():#x}), at {user_line()}. Its "
+                f"address would stay in the recording when the tensor is replaced. Pass it to the "
+                f"step as an argument, copy its data into such a tensor, or make its data_ptr() "
                 f"part of the key (context=)."
             )
         self.touched[address] = storage
@@ -551,9 +548,9 @@ class Recorder:
     def _hold(self, value: Any) -> Any:
         if isinstance(value, dict) and not value:
             return value
-        # Aliases that are made in inference mode need no version counting in replays.
+        # Aliases that are created in inference mode need no version counting in replays.
         with torch._C._InferenceMode(True):
-            aliases: dict[int, torch.Tensor] = {}  # kernels compare arguments with `is`
+            aliases: dict[int, torch.Tensor] = {}  # Kernels compare arguments by identity.
 
             def held(tensor: torch.Tensor) -> torch.Tensor:
                 if id(tensor) not in aliases:
@@ -571,14 +568,14 @@ class Recorder:
         if self.open_span is not None:
             raise UnrecordableError(
                 f"{plan.name} draws random numbers inside the updatable "
-                f"{self.open_span.label}, and a recording made later could not continue the "
-                f"sequence; draw them before the region and pass them in"
+                f"{self.open_span.label}, but a later recording could not continue the sequence; "
+                f"draw the numbers before the region and pass them as arguments"
             )
         self._refusal.note(
             "rng",
             plan.name,
-            f"{plan.name} draws random numbers; every replay draws new ones, on backends whose "
-            f"capabilities say rng.",
+            f"{plan.name} draws random numbers; every replay draws new numbers, on backends with "
+            f"the capability rng.",
         )
         return True
 
@@ -589,8 +586,8 @@ class Recorder:
                 "seeding",
                 name,
                 "the step seeds a random generator or sets its state before this line. The CPU "
-                "reference repeats that in each replay, and devices refuse it. Seed before the "
-                "replay, and give checkpoint() preserve_rng_state=False.",
+                "reference repeats that in each replay, but devices refuse it. Seed before the "
+                "replay, and pass preserve_rng_state=False to checkpoint().",
             )
 
     def _read(
@@ -615,7 +612,7 @@ def _is_over(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
 
 
 def _is_of_torch() -> bool:
-    """Whether code of torch called the function that is being recorded."""
+    """Whether code of torch, not of the user, called the function that is being recorded."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not Functions.__torch_function__.__code__:
         frame = frame.f_back
@@ -626,7 +623,7 @@ _TAKE_APART = torch.Tensor._reduce_ex_internal.__code__
 
 
 def _is_harmless(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a function of ``HOST_READS`` reads no tensor on the host."""
+    """Whether a call of a function in ``HOST_READS`` reads no tensor on the host."""
     frame: FrameType | None = sys._getframe(1)
     if func is torch.Tensor.untyped_storage:
         codes = set()
@@ -636,7 +633,7 @@ def _is_harmless(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         # copy.copy() shares the memory.
         return _TAKE_APART not in codes or copy.copy.__code__ in codes
     if func is torch.Tensor.to:
-        # A variable holds the device of the backend; only a literal "cpu" means the host.
+        # A variable may contain the device of the backend; only a literal "cpu" means the host.
         devices = (*args[1:2], kwargs.get("device"))
         if not any(isinstance(device, str) and device == "cpu" for device in devices):
             return True
@@ -649,7 +646,7 @@ def _is_harmless(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Return ``F.one_hot`` as a device computes it, without the range check of the CPU."""
+    """Compute ``F.one_hot`` as devices do, without the range check of the CPU."""
     if num_classes <= 0 or tensor.dtype is not torch.int64:
         return torch._C._nn.one_hot(tensor, num_classes)
     out = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
@@ -657,7 +654,7 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 class _Origin(NamedTuple):
-    """The recording, by its mark, and the operation that a block was allocated for."""
+    """The operation for which a block was allocated, and the mark of its recording."""
 
     mark: object
     op: Op

@@ -12,7 +12,7 @@ from devgraph.api.errors import StateError, UpdateTopologyError, note
 from devgraph.api.marks.source import SourceLine
 from devgraph.cpu.memory import Hold
 
-# Recorded operations are already cast, so autocast must be off in a replay.
+# Autocast must be off in a replay, because recorded operations include its casts.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
@@ -34,7 +34,7 @@ class Entry:
     run: Callable[[], object]
     op: Op
     body: Tape | None = None
-    """The repeated part, if the call is a loop."""
+    """The repeated tape, if the call is a loop."""
 
 
 @attrs.define(eq=False)
@@ -56,7 +56,7 @@ def _flat(
 
 
 class Tape:
-    """Recorded work, and its claims on the pools whose memory it uses."""
+    """Recorded work with its claims on the pools whose memory it uses."""
 
     def __init__(self, parts: Sequence[Entry | Span], holds: Sequence[Hold]) -> None:
         self._parts = tuple(parts)
@@ -84,13 +84,13 @@ class Tape:
         self._calls = [entry.run for entry in self._entries]
 
     def drop(self) -> None:
-        """Drop the calls of ``replay`` until ``make``; the entries stay."""
+        """Drop the calls of ``replay`` until ``make``, but keep the entries."""
         for body in self._bodies:
             body.drop()
         self._calls = None
 
     def replay(self) -> None:
-        """Run every entry once, in order; modes of the calling thread have no effect."""
+        """Run every entry once, in order, independently of the modes of the calling thread."""
         if self._calls is None:
             raise StateError("the launch target of this tape was dropped")
         calls = iter(self._calls)
@@ -109,13 +109,13 @@ class Tape:
                 raise
 
     def replace(self, changes: Mapping[Span, Sequence[Entry]]) -> None:
-        """Replace the entries of several spans: all of them, or none on an error."""
+        """Replace the entries of all given spans, or of none if there is an error."""
         new = {span: tuple(entries) for span, entries in changes.items()}
         flat = tuple(_flat(self._parts, new))
         calls = None if self._calls is None else [entry.run for entry in flat]
         for span, entries in new.items():
             span.entries = entries
-        self._entries, self._calls = flat, calls  # last, because an error may come before
+        self._entries, self._calls = flat, calls  # Last, because errors occur before this.
 
     def close(self) -> None:
         """Drop the entries and the claims on the pools. Idempotent."""
@@ -125,9 +125,9 @@ class Tape:
 
 
 def check_topology(span: Span, entries: Sequence[Entry]) -> None:
-    """Raise UpdateTopologyError unless ``entries`` are the operations of ``span``, in order.
+    """Raise UpdateTopologyError unless ``entries`` run the operations of ``span`` in order.
 
-    A device cannot replace nodes of a region by others either. Arguments may differ.
+    Arguments may differ. Devices have the same restriction, because they cannot exchange nodes.
     """
     old = [entry.op.name for entry in span.entries]
     new = [entry.op.name for entry in entries]
@@ -140,7 +140,7 @@ def check_topology(span: Span, entries: Sequence[Entry]) -> None:
     was = span.entries[at].op if at < len(old) else "nothing"
     now = entries[at].op if at < len(new) else "nothing"
     raise UpdateTopologyError(
-        f"{span.label} recorded {len(old)} operations and now needs {len(new)}: operation {at} was "
-        f"{was} and is {now}. Make the region run the same operations for every value, or capture "
-        f"another graph for this one."
+        f"{span.label} recorded {len(old)} operations, but now needs {len(new)}: operation {at} "
+        f"was {was} and is now {now}. Make the region run the same operations for every value, or "
+        f"capture another graph for this value."
     )

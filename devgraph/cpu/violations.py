@@ -1,4 +1,4 @@
-"""Violations: code that a capture refuses, in the words of the user's code."""
+"""Violations: code that a capture refuses, described in terms of the user's code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Refusal:
         self._has_assumed = False
 
     def read(self, name: str) -> None:
-        """Refuse a host read with HostReadError; return if the recording continues."""
+        """Report a host read; raise HostReadError unless the recording continues."""
         text = f"{name} reads device data on the host, which a capture cannot record"
         self._has_assumed = True
         self.note("host_sync", name, f"{text}. {host_read_cure()}")
@@ -52,9 +52,9 @@ class Refusal:
             raise host_read_error(text)
 
     def shape(self, name: str, *, known: bool) -> None:
-        """Refuse a data-dependent shape with HostReadError.
+        """Report a data-dependent shape.
 
-        Return if the recording continues and an assumed shape is ``known``.
+        Raise HostReadError unless the recording continues and an assumed shape is ``known``.
         """
         text = f"{name} has an output whose shape depends on device data, which the host must read"
         self._has_assumed = True
@@ -63,11 +63,11 @@ class Refusal:
             raise host_read_error(text) from None
 
     def foreign(self, op: Op) -> None:
-        """Refuse with CaptureError a tensor that another thread made."""
+        """Report a tensor that another thread created, or raise CaptureError."""
         text = (
-            "a tensor was made during the capture by another thread, or by code that torch does "
-            "not show, and a replay would see its present data. Do that work in the thread of the "
-            "step, or in a function marked @dg.no_graph under policy='breakable'"
+            "a tensor was created during the capture by another thread, or by code that bypasses "
+            "torch's dispatcher, so every replay would use its current data. Do that work in the "
+            "thread of the step, or in a function marked @dg.no_graph under policy='breakable'"
         )
         if self._on_violation is None:
             raise refused(CaptureError(f"{text} (used by {op})."))
@@ -75,7 +75,7 @@ class Refusal:
             self._on_violation(Violation.at(op.line, kind="thread", op=op.name, text=f"{text}."))
 
     def other(self, name: str, text: str, cause: BaseException | None = None) -> NoReturn:
-        """Refuse anything else with CaptureError."""
+        """Report any other violation, and raise CaptureError."""
         self.note("refused", name, f"{text}.")
         raise refused(CaptureError(f"{text} (at {user_line()}).")) from cause
 
@@ -85,7 +85,8 @@ class Refusal:
             self._on_violation(Violation.at(user_line(), kind=kind, op=op, text=text))
 
 
-# These functions read tensors on the host without an operation, or have the clearer name.
+# Functions that read tensors on the host without an operation, or through an operation whose name
+# is less clear.
 HOST_READS: dict[Any, str] = {
     torch.Tensor.tolist: ".tolist()",
     torch.Tensor.numpy: ".numpy()",
@@ -105,7 +106,7 @@ HOST_READS: dict[Any, str] = {
     torch.tensor_split: "torch.tensor_split() at indices of a tensor",
 }
 
-# These functions take host data and read tensors inside a list one at a time.
+# Functions that take host data, and read tensors in a list one at a time.
 CONSTRUCTORS = {
     torch.tensor: "torch.tensor() of a list of tensors",
     torch.as_tensor: "torch.as_tensor() of a list of tensors",
@@ -113,7 +114,7 @@ CONSTRUCTORS = {
     torch.Tensor.new_tensor: ".new_tensor() of a list of tensors",
 }
 
-# The user's spelling of host reads, by function.
+# The spelling of host reads in user code, by function.
 _SPELLING = {
     "item": ".item()",
     "__bool__": "bool() of a tensor",
@@ -130,7 +131,7 @@ _SPELLING = {
 
 
 def host_read_name(function: str, operation: str) -> str:
-    """Return the user's spelling of a call of ``function`` that reached ``operation``."""
+    """Return the spelling in user code of a call of ``function`` that reached ``operation``."""
     return _SPELLING.get(function, f"{function}()" if function else operation)
 
 
@@ -144,7 +145,7 @@ def reads_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def assumed_scalar(dtype: torch.dtype) -> Any:
-    """Return the value that a check assumes after a host read: 1, in the kind of the tensor."""
+    """Return the value that a check assumes after a host read: 1, in the type of ``dtype``."""
     if dtype is torch.bool:
         return True
     if dtype.is_complex:
@@ -154,7 +155,7 @@ def assumed_scalar(dtype: torch.dtype) -> Any:
 
 def _nonzero(tensor: torch.Tensor) -> Layout:
     count, width = tensor.numel(), tensor.dim()
-    return Layout((count, width), (1, max(count, 1)), torch.int64)  # by column
+    return Layout((count, width), (1, max(count, 1)), torch.int64)  # column-major
 
 
 def _row(count: int, dtype: torch.dtype) -> Layout:
@@ -183,7 +184,7 @@ _ASSUMED: dict[str, Callable[..., Any]] = {
 def assumed_layouts(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the largest possible result of a data-dependent operation, or None if unknown.
 
-    It is the result for masks that are all true and values that all differ.
+    The assumption is that masks are all true and values all differ.
     """
     rule = _ASSUMED.get(name.split(".")[0])
     return rule(*args, **kwargs) if rule is not None else None

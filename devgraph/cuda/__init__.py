@@ -1,4 +1,4 @@
-"""The CUDA room: torch.cuda.CUDAGraph behind the DeviceGraph contract."""
+"""The CUDA backend, which implements the contract of DeviceGraph over torch.cuda.CUDAGraph."""
 
 from __future__ import annotations
 

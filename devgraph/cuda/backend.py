@@ -1,4 +1,4 @@
-"""The CUDA backend: identity, capabilities and differences from other torch namespaces."""
+"""The CUDA backend: capabilities and differences from other torch namespaces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime
 
 _OF_NODES = ("region_update", "node_counts", "node_ranges", "remakes_executables", "loops", "gates")
-"""Capabilities that need the driver's calls on nodes."""
+"""Capabilities that need the driver's node calls."""
 
 _FREES_WORKSPACES = hasattr(torch.backends.cuda, "cublas_workspace_size")
 """Whether torch may free cuBLAS workspaces at the end of a capture, as torch 2.14 does."""
@@ -90,15 +90,15 @@ class CudaBackend(NodeBackend):
 
     def join(self, current: Any, side: Any) -> None:
         super().join(current, side)
-        # An engine that captures has run its warm-ups on the current stream, a new stream that it
-        # then abandons. That stream slows graphs as well, so it is recovered too.
+        # Engines run warm-ups on the current stream, often a new stream that they then abandon.
+        # That stream slows graphs down as well, so recover it too.
         for stream in (side, current):
             self.recover_pace(stream)
 
     def recover_pace(self, stream: Any) -> None:
         """Restore the full pace of graphs after launches on ``stream``, a torch stream.
 
-        An engine that captures by itself calls this after its captures.
+        Engines with their own captures should call this after each capture.
         """
         if self._pace is not None:
             self._pace.recover(stream.cuda_stream)
@@ -125,11 +125,11 @@ class CudaBackend(NodeBackend):
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
         if _FREES_WORKSPACES:
-            # torch frees the stream's cuBLAS workspace when a capture ends. One from before the
-            # capture would be freed while the graph uses it, so an empty capture ends first, and
-            # this one allocates a workspace in the pool.
+            # When a capture ends, torch frees the stream's cuBLAS workspace, even an older one that
+            # the graph uses. End an empty capture first, so that this capture allocates a workspace
+            # in its pool.
             empty = self.make_native_graph()
-            empty.capture_begin(capture_error_mode=mode)  # its own pool, which it frees
+            empty.capture_begin(capture_error_mode=mode)  # The empty graph frees its own pool.
             self.end_native(empty)
             empty.reset()
         super().begin_native(native, pool, mode)

@@ -1,4 +1,4 @@
-"""Gates on CUDA: batched memory operations. A wait and its signals share a graph node."""
+"""Gates on CUDA, as batched memory operations that share graph nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NodeParams = structure(
 
 
 class DeviceGates(FlagGates):
-    """The channel of one capture or runner."""
+    """The gate channel of one capture or runner."""
 
     handle = "cuda_stream"
 
@@ -47,7 +47,7 @@ class DeviceGates(FlagGates):
         super().__init__(backend)
         self._runtime = backend.driver
         self._last: tuple[int, list[int], list[Op]] | None = None
-        """Capture, node and operations of the last node with operations."""
+        """Capture, nodes and operations of the last recorded batch."""
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:
         backend = self._backend
@@ -57,9 +57,9 @@ class DeviceGates(FlagGates):
                 self._runtime.call("StreamBatchMemOp", stream, len(batch), addressof(batch), 0)
 
     def record(self, stream: int, ops: list[Op]) -> None:
-        """Add ``ops`` to the previous node of operations, or to a new one.
+        """Add ``ops`` to the previous node if it contains memory operations, or to a new node.
 
-        A signal and the wait of the next layer therefore share a node.
+        Thus a signal and the wait of the next layer share a node.
         """
         capture = self._runtime.capture_of(stream)
         if capture is not None and self._last is not None:
@@ -72,7 +72,7 @@ class DeviceGates(FlagGates):
             self._last = now[0], now[2], ops
 
     def _extend(self, nodes: Sequence[int], ops: Sequence[Op]) -> bool:
-        """Give the last node these operations; return whether the driver accepts them."""
+        """Set the operations of the last node; return whether the driver accepts them."""
         if len(nodes) != 1 or len(ops) > MOST_OPS:
             return False
         batch = _batch(ops)
@@ -94,7 +94,7 @@ class DeviceGates(FlagGates):
 
 
 def _batch(ops: Sequence[Op]) -> Any:
-    """Return the operations as the driver's array. The driver refuses flags of a write."""
+    """Return the operations in the driver's format, without flags for writes."""
     array = (MemOp * len(ops))()
     for item, (kind, address, value) in zip(array, ops, strict=True):
         item.operation = _WRITE_VALUE if kind == WRITE else _WAIT_VALUE

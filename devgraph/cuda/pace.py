@@ -1,9 +1,9 @@
 """The pace of graphs: the device's time from one kernel of a graph to the next.
 
-On Hopper every graph of a process runs a third of a microsecond per kernel slower while too many of
-the last launches on the process's streams were ordinary launches. A capture leaves such launches on
-its stream. Launching empty kernels with programmatic serialization on that stream restores the
-pace. docs/fast-replay.md has the experiments.
+On Hopper, all graphs of a process are slower per kernel while too many of the last launches on its
+streams were ordinary launches. Every capture leaves such launches on its stream. Empty kernels that
+are launched there with programmatic serialization restore the pace. docs/fast-replay.md describes
+the experiments.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from devgraph.cuda.runtime import LaunchConfig, Runtime
 logger = logging.getLogger(__name__)
 
 LAUNCHES = 8
-"""Empty kernels per recovery. Eight restored the pace whenever only one stream in addition to the
-engine's own had been used; four did not (one H200, driver 580.159)."""
+"""Number of empty kernels per recovery. Eight always restored the pace if the process had used only
+one stream in addition to the engine's; four did not (one H200, driver 580.159)."""
 
 _KERNELS = 128
-"""Kernels in the graph that is timed: 0.93 us each at full pace, 1.10 us at the slower pace."""
+"""Number of kernels in the timed graph: 0.93 us each at full pace, 1.10 us at the slower pace."""
 
 _EMPTY_KERNEL = b""".version 8.0
 .target sm_90
@@ -37,7 +37,7 @@ _Attribute = structure("CUlaunchAttribute", id=c_int, pad=c_int, value=c_int * 1
 
 
 class PaceKeeper:
-    """Restores and measures the pace of a device, which must be the device of ``runtime``."""
+    """Restores and measures the pace of ``device``, which must be the device of ``runtime``."""
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._runtime = runtime
@@ -51,9 +51,9 @@ class PaceKeeper:
         self._works = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def recover(self, stream: int) -> None:
-        """Launch empty kernels on a stream after its capture, which restores the pace of graphs.
+        """Restore the pace of graphs by launches of empty kernels on ``stream``.
 
-        If the driver refuses, the pace stays as it is, and a warning is logged.
+        If the driver refuses them, log a warning.
         """
         if not self._works:
             return
@@ -70,8 +70,8 @@ class PaceKeeper:
     def measure(self, stream: Any) -> float:
         """Return the microseconds from one kernel to the next in a graph of tiny kernels.
 
-        The call takes about a millisecond and waits for the device. The first call captures the
-        graph on ``stream``, a torch stream.
+        The call takes about a millisecond and blocks until the device is idle. The first call
+        captures the graph on ``stream``, a torch stream.
         """
         if self._probe is None:
             self._probe = self._captured(stream)

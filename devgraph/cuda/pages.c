@@ -1,9 +1,9 @@
-/* Device memory whose addresses stay while what is behind them goes and comes back.
+/* Device memory that can be released and mapped again at the same addresses.
 
-   torch's allocator calls pages_allocate and pages_free with its own lock held, so nothing here
-   may wait for Python. Addresses are reserved for as long as torch has a segment; the memory behind
-   them is mapped, or released in between. Compiled where it is first needed, without CUDA's headers;
-   the driver's functions are found by name. */
+   torch's allocator holds its lock when it calls pages_allocate and pages_free, so no function may
+   wait for Python. Addresses stay reserved for the lifetime of a segment of torch, while its memory
+   may be released. The file is compiled on first use without CUDA's headers, so it looks up the
+   functions of the driver by name. */
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -29,7 +29,7 @@ typedef struct {
 } Access;
 
 enum { PINNED = 1, ON_DEVICE = 1, READ_AND_WRITE = 3, RELAXED = 2, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
-enum { VIRTUAL_MEMORY = 102 }; /* of a device's attributes */
+enum { VIRTUAL_MEMORY = 102 }; /* a device attribute */
 
 static int (*Reserve)(uint64_t *, size_t, size_t, uint64_t, unsigned long long);
 static int (*AddressFree)(uint64_t, size_t);
@@ -66,7 +66,7 @@ static const struct {
 
 typedef struct Segment {
     struct Segment *next;
-    uint64_t address, handle; /* no handle while the memory is released */
+    uint64_t address, handle; /* handle is 0 while the memory is released */
     size_t size;
     int device;
 } Segment;
@@ -74,7 +74,7 @@ typedef struct Segment {
 static Segment *segments;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* Find the driver's functions in a library; return 0, or what is in the way as a CUDA_ERROR. */
+/* Look up the driver's functions in a library; return 0 or a CUDA_ERROR. */
 int pages_open(const char *library) {
     int maps = 0;
     void *driver = dlopen(library, RTLD_NOW);
@@ -83,7 +83,7 @@ int pages_open(const char *library) {
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
         if (!(*(void **)functions[i].where = dlsym(driver, functions[i].name)))
             return NOT_FOUND;
-    int error = Attribute(&maps, VIRTUAL_MEMORY, 0); /* all devices of a host are alike in this */
+    int error = Attribute(&maps, VIRTUAL_MEMORY, 0); /* equal for all devices of a host */
     return error ? error : maps ? 0 : NOT_SUPPORTED;
 }
 
@@ -146,10 +146,10 @@ static Segment *make(size_t size, int device) {
     return NULL;
 }
 
-/* What torch calls. NULL means that there is no memory, which torch says in its own words. */
+/* Functions for torch, which raises its own error if the allocation returns NULL. */
 
 void *pages_allocate(size_t size, int device, void *stream) {
-    int mode = RELAXED; /* a capture of this thread goes on, whatever is called */
+    int mode = RELAXED; /* the calls must not invalidate a capture of this thread */
     (void)stream;
     ExchangeMode(&mode);
     Segment *segment = make(size, device);
@@ -180,8 +180,8 @@ void pages_free(void *pointer, size_t size, int device, void *stream) {
     free(segment);
 }
 
-/* What a pool calls, with the addresses of its segments, while the device has nothing to do. Each
-   returns the driver's first error, or 0. */
+/* Functions for a pool, with the addresses of its segments, while the device is idle. Each returns
+   the driver's first error, or 0. */
 
 int pages_release(const uint64_t *addresses, size_t count) {
     int error = 0;
@@ -195,8 +195,8 @@ int pages_release(const uint64_t *addresses, size_t count) {
     return error;
 }
 
-/* The driver keeps the memory of executables that were destroyed, until memory runs out: ask for
-   more than this device, whose context takes a part of it, can have. */
+/* The driver keeps the memory of destroyed executables until memory runs out, so request more memory
+   than the device has free: its whole memory, of which the context already uses a part. */
 void pages_trim(void) {
     size_t left, all;
     uint64_t got;
@@ -204,7 +204,7 @@ void pages_trim(void) {
         Free(got);
 }
 
-/* Segments that have their memory keep it; without memory for the rest, call pages_release. */
+/* Map the released segments. After an error, call pages_release. */
 int pages_restore(const uint64_t *addresses, size_t count) {
     int error = 0;
     pthread_mutex_lock(&lock);

@@ -1,8 +1,7 @@
-"""Releasable memory of pools: ``pages.c``, compiled at first use.
+"""Releasable memory of pools, through ``pages.c``, which is compiled on first use.
 
-torch calls the functions of ``pages.c`` with the lock of its allocator held. Another thread may
-hold the GIL while it waits for that lock to free a tensor. Therefore the functions must not run
-Python code.
+torch holds the lock of its allocator when it calls functions of ``pages.c``. A thread that frees a
+tensor may wait for that lock while it holds the GIL, so the functions must not run Python code.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def compiler() -> list[str] | None:
-    """Return the command of a C compiler, or None if this host has no usable one."""
+    """Return the command of a C compiler, or None if this host has no usable compiler."""
     if sys.platform != "linux":
         return None
     for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
@@ -42,7 +41,7 @@ def compiler() -> list[str] | None:
 
 
 def compiled(command: Sequence[str], folder: Path) -> Path:
-    """Compile the source into ``folder``, unless it is there, and return its path."""
+    """Compile the source into ``folder`` if necessary, and return the path of the library."""
     text = _SOURCE.read_bytes() + repr((command, os.uname().machine)).encode()
     library = folder / f"pages-{hashlib.sha256(text).hexdigest()[:16]}.so"
     if library.exists():
@@ -59,7 +58,7 @@ def compiled(command: Sequence[str], folder: Path) -> Path:
                     f"releasable memory needs a C compiler, but {command[0]} failed: "
                     f"{process.stderr.strip()}"
                 )
-            output.replace(library)  # atomic, so that other processes never see a partial file
+            output.replace(library)  # Atomic: other processes never load a partial file.
     except OSError as error:
         raise CapabilityError(
             f"releasable memory needs a library, which could not be compiled in {folder}: "
@@ -77,13 +76,15 @@ class MappedPages:
             getattr(calls, name).argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
         error = calls.pages_open(driver.encode())
         if error:
-            raise CapabilityError(f"{driver} cannot map memory on this machine (error {error}).")
+            raise CapabilityError(
+                f"{driver} cannot map memory on this machine (error {error}); set releasable=False."
+            )
         self._library = library
 
     @functools.cached_property
     def allocator(self) -> Any:
         names = "pages_allocate", "pages_free"
-        # Pools do not keep the allocator alive; the cache of ``of_process`` does.
+        # Keep the allocator alive, because pools do not.
         self._plugged = torch.cuda.memory.CUDAPluggableAllocator(str(self._library), *names)
         return self._plugged.allocator()  # type: ignore[no-untyped-call]
 
@@ -107,6 +108,6 @@ class MappedPages:
         if error:
             reason = "out of memory" if error == _OUT_OF_MEMORY else "refused"
             raise ResourceError(
-                f"the driver did not map the memory of graphs ({reason}, error {error} of {name}). "
-                f"Free device memory and try again."
+                f"the driver could not release or map the memory of graphs ({reason}, error "
+                f"{error} of {name}). Free device memory and try again."
             )

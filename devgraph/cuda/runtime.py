@@ -1,4 +1,4 @@
-"""CUDA's node calls: the driver's differences from the table that all vendors share."""
+"""CUDA's node calls: the differences between the driver and the table common to all vendors."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ FillParams = structure(
 class Runtime(NodeRuntime):
     """The node calls of the driver's library.
 
-    The getter of CUDA's runtime library can fail for kernels that the driver loaded (Triton,
-    cuBLAS), so this class calls the driver. Driver calls need a current context. A thread that is
-    new to CUDA gets its context when its first call fails.
+    CUDA's runtime library may not return parameters of kernels that the driver loaded (Triton,
+    cuBLAS), so this class calls the driver. Driver calls need a current context, which a new thread
+    gets when its first call fails.
     """
 
     prefix = "cu"
@@ -148,7 +148,7 @@ class Runtime(NodeRuntime):
         "StreamDestroy": "_v2",
     }
     calls: ClassVar[Mapping[str, Arguments]] = {
-        # These versions return the data of edges; without it the driver refuses some captures.
+        # These versions return edge data; older versions fail for some captures.
         "StreamGetCaptureInfo": (c_void_p,) * 7,
         "GraphGetEdges": (c_void_p,) * 5,
         "GraphExecMemcpyNodeSetParams": (*BRIEF["GraphExecMemcpyNodeSetParams"], c_void_p),
@@ -167,7 +167,7 @@ class Runtime(NodeRuntime):
         "GraphAddNode": (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p),
         "GraphBatchMemOpNodeSetParams": (c_void_p, c_void_p),
     }
-    # The queue of a stream may be full until the host opens a gate, for which it needs the GIL.
+    # Release the GIL: a call may block on a full queue until another thread opens a gate.
     waiting_calls: ClassVar[Mapping[str, Arguments]] = {
         "StreamBatchMemOp": (c_void_p, c_uint, c_void_p, c_uint),
         "MemsetD32Async": (c_uint64, c_uint, c_size_t, c_void_p),
@@ -222,7 +222,7 @@ class Runtime(NodeRuntime):
         return (context,)
 
     def kernel(self, text: bytes, name: bytes) -> int:
-        """Load an assembly text and return its kernel ``name``."""
+        """Load PTX code and return its kernel ``name``."""
         source, entry = ctypes.create_string_buffer(text), ctypes.create_string_buffer(name)
         module = self.make("ModuleLoadData", addressof(source))
         return self.make("ModuleGetFunction", module, addressof(entry))
@@ -261,7 +261,7 @@ class Runtime(NodeRuntime):
 
     @contextlib.contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """Allow allocations and module loads of this thread in the block during a capture."""
+        """Allow allocations and module loads of this thread during a capture."""
         mode = c_int(_RELAXED)
         self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
         try:
@@ -270,7 +270,7 @@ class Runtime(NodeRuntime):
             self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
 
     def _captured(self, stream: int) -> tuple[int, list[int]]:
-        """Return the graph that ``stream`` captures into and the nodes that precede its work."""
+        """Return the graph into which ``stream`` captures, and the nodes that its work follows."""
         capture = self.capture_of(stream)
         assert capture is not None, "a loop outside of a capture"
         return capture[1:]
@@ -283,7 +283,7 @@ class Runtime(NodeRuntime):
         self.call("LaunchKernelEx", addressof(config), self._set_going, addressof(arguments), None)
 
     def copy_attributes(self, source: int, target: int) -> None:
-        super().copy_attributes(target, source)  # the driver takes the target first
+        super().copy_attributes(target, source)  # The driver takes the target first.
 
     # Changes that a node of an executable accepts.
 
@@ -304,7 +304,7 @@ class Runtime(NodeRuntime):
 
     def _takes_kernel(self, fixed: Any, node: int, params: Any, cluster: Any) -> bool:
         # An update must not change cooperation or cluster size (cuGraphExecKernelNodeSetParams).
-        # Cooperation is a property of the function, the cluster size one of the launch.
+        # Cooperation is a property of the function, the cluster size a property of the launch.
         function, captured_cluster, cooperates = fixed
         same = _function(params) == function or self._cooperates(node) == cooperates
         return same and bool(cluster == captured_cluster)
@@ -317,27 +317,26 @@ class Runtime(NodeRuntime):
         address, first = addressof(value), c_uint64.from_buffer(value)
 
         def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-            # The fast path for kernels skips the query of the kind and of unset cluster sizes.
+            # The fast path for kernels does not query the kind or unset cluster sizes.
             params = KernelParams()
             if kind != KERNEL or get(node, addressof(params)):
                 return read_any(kind, fixed, node)
-            unset = get_attribute(node, _CLUSTER, address) or not first.value  # reads as zeros
+            unset = get_attribute(node, _CLUSTER, address) or not first.value
             cluster = None if unset else self._cluster(node)
             return params, self._takes_kernel(fixed, node, params, cluster), False
 
         return read
 
     def _cluster(self, node: int) -> tuple[list[int], list[int] | None] | None:
-        """Return the required and the preferred cluster size of a kernel node.
+        """Return the required and the preferred cluster size, or None without clusters.
 
-        The preferred size is None if the driver does not know it. The result is None for a launch
-        without clusters.
+        The preferred size is None if the driver does not support it.
         """
         get_attribute, value = self.function("GraphKernelNodeGetAttribute"), _LaunchAttribute()
         address = addressof(value)
         if get_attribute(node, _CLUSTER, address):
             return None
-        # An unset size reads as zeros and is equivalent to one block per cluster.
+        # An unset size is returned as zeros and is equivalent to one block per cluster.
         if value[0] <= 1 and value[1] <= 1 and value[2] <= 1:
             return None
         size = value[:3]
@@ -345,7 +344,7 @@ class Runtime(NodeRuntime):
         return size, None if unknown else value[:3]
 
     def _cooperates(self, node: int) -> bool:
-        """Whether the blocks of a kernel node's launch may wait for each other."""
+        """Whether a kernel node is a cooperative launch."""
         value = _LaunchAttribute()
         unknown = self.function("GraphKernelNodeGetAttribute")(node, _COOPERATIVE, addressof(value))
         return not unknown and bool(value[0])
@@ -355,7 +354,7 @@ class Runtime(NodeRuntime):
             return bool(side.memoryType == _HOST_MEMORY)
         kind = c_int()
         error = self.function("PointerGetAttribute")(addressof(kind), _MEMORY_TYPE, side.device)
-        # The driver knows every device address; an unknown address is pageable host memory.
+        # The driver knows all device addresses, so an unknown address is pageable host memory.
         return bool(error) or kind.value == _HOST_MEMORY
 
 

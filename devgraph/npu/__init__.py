@@ -1,4 +1,4 @@
-"""The Ascend room: torch.npu.NPUGraph behind the DeviceGraph contract."""
+"""The Ascend backend, which implements the contract of DeviceGraph over torch.npu.NPUGraph."""
 
 from __future__ import annotations
 

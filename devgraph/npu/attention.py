@@ -1,8 +1,8 @@
 """torch_npu's fused attention with host lengths, over a cache of request slots.
 
-One call serves prefill, chunks and decode. Queries are packed (layout ``TND``) and attend to a
-paged cache. Its block table is fixed, because a slot is a row of blocks. Only two lists of lengths
-depend on the host. The operator reads them when it is issued, so an update replaces only them.
+One operator serves prefill, chunked prefill and decode. Packed queries (layout ``TND``) attend to a
+paged cache, whose block table is fixed because a slot is a row of blocks. Only two lists of lengths
+depend on the host. The operator reads the lists when it is issued, so an update replaces only them.
 """
 
 from __future__ import annotations
@@ -21,35 +21,40 @@ from devgraph.api.marks.marks import region
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Rows per block; the operator accepts this size for queries of any length."""
+"""Rows per block. The operator accepts this block size for queries of any length."""
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 513, 16)
 _MASK = 2048  # side of the triangular mask that the operator requires in its compressed causal mode
-_CAUSAL = 3  # the operator's sparse mode for causal attention; the last query row sees all key rows
+_CAUSAL = 3  # the operator's causal mode, in which the last query row attends to all key rows
 _NAMES = {
     1: ("actual_seq_lengths", "actual_seq_lengths_kv", "num_heads", "scale"),
     2: ("actual_seq_qlen", "actual_seq_kvlen", "num_query_heads", "softmax_scale"),
 }
-"""Names of four arguments per version of the operator."""
+"""Names of the arguments that depend on the version of the operator."""
 
 
 def lengths_of(
     spans: Sequence[int], slots: int, tokens: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the end of each slot's queries in the packed queries, and its number of keys.
+    """Return for each slot the end of its queries in the packed queries, and its number of keys.
 
-    The last entry of both is the padding. Padding has no keys, so the operator writes zeros there.
+    The last entry of both tuples is for padding. The operator writes zeros there, because padding
+    has no keys.
     """
     new, keys, last = [0] * slots, [0] * slots, -1
     for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
         if not last < slot < slots:
             raise RegionError(
-                f"attention got slot {slot} after {last}; slots must ascend and be below {slots}"
+                f"attention received slot {slot} after {last}; slots must ascend and be below "
+                f"{slots}"
             )
         new[slot], keys[slot], last = count, cached + count, slot
     ends = list(itertools.accumulate(new))
     if ends[-1] > tokens:
-        raise RegionError(f"attention got lengths of {ends[-1]} tokens for {tokens} query rows")
+        raise RegionError(
+            f"attention received lengths of {ends[-1]} tokens in total for {tokens} query rows; "
+            f"pass a row for each new token"
+        )
     return (*ends, tokens), (*keys, 0)
 
 
@@ -71,7 +76,7 @@ def fused_slot_attention(
     workspace_of = getattr(npu, f"_npu_fused_infer_attention_score{suffix}_get_max_workspace")
     pages = [t.view(-1, BLOCK, t.shape[1] * t.shape[2]) for t in (keys, values)]
     arguments = fixed.arguments(query, keys, scale, spans)
-    # The workspace depends on the lengths: one of another call would have the wrong size.
+    # The size of the workspace depends on the lengths, so calls cannot share a workspace.
     workspace = workspace_of(query, *pages, **arguments)
     operator.out(query, *pages, **arguments, workspace=workspace, out=[out, fixed.no_sums])
 
@@ -82,7 +87,7 @@ fused_slot_attention.__devgraph_mark__.raises_before_launch = True  # type: igno
 class FusedSlotAttention:
     """Attention over request slots through ``version`` 1 or 2 of the operator.
 
-    All calls share the block table and the mask. Instances are compared by identity.
+    All calls use the same block table and mask. Instances are compared by identity.
     """
 
     row_multiple = BLOCK
@@ -90,7 +95,7 @@ class FusedSlotAttention:
     def __init__(self, slots: int, rows: int, *, version: int, device: torch.device) -> None:
         blocks = rows // BLOCK
         self.slots, self.version = slots, version
-        # The operator never reads the padding's row, because padding has no keys.
+        # The operator never reads the last row, because padding has no keys.
         table = torch.arange(slots * blocks, dtype=torch.int32).view(slots, blocks)
         self.table = torch.cat([table, table[:1]]).to(device)
         self.mask = torch.ones(_MASK, _MASK, dtype=torch.bool).triu(1).to(device)
@@ -128,9 +133,9 @@ class FusedSlotAttention:
             query: ``[tokens, heads, dim]``: the requests in order, followed by padding.
             keys: ``[slots * rows, kv_heads, dim]``, contiguous.
             values: like ``keys``.
-            out: receives ``[tokens, heads, dim]``; zero for padding.
+            out: the result, ``[tokens, heads, dim]``; zero in padded rows.
             scale: factor of the scores.
-            spans: three numbers per request: slot, cached tokens, new tokens. Slots ascend.
-                ``spans`` is a host argument: pass it on unchanged.
+            spans: three numbers per request, in ascending order of slots: slot, cached tokens, new
+                tokens. This is a host argument, so pass it on unchanged.
         """
         fused_slot_attention(query, keys, values, out, scale, self, spans=spans)

@@ -38,14 +38,14 @@ class NpuBackend(NpuDevice):
     capabilities = attrs.evolve(
         FULL_BUILD,
         async_update=True,
-        collectives=True,  # simulated only: HCCL has not been captured on a real device
+        collectives=True,  # HCCL has only been captured in a simulation
         compilers=("eager",),
         gates=True,
-        node_ranges=False,  # the driver lists nodes only after a capture, without their origin
+        node_ranges=False,  # The driver lists nodes only after a capture, without their origin.
         remakes_executables=False,
         max_streams=GRAPH_STREAMS,
     )
-    # A breakable prefill holds one stream per segment; a full prefill holds one in all.
+    # A breakable prefill holds a stream for each segment, a full prefill only one.
     recommended_mode: Mapping[str, str] = {"prefill": "full"}
     needs: Mapping[str, str] = {"gates": "a CANN whose streams wait for values"}
     unproven = "never ran on hardware; it is tested over a simulated driver"
@@ -71,8 +71,8 @@ class NpuBackend(NpuDevice):
         super().check_available()
         if os.environ.get("TASK_QUEUE_ENABLE") == "2":
             raise BackendUnavailableError(
-                "TASK_QUEUE_ENABLE=2 is set, and torch_npu captures no graph in that mode: set it "
-                "to 1 (the default) or 0."
+                "TASK_QUEUE_ENABLE=2 is set, but torch_npu cannot capture graphs in that mode; set "
+                "TASK_QUEUE_ENABLE to 1 (the default) or 0."
             )
 
     @property
@@ -101,11 +101,11 @@ class NpuBackend(NpuDevice):
 
         Args:
             slots: number of requests that the cache holds.
-            rows: positions in a slot; the cache rounds them up to a multiple of the result's
+            rows: number of positions in a slot; the cache rounds this up to a multiple of
                 ``row_multiple``.
-            heads: heads of queries.
-            kv_heads: heads of keys and values.
-            head_dim: elements in a head, equal for keys and values.
+            heads: number of query heads.
+            kv_heads: number of key and value heads.
+            head_dim: number of elements in a head of keys and values.
             dtype: dtype of queries, keys and values.
         """
         if dtype not in DTYPES or head_dim not in HEAD_DIMS or heads % kv_heads:
@@ -118,7 +118,7 @@ class NpuBackend(NpuDevice):
 class Diagnosis:
     """The Ascend software of this host, found without importing torch_npu.
 
-    Without its runtime, importing torch_npu breaks even ``import torch``.
+    If CANN is missing, importing torch_npu breaks even ``import torch``.
     """
 
     torch: str
@@ -127,14 +127,14 @@ class Diagnosis:
     missing_libraries: tuple[str, ...]
     """CANN libraries that the loader does not find."""
     toolkit: str | None
-    """CANN's folder according to the environment."""
+    """The folder of CANN according to environment variables."""
     autoload: bool
-    """Whether ``import torch`` loads torch_npu by itself."""
+    """Whether ``import torch`` also imports torch_npu."""
 
     @staticmethod
     def of_host() -> Diagnosis:
         """Inspect the packages, libraries and environment of this host."""
-        libraries = "libascendcl.so", "libhccl.so"  # torch_npu cannot be imported without both
+        libraries = "libascendcl.so", "libhccl.so"  # torch_npu needs both.
         return Diagnosis(
             torch=torch.__version__,
             torch_npu=installed_version("torch_npu") if find_spec("torch_npu") else None,
@@ -145,7 +145,7 @@ class Diagnosis:
 
     @property
     def problems(self) -> list[str]:
-        """Problems that prevent an import of torch_npu, each with its fix."""
+        """Problems that prevent an import of torch_npu, each with its solution."""
         problems, version = [], _minor(self.torch)
         published = [*map(int, version.split("."))] <= [*map(int, NEWEST.split("."))]
         if self.torch_npu is None:
@@ -158,7 +158,7 @@ class Diagnosis:
         elif version != _minor(self.torch_npu):
             alternative = f" or torch-npu=={version}.*" if published else ""
             problems.append(
-                f"torch_npu {self.torch_npu} does not belong to torch {self.torch}: install "
+                f"torch_npu {self.torch_npu} does not match torch {self.torch}: install "
                 f"torch=={_minor(self.torch_npu)}.*{alternative}"
             )
         if self.torch_npu is not None and self.missing_libraries:

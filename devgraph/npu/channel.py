@@ -1,14 +1,13 @@
-"""Updates concurrent with replays: one thread and one stream per device, jobs in launch order.
+"""Updates concurrent with replays, by one thread and one stream per device.
 
-A captured region waits on the device for its event. The update thread re-runs the region's host
-code in update mode and records the event, while earlier parts of the replay already run. All graphs
-of a device share the thread, the stream and the queue. A replay waits only for jobs that were
-queued before or with it. A job waits only for replays that were launched before it. Therefore
-neither can wait forever.
+In a replay, each region waits on the device for its event. In the meantime, the update thread runs
+the region's host code again in update mode and records the event. All graphs of a device share the
+thread, the stream and the queue, whose jobs are in launch order. A replay waits only for jobs
+queued with it or before, and a job waits only for earlier replays, so neither can wait forever.
 
-The update stream bypasses torch_npu's task queue. There, an operator that the driver refuses raises
-at its call. In the task queue the refusal would end the queue's thread, and torch_npu would
-silently drop every later launch of the process.
+The update stream bypasses torch_npu's task queue, so that an operator that the driver refuses
+raises at its call. A refusal in the task queue would end the thread of the queue, and torch_npu
+would silently drop every later launch of the process.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from devgraph.api.process import identity
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 1.0  # interval at which the thread looks for overdue replays while any are watched
+_IDLE_SECONDS = 1.0  # interval at which the idle thread looks for overdue replays
 
 
 class Job:
     """Host work for the update stream, run once even if it is queued again.
 
-    The work runs on the update thread and must not reference a graph, because that thread must
-    never drop the last reference to one.
+    The work must not reference a graph, because the update thread must never drop the last
+    reference to a graph.
     """
 
     __slots__ = ("_held", "done", "error", "work")
@@ -45,12 +44,12 @@ class Job:
         self.error: BaseException | None = None
         self.done = False
         """Whether the work was issued."""
-        # Held until the work was issued. An interrupt could leave a threading.Event locked.
+        # Locked until the work is issued. An interrupt could leave a threading.Event locked.
         self._held = threading.Lock()
         self._held.acquire()
 
     def run(self) -> None:
-        """Run the work and keep its exception."""
+        """Run the work and store its exception."""
         work, self.work = self.work, None
         if work is None:
             return
@@ -78,25 +77,25 @@ class UpdateChannel:
         self._index = index
         self.timeout = timeout
         self.order = threading.RLock()
-        """Held while a replay is launched and its job is queued, so that both happen in order."""
+        """Held while a replay is launched and its job is queued: jobs must be in launch order."""
         self.stream: Any = None
         self.rescue_stream: Any = None
         """Stream on which the events of an overdue replay are recorded again."""
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Thread.is_alive() may be wrong after an interrupt, so the thread reports its own end.
+        # Thread.is_alive() may be wrong after an interrupt, so the thread itself reports its end.
         self._running = False
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Iterating over a set that another thread changes would raise and end the thread.
+        # An iteration over a set that another thread changes would raise and end the thread.
         self._watching = threading.RLock()
         self._launching = False
         self._last: Job | None = None
 
     @property
     def quiet(self) -> bool:
-        """Whether no replay waits, or may have to wait, for host work.
+        """Whether no replay waits, or will wait, for host work.
 
-        Only then may a thread that holds the GIL wait for the device. Read this while holding
+        Only then may a thread that holds the GIL wait for the device. The caller must hold
         ``order``.
         """
         last = self._last
@@ -116,10 +115,11 @@ class UpdateChannel:
                 self._launching = False
 
     def start(self) -> None:
-        """Create the streams and start the thread, unless that was done before."""
+        """Create the streams and start the thread. Idempotent."""
         if self._thread is not None:
             return
-        # At exit torch_npu waits for the device, when the update thread has already ended.
+        # Wait for updates before the update thread ends, because torch_npu later waits for the
+        # device.
         atexit.register(_settle_at_exit, weakref.ref(self), identity.token)
         self.stream = self._namespace.SyncLaunchStream(self._index)
         self.rescue_stream = self._namespace.SyncLaunchStream(self._index)
@@ -141,7 +141,7 @@ class UpdateChannel:
         return job
 
     def queue(self, job: Job) -> None:
-        """Queue ``job``; it may be queued already, because an interrupt leaves that unknown."""
+        """Queue ``job``, possibly for the second time after an interrupt."""
         with self.order:
             self._last = job
             self._queue.put(job)
@@ -164,8 +164,9 @@ class UpdateChannel:
             self.require_alive()
             if time.monotonic() > deadline:
                 raise UpdateError(
-                    f"{what} was not issued within {self.timeout:g} s: the host code of a region "
-                    f"does not return, or the driver's queue is full."
+                    f"{what} was not issued within {self.timeout:g} s, because the host code of a "
+                    f"region does not return or the driver's queue is full. Inspect the stack of "
+                    f"the update thread."
                 )
         if job.error is not None:
             error, job.error = job.error, None
@@ -176,12 +177,12 @@ class UpdateChannel:
         return threading.current_thread() is self._thread
 
     def watch(self, regions: Any) -> None:
-        """Check periodically whether the last replay of ``regions`` has ended."""
+        """Start to check periodically whether the last replay of ``regions`` has ended."""
         with self._watching:
             self._watched.add(regions)
 
     def unwatch(self, regions: Any) -> None:
-        """Stop watching ``regions``: their last replay has ended or was abandoned."""
+        """Stop watching ``regions``, whose last replay has ended or was abandoned."""
         with self._watching:
             self._watched.discard(regions)
 
@@ -191,7 +192,7 @@ class UpdateChannel:
             return list(self._watched)
 
     def settle(self) -> list[Any]:
-        """Wait until every watched replay has ended or was abandoned, and return their regions."""
+        """Wait until all watched replays have ended or were abandoned; return their regions."""
         waiting = watched = self.watched()
         while waiting := [regions for regions in waiting if not regions.settled()]:
             time.sleep(0.0001)
@@ -222,5 +223,5 @@ class UpdateChannel:
 def _settle_at_exit(reference: weakref.ref[UpdateChannel], owner: object) -> None:
     channel = reference()
     if channel is not None and identity.token is owner:
-        with contextlib.suppress(Exception):  # on a lost device no replay waits
+        with contextlib.suppress(Exception):  # On a lost device, no replay waits.
             channel.settle()

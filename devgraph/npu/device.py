@@ -1,11 +1,11 @@
 """The resources that graphs share on one NPU: events, streams, update channel, deferred frees.
 
-A captured graph holds every hardware stream that it was captured on.
+A captured graph holds every hardware stream on which it was captured.
 
-No documentation says how a device treats a graph that is destroyed while it runs, so a graph is
-kept until its last replay has ended. Freeing a pool's memory waits for the device and holds the
-GIL. A capture forbids that wait. The wait would never end if a replay waits for an update, because
-the update thread needs the GIL.
+Whether a graph may be destroyed while it runs is not documented, so a graph is kept until its last
+replay has ended. When torch_npu frees a pool's memory, it holds the GIL and waits for the device.
+The wait is not allowed in a capture, and would never end while a replay waits for an update,
+because the update thread needs the GIL.
 """
 
 from __future__ import annotations
@@ -33,52 +33,51 @@ from devgraph.npu.task_groups import TaskGroups
 logger = logging.getLogger(__name__)
 
 GRAPH_STREAMS = 2048 - 248
-"""Device streams left for graphs. The 910 series has 2048, according to users whose captures failed
-for lack of streams. Eager work takes 70 for torch_npu's own pools, and each communicator takes
+"""Number of device streams available to graphs. The 910 series has 2048, according to reports of
+captures that ran out of streams. torch_npu's stream pools take 70, and each communicator takes
 several."""
 
 _CURE = (
-    "Capture fewer buckets, or with fewer segments each: a breakable capture holds a stream per "
-    "segment, policy='full' one per bucket."
+    "Capture fewer buckets, or fewer segments per bucket: a breakable capture holds a stream for "
+    "each segment, policy='full' one for each bucket."
 )
 
 
 class _Retired:
-    """An unused captured graph and its regions, waiting to be destroyed."""
+    """An unused captured graph that must be destroyed, with its regions."""
 
     def __init__(
         self, native: Any, regions: TaskGroups | None, fence: Callable[[], Callable[[], bool]]
     ) -> None:
         self.native, self.regions = native, regions
-        self._fence = fence  # a bound method that keeps the pool alive, which must be freed last
+        self._fence = fence  # A bound method, which keeps the pool alive until the graph is freed.
         self._is_done: Callable[[], bool] | None = None
 
     def done(self) -> bool:
-        """Whether the last replay has ended; must not be called during a capture."""
+        """Whether the last replay has ended. Must not be called during a capture."""
         if self._is_done is None:
             self._is_done = self._fence()
         return self._is_done()
 
 
 class NpuDevice(TorchBackend):
-    """The part of the backend that ``NpuGraph`` uses, without the backend's identity."""
+    """The part of the backend that ``NpuGraph`` uses."""
 
     replay_first: bool = True
     """Launch a replay before its update, so that both overlap. Devices that are shared in software
     slices need the reverse order."""
     try_new_values: bool = True
-    """Apply new host values before the replay is launched. A refusal is then raised by the call,
-    and nothing has run. With False, new values overlap with the replay too: a refusal spoils that
-    replay, makes the graph dirty and is raised by the graph's next call."""
+    """Apply new host values before the replay is launched, so that the call raises a refusal before
+    anything runs. If False, new values are applied during the replay: a refusal makes the result
+    invalid and the graph dirty, and the next call of the graph raises it."""
     stream_limit: int = GRAPH_STREAMS
-    """Maximum number of streams that graphs may hold. Below it every capture asks the driver. A
-    refusal is not final, because other work and graphs that wait to be destroyed release
-    streams."""
+    """Maximum number of streams that graphs may hold. Below the limit, the driver decides. A
+    refusal is not final, because other work and destroyed graphs release streams."""
 
     def __init__(self) -> None:
         super().__init__()
         self.native_class = getattr(self.namespace, self.graph_class_name)
-        """torch_npu's Python class; its base class is the compiled one."""
+        """torch_npu's Python class, whose base class is compiled."""
         self._bind()
 
     def _bind(self) -> None:
@@ -87,39 +86,38 @@ class NpuDevice(TorchBackend):
         self._memories: list[list[Any]] = []
         self._freeing = False
         self.streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Number of streams per captured graph, including the graphs that keep a pool alive."""
+        """Number of streams of each captured graph, including graphs that keep a pool alive."""
         self._events: list[Any] = []
         self.channel = UpdateChannel(self.namespace, self._device.index)
 
     def take_event(self) -> Any:
         """Return an external event that is not recorded and has no waiters.
 
-        A captured region waits for an event, and an update records it, in either order. torch_npu
-        never frees the memory of an external event, so a graph returns its events when it is
-        destroyed. An event can be reused once a finished replay has consumed each of its records.
+        torch_npu never frees the memory of an external event, so a graph returns its events for
+        reuse when it is destroyed. An event can be reused after finished replays have consumed all
+        of its records.
         """
         if self._events:
             return self._events.pop()
         event = self.namespace.ExternalEvent()
         if not event.npu_event:
-            # With newer drivers an event is a word of device memory, which a wait resets. Here it
-            # is an older driver's flag, and torch_npu ignores a wait for a flag that was never
-            # recorded.
+            # In newer drivers, an event is a word of device memory. In this older driver, it is a
+            # flag, and torch_npu ignores waits for a flag that was never recorded.
             event.record(self.channel.stream)
             event.reset(self.channel.stream)
         return event
 
     def count_nodes(self, native: Any) -> int | None:
-        """Return the number of tasks in an ended capture, or None if the driver reports none.
+        """Return the number of tasks in a finished capture, or None if the driver reports none.
 
-        Also set the number of streams that the graph holds in ``streams``.
+        Also store in ``streams`` how many streams the graph holds.
         """
         with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
             path = Path(folder) / "graph.json"
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # debug_dump warns on every call
-                    # The method of torch_npu's class also writes an aligned copy, unused here.
+                    warnings.simplefilter("ignore")  # debug_dump warns on every call.
+                    # torch_npu's override would also write an aligned copy.
                     super(self.native_class, native).debug_dump(str(path))  # type: ignore[misc]
                 tasks = json.loads(path.read_text())
                 task_streams = [task.get("tid") for task in tasks if task.get("ph") == "X"]
@@ -132,9 +130,9 @@ class NpuDevice(TorchBackend):
     def drain(self) -> None:
         """Wait until torch_npu's launch thread has passed all earlier work to the driver.
 
-        The update stream has no task queue, so its waits must not overtake queued records.
+        The update stream bypasses the task queue, so its waits could overtake queued records.
         """
-        # Reading the driver's handle of a stream has this effect.
+        # torch_npu drains the task queue when the driver's handle of a stream is read.
         _ = self.namespace.current_stream(self._device).npu_stream
 
     def shortage(self, error: BaseException) -> str | None:
@@ -159,13 +157,13 @@ class NpuDevice(TorchBackend):
         self.streams[native] = 1
 
     def _undo_begin(self, pool: TorchPool) -> None:
-        """Restore torch_npu's allocators after a refused begin of a capture."""
+        """Restore torch_npu's allocators after the begin of a capture failed."""
         try:
             self.native_module._npu_endAllocateToPool(self._device.index, pool.handle)
         except Exception:
             return  # The begin was refused before it changed the allocators.
         self.release_pool(pool)
-        # The allocator of pinned memory cannot be restored and would always refuse this handle.
+        # The allocator of pinned memory cannot be restored, and from now on refuses this handle.
         pool.renew(None)
 
     def release_pool(self, pool: TorchPool) -> None:
@@ -180,7 +178,7 @@ class NpuDevice(TorchBackend):
         self.free_buried()
 
     def bury_memory(self, owners: list[Any]) -> None:
-        """Drop ``owners`` of a pool's memory, last one first, once no replay waits for the host."""
+        """Drop ``owners`` of a pool's memory, last first, when no replay waits for the host."""
         self._memories.append(owners)
         self.free_buried()
 
@@ -189,7 +187,7 @@ class NpuDevice(TorchBackend):
         keep_forever(*self._memories)
 
     def free_buried(self) -> None:
-        """Free retired graphs and buried memory where possible, but nothing during a capture."""
+        """Free retired graphs and buried memory where this is safe; never during a capture."""
         waiting = self._retired or self._memories
         if not waiting or self.capture_lock.is_held_here or self.channel.on_thread():
             return
@@ -197,20 +195,18 @@ class NpuDevice(TorchBackend):
             if free:
                 with acquiring(self.channel.order) as free:
                     if free:
-                        self._free(may_wait=self.channel.quiet and self._gates_idle())
-
-    def _gates_idle(self) -> bool:
-        """Whether no replay may wait for a gate, which another thread needs the GIL to open."""
-        return all(gates.idle for gates in list(self.gate_sets))
+                        # A replay may wait for a gate that another thread must open with the GIL.
+                        idle = all(gates.idle for gates in list(self.gate_sets))
+                        self._free(may_wait=self.channel.quiet and idle)
 
     def _free(self, *, may_wait: bool) -> None:
         """Free graphs whose last replay has ended and, with ``may_wait``, buried memory."""
         if self._freeing:
-            return  # A destructor called this; the outer call processes the new entry.
+            return  # A destructor called this method. The outer call handles the new entry.
         self._freeing = True
         try:
             for _ in range(len(self._retired)):
-                graph = self._retired[0]  # not removed yet, so that an interrupt does not lose it
+                graph = self._retired[0]  # Removed later, so that an interrupt does not lose it.
                 try:
                     if graph.done():
                         self._destroy(graph)
@@ -219,7 +215,7 @@ class NpuDevice(TorchBackend):
                 except Exception as error:
                     self._give_up(graph, error)
                 self._retired.popleft()
-                del graph  # this may drop the last reference to a pool, which is then buried
+                del graph  # This may drop the last reference to a pool, which is then buried.
             while may_wait and self._memories:
                 owners = self._memories.pop()
                 if self.keeps_memory:
@@ -243,7 +239,7 @@ class NpuDevice(TorchBackend):
             self._events.extend(regions.free_events())
 
     def _give_up(self, things: object, error: Exception) -> None:
-        """Keep ``things`` forever, because their destructors would fail like the free did."""
+        """Keep ``things`` forever, because their destructors would fail as well."""
         keep_forever(things)
         with contextlib.suppress(DeviceLost):
             raise_if_lost(self, error)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 
 NO_RESOURCE = frozenset({207005, 207007, 207008, 207009, 207010, 207012})
-"""Failed resource allocation, no free event, stream, notify or model, or an exceeded limit."""
+"""A failed allocation of a resource; no free event, stream, notify or model; an exceeded limit."""
 
 OTHER_KERNELS = frozenset({107033, 107034, 107040, 207019})
-"""A task group that is interrupted or in the wrong state, or a failed or unsupported update."""
+"""An interrupted task group, a task group in the wrong state, a failed or unsupported update."""
 
 UNJOINED = 107025
 """The capture contains a stream that was not joined to the original one."""
@@ -28,15 +28,15 @@ STICKY = frozenset(
 )
 """Codes after which every later call of the process fails."""
 
-# After its first failure torch_npu ends the thread that launches operators, reports this text once,
-# and then drops every launch silently.
+# After the first failure, torch_npu ends the thread that launches operators, reports this text
+# once, and then silently drops every launch.
 _QUEUE_ENDED = "The process exits for this inner error"
 
 _CODE = re.compile(r"error code(?: is|:)\s*(\d+)")
 
 
 def error_code(error: BaseException) -> int | None:
-    """Return the driver's code in ``error``'s text, or None."""
+    """Return the driver's error code in the text of ``error``, or None."""
     text = str(error)
     if "Alloc sq cq fail" in text:
         return 207005
@@ -45,7 +45,7 @@ def error_code(error: BaseException) -> int | None:
 
 
 def means(error: BaseException, codes: frozenset[int]) -> bool:
-    """Whether ``error`` or an exception in its chain carries one of ``codes``."""
+    """Whether the text of ``error`` or of an exception in its chain contains one of ``codes``."""
     current: BaseException | None = error
     while current is not None:
         if error_code(current) in codes:

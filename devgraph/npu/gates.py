@@ -1,6 +1,6 @@
-"""Gates on Ascend: waits for values and writes of values, the parts of external events.
+"""Gates on Ascend, as waits for values and writes of values in device memory.
 
-A stream writes device memory only, so words for the host are copied to it after each write.
+A stream can only write device memory, so each write of a word for the host is followed by a copy.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _TO_HOST = 2
 
 
 def gate_calls() -> dict[str, Any] | None:
-    """Return the driver's calls for gates, or None if it is too old to wait for values."""
-    library = ctypes.CDLL("libascendcl.so")  # the one that torch_npu has loaded
+    """Return the driver's calls for gates, or None if the driver cannot wait for values."""
+    library = ctypes.CDLL("libascendcl.so")  # torch_npu has loaded it already.
     calls = {name: getattr(library, name, None) for name in _CALLS}
     for name, function in calls.items():
         if function is None:
@@ -39,10 +39,10 @@ def gate_calls() -> dict[str, Any] | None:
 
 
 class ValueGates(FlagGates):
-    """The channel of one capture or runner."""
+    """The gate channel of one capture or runner."""
 
     word = c_uint64
-    handle = "npu_stream"  # reading it waits until torch_npu has issued all earlier work
+    handle = "npu_stream"  # torch_npu issues all earlier work when this attribute is read.
     _backend: NpuDevice
 
     def __init__(self, backend: NpuDevice, calls: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class ValueGates(FlagGates):
                 self._call("aclrtValueWait", address, value, kind, stream)
 
     def _publish(self, stream: int, address: int, size: int) -> None:
-        """Copy words to the host after the work of a stream."""
+        """Copy words to the host after earlier work of a stream."""
         host = self._words.data_ptr() + address - self._published
         self._call("aclrtMemcpyAsync", host, size, address, size, _TO_HOST, stream)
 
@@ -86,8 +86,8 @@ class ValueGates(FlagGates):
             self._publish(stream, address, size)
 
     def make_stream(self) -> Any:
-        # torch_npu records no events for streams that it has not created itself.
+        # torch_npu records events only on streams that it has created.
         return self._backend.namespace.SyncLaunchStream(self._backend.device.index)
 
     def free_stream(self, stream: Any) -> None:
-        """Do nothing: the stream belongs to torch_npu's pool."""
+        """Do nothing, because the stream belongs to torch_npu's pool."""

@@ -1,4 +1,4 @@
-"""A graph over torch.npu.NPUGraph whose regions are task groups, updated during the replay."""
+"""A graph over torch.npu.NPUGraph whose regions are task groups that replays update."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class _Recording(Recording):
-    """Host values for this graph's groups, which hold the values of one key at a time."""
+    """Host values of one key for the task groups of a graph."""
 
     host: Mapping[Mark, dict[str, Any]]
     bytes: int = 512
 
 
 class NpuPool(TorchPool):
-    """A pool that frees its memory in an order and at a time that are safe for torch_npu."""
+    """A pool that frees its memory in an order and at a time that torch_npu supports."""
 
     backend: NpuDevice
 
@@ -52,12 +52,12 @@ class NpuPool(TorchPool):
         take = self.__dict__.pop
         try:
             if "_memory" in self.__dict__:  # absent if the constructor failed
-                # The last entry is freed first: the allocator empties a pool's memory together with
-                # the pool object only if nothing else uses it. The entries are in a list because a
-                # caller's frame may keep its arguments until the call ends, as under Dynamo.
+                # The last entry is freed first, because the allocator frees a pool's memory with
+                # the pool object only if nothing else uses the memory. Pass a list, because a
+                # caller's frame may keep its arguments alive until the call ends, as under Dynamo.
                 keys = ("_stuck", "_memory", "_region_memory", "keeper")
                 self.backend.bury_memory([take(key, None) for key in keys])
-        except Exception:  # modules are gone at interpreter exit
+        except Exception:  # At interpreter exit, modules are gone.
             pass
 
 
@@ -93,7 +93,7 @@ class NpuGraph(TorchGraph):
         order = self.pool.order
 
         def ordered() -> None:
-            order()  # records the replay's stream; a closed graph is kept until that replay ends
+            order()  # Records the stream, so that a closed graph is kept until the replay ends.
             launch()
 
         return ordered
@@ -106,8 +106,8 @@ class NpuGraph(TorchGraph):
         if self._regions is None:
             return executable
         self._regions.applied = self._regions.planned = self._wanted = self._host
-        # torch_npu's own replay() is a Python method: after an interrupt in it, it would be unknown
-        # whether the graph was launched. The compiled method has no such gap.
+        # Use the compiled method: after an interrupt in torch_npu's Python method replay(), it
+        # would be unknown whether the graph was launched.
         self._launched = super(self.backend.native_class, self._native).replay
         return Call(call_weakly(self._launch_and_signal))
 
@@ -123,8 +123,8 @@ class NpuGraph(TorchGraph):
         self._drop_regions()
 
     def _recover(self, native: Any) -> None:
-        # torch_npu stops routing allocations before it reports the failure, but it leaves one use
-        # of the pool too many, which would keep the memory forever.
+        # torch_npu ends the routing of allocations before it reports the failure, but leaves an
+        # additional use of the pool, which would keep the memory forever.
         while self.pool.uses > self._uses:
             self.backend.release_pool(self.pool)
 
@@ -132,8 +132,8 @@ class NpuGraph(TorchGraph):
         self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
     ) -> Any:
         reason = (
-            f"the numbers of the re-run region {mark.name} would not follow the replays. Draw them "
-            f"outside the region and pass the tensor in."
+            f"an update runs region {mark.name} again, where random numbers would not continue the "
+            f"sequence of the replays. Draw them outside the region and pass them as a tensor."
         )
         with RandomGuard(reason):
             return super().capture_region(mark, args, kwargs, host)
@@ -162,10 +162,10 @@ class NpuGraph(TorchGraph):
         return _Recording(self._host)
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> _Recording:
-        """Apply new values, or apply none and re-raise a region's exception.
+        """Apply new values; if a region raises an exception, restore the old values and re-raise.
 
-        The launch applies values untried if ``backend.try_new_values`` is false or if all regions
-        report errors before their launch, as the backend's attention does.
+        If ``backend.try_new_values`` is false, or if all regions raise before any launch as the
+        backend's attention does, leave the values to the launch.
         """
         regions = self._settled()
         if self.backend.try_new_values and not all(mark.raises_before_launch for mark in host):
@@ -198,7 +198,7 @@ class NpuGraph(TorchGraph):
                 if not backend.replay_first:
                     regions.failure = error
                 raise
-            except BaseException:  # an interrupt; a launched replay still waits for its records
+            except BaseException:  # After an interrupt, a launched replay still needs its records.
                 self._follow(regions, job, host, stream)
                 raise
 
@@ -207,9 +207,9 @@ class NpuGraph(TorchGraph):
         regions.launched(job, host, stream)
 
     def _issue(self, regions: TaskGroups, job: Job) -> None:
-        """Issue the records of the next replay and wait for that.
+        """Issue the event records of the next replay, and wait until they are issued.
 
-        If the replay is then not launched, the state of the events is unknown.
+        If the replay is not launched afterwards, the state of the events is unknown.
         """
         self.backend.drain()
         try:
@@ -217,7 +217,10 @@ class NpuGraph(TorchGraph):
             self.backend.channel.finish(job, f"the update of {self!r}")
         except BaseException as error:
             if not isinstance(error, Exception):
-                error = UpdateError("an interrupt came while the records of a replay were issued")
+                error = UpdateError(
+                    "an interrupt occurred while the events of a replay were recorded, so their "
+                    "state is unknown; call reset() and capture again"
+                )
             regions.failure = regions.failure or error
             raise
 
@@ -238,7 +241,7 @@ class NpuGraph(TorchGraph):
         return regions
 
     def _refuse_broken(self, regions: TaskGroups) -> None:
-        """Raise the failure of broken regions once, and afterwards that the graph is dirty."""
+        """Raise the failure of broken regions once, and afterwards the error of a dirty graph."""
         if regions.failure is not None:
             self._leave_for(GraphState.DIRTY)
             self.backend.channel.unwatch(regions)
@@ -270,8 +273,8 @@ class NpuGraph(TorchGraph):
     def __del__(self) -> None:
         try:
             if self._regions is not None and self.backend.channel.on_thread():
-                self._end_later()  # the update thread must not wait for locks
+                self._end_later()  # The update thread must not wait for locks.
                 return
-        except Exception:  # the constructor failed, or modules are gone at interpreter exit
+        except Exception:  # The constructor failed, or modules are gone at interpreter exit.
             pass
         super().__del__()

@@ -24,7 +24,7 @@ Host = Mapping[Mark, dict[str, Any]]
 
 @attrs.frozen
 class Group:
-    """A captured region: its call, the event that it waits for, the handle of its task group."""
+    """A captured region: its call, the event for which it waits, the handle of its task group."""
 
     call: MarkedCall
     event: Any
@@ -34,8 +34,8 @@ class Group:
 class TaskGroups:
     """Task groups in capture order, with their values and the replays that use them.
 
-    An instance references no graph, so that the update thread never drops the last reference to
-    one.
+    An instance must not reference a graph, so that the update thread never drops the last reference
+    to a graph.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class TaskGroups:
         self._namespace = namespace
         self._memory = memory
         self.groups: list[Group] = []
-        """The captured regions."""
         self._settings = Settings.current()
         # Two events, because an event must not be recorded again while a queued job waits for it.
         self._done = (namespace.Event(), namespace.Event())
@@ -62,13 +61,14 @@ class TaskGroups:
         self.failure: BaseException | None = None
         """The exception after which the state of the groups is unknown."""
         self.lost: UpdateError | None = None
-        """The failure if a replay never got its records; no caller has received it yet."""
+        """The failure if a replay never received its records; no call has raised it yet."""
 
     def free_events(self) -> list[Any]:
         """Return the events that another graph may use after the last replay has ended.
 
-        The list is empty if an event may still hold a record. It is also empty if the graph was
-        never launched, because torch_npu refuses a second wait before the first one got its record.
+        The list is empty after a failure, because an event may still be recorded. It is also empty
+        if the graph was never launched, because torch_npu refuses a second wait for an event that
+        was not recorded after the first wait.
         """
         if not self._launches or self.failure is not None:
             return []
@@ -77,28 +77,28 @@ class TaskGroups:
     # Called on the launching thread, in this order.
 
     def try_values(self, host: Host, what: str) -> None:
-        """Update to ``host`` and wait until it is issued, or undo it if a region refuses it."""
-        self.planned = None  # after an interrupt the thread still finishes the job
+        """Update to ``host`` and wait until the update is issued; undo it if a region raises."""
+        self.planned = None  # After an interrupt, the thread still finishes the job.
         job = self._channel.submit(self._work(host, signal=False))
         self._channel.finish(job, what)
         self.planned = host
 
     def signal(self, host: Host) -> Job:
-        """Return a job that records the events of the next replay; the caller queues it.
+        """Return a job, to be queued by the caller, that records the events of the next replay.
 
-        The job first updates the groups to ``host``, unless they will hold these values anyway.
+        The job first updates the groups to ``host``, unless they will have these values already.
         """
         changed = None if host is self.planned else host
         return Job(self._work(changed, signal=True))
 
     def launched(self, job: Job, host: Host, stream: Any) -> None:
-        """Queue ``job`` of a replay with ``host`` that was launched on ``stream``, and watch it.
+        """Queue ``job``, and watch its replay with ``host`` that was launched on ``stream``.
 
-        After an interrupt the call must be repeated.
+        After an interrupt, the call must be repeated.
         """
         self._channel.queue(job)
         now = time.monotonic()
-        if self._job is not job:  # no call in this block, so that no interrupt can split it
+        if self._job is not job:  # The block contains no call, so no interrupt can split it.
             self._job = job
             self.planned = host
             self._launches += 1
@@ -108,14 +108,14 @@ class TaskGroups:
         self._channel.watch(self)
 
     def make_room(self) -> None:
-        """Wait for the second to last replay, so that the host runs at most two replays ahead."""
+        """Wait for the second-to-last replay, so that the host is at most two replays ahead."""
         while self._launches > 1 and not self._done[(self._launches + 1) % 2].query():
             if self.settled():
                 return
             time.sleep(0.00005)
 
     def settled(self) -> bool:
-        """Whether the last replay has ended; an overdue replay is released and abandoned."""
+        """Whether the last replay has ended or is overdue. An overdue replay is released."""
         last, older = self._launches % 2, (self._launches + 1) % 2
         if not self._launches or self._done[last].query():
             return True
@@ -132,10 +132,10 @@ class TaskGroups:
         self.failure = self.lost = UpdateError(
             f"a replay waited longer than {self._channel.timeout:g} s for its update. The record "
             f"of an event was lost, or the host code of a region does not return. All events were "
-            f"recorded again to release the device, so the state of the graph's events is unknown: "
+            f"recorded again to release the device, so the state of the graph's events is unknown; "
             f"call reset() and capture again."
         )
-        for group in self.groups:  # not on the update stream, which may wait for this replay
+        for group in self.groups:  # Not on the update stream, which may wait for this replay.
             group.event.record(self._channel.rescue_stream)
 
     # Called on the update thread.
@@ -145,12 +145,12 @@ class TaskGroups:
 
         def work() -> None:
             if fence is not None:
-                # The last replay must first have read its values and consumed its records.
+                # First the last replay must read its values and consume its records.
                 self._channel.stream.wait_event(fence)
             if host is None:
                 self._run(None, signal=signal)
                 return
-            # Modes are thread-local; region code must run with the modes of the capture.
+            # Modes are thread-local, but region code must run with the modes of the capture.
             with self._settings.restored(), self._memory():
                 self._run(host, signal=signal)
 
@@ -168,7 +168,7 @@ class TaskGroups:
         except BaseException as error:
             if signal:
                 self.failure = error
-                for group in self.groups[done:]:  # the waiting replay must be able to end
+                for group in self.groups[done:]:  # Let the waiting replay end.
                     group.event.record(stream)
             else:
                 self._take_back(done, error)

@@ -1,4 +1,4 @@
-"""The ROCm room: torch.cuda of a ROCm build and libamdhip64 behind the DeviceGraph contract."""
+"""The ROCm backend, which implements the contract of DeviceGraph over a ROCm build of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ROCm backend: identity, capabilities and workarounds for HIP's undocumented behaviour."""
+"""The ROCm backend: capabilities, and workarounds for undocumented behavior of HIP."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from devgraph.rocm.runtime import Runtime
 from devgraph.rocm.verification import Verification, VerifiedUpdates
 
 _INSTALL = (
-    "Install a ROCm build of torch: choose ROCm on https://pytorch.org/get-started/locally, whose "
-    "pip command names PyTorch's own index. Its Triton comes from that index as well; the package "
+    "Install a ROCm build of torch: choose ROCm on https://pytorch.org/get-started/locally, and "
+    "use the pip command given there. It installs Triton from PyTorch's index as well; the package "
     "pytorch-triton-rocm on PyPI is an old placeholder."
 )
 
 
 class RocmBackend(NodeBackend):
-    """AMD GPUs through the ROCm build of torch, whose namespace is torch.cuda too."""
+    """AMD GPUs through the ROCm build of torch, whose namespace is also torch.cuda."""
 
     name = "rocm"
     device_type = "cuda"
@@ -55,7 +55,7 @@ class RocmBackend(NodeBackend):
     def attach(self, runtime: Runtime) -> None:
         self.use_runtime(runtime)
         self.retired: set[int] = set()
-        """Streams that a failed capture left capturing; they are never used again."""
+        """Streams that are still capturing after a failed capture, and are never used again."""
         self.verification = Verification(runtime, lambda: self.current_stream_id())
         self.update_strategy_type = functools.partial(VerifiedUpdates, self.verification)
         self._prepared: set[tuple[int, int]] = set()
@@ -98,7 +98,7 @@ class RocmBackend(NodeBackend):
             "library": self.runtime.path,
             "missing functions": ", ".join(sorted(self.runtime.missing)) or "none",
             "unsafe calls in a capture": "not reported before HIP 7.14; devgraph refuses host "
-            "reads, prove() the rest"
+            "reads, and prove() finds the others"
             if self._guard
             else "reported by the runtime",
         }
@@ -106,7 +106,7 @@ class RocmBackend(NodeBackend):
             details["updates"] = (
                 "written into executables, verified at first use"
                 if updates
-                else "this runtime ignores them: every key gets an executable of its own"
+                else "ignored by this runtime, so every key has its own executable"
             )
             reported = self.runtime.reports_copies
             details["copies in regions"] = (
@@ -120,15 +120,15 @@ class RocmBackend(NodeBackend):
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
 
     def fresh_stream(self) -> Any:
-        # torch reuses its streams, so a retired or still capturing stream may come up again.
+        # torch reuses its streams, so it may return a retired or still capturing stream.
         for _ in range(MOST_STREAMS):
             stream = self.namespace.Stream(self._device)
             handle = stream.cuda_stream
             if handle not in self.retired and not self.runtime.capturing([handle]):
                 return stream
         raise BackendUnavailableError(
-            "failed captures left every stream that torch hands out capturing. Start a new "
-            "process, and make regions join the streams that they fork."
+            "all streams of torch are still capturing after failed captures. Start a new process, "
+            "and make regions join the streams that they fork."
         )
 
     def retire_stream(self, stream: Any) -> None:
@@ -138,8 +138,8 @@ class RocmBackend(NodeBackend):
     def reopen_capture(self) -> None:
         stream = self.current_stream_id()
         if self.runtime.capture_of(stream) is not None:
-            # On HIP 7.2, beginning or ending the capture again crashes the process.
-            raise RuntimeError(f"stream {stream:#x} is still capturing after its end failed")
+            # On HIP 7.2, the process crashes if the capture begins or ends again.
+            raise RuntimeError(f"the capture on stream {stream:#x} could not be ended")
         super().reopen_capture()
 
     def captures_on(self, stream: Any) -> bool:
@@ -155,8 +155,7 @@ class RocmBackend(NodeBackend):
         return ValueGates(self) if self.capabilities.gates else super().make_gate_channel(gates)
 
     def join(self, current: Any, side: Any) -> None:
-        # Waiting for a stream that is still capturing would join the current stream to that
-        # capture.
+        # A wait for a stream that is still capturing would join the current stream to its capture.
         if side.cuda_stream not in self.retired:
             super().join(current, side)
 
@@ -174,8 +173,8 @@ class RocmBackend(NodeBackend):
         super().end_native(native)
 
     def prepare_stream(self) -> None:
-        # hipBLAS and hipBLASLt create a handle per thread and stream at first use, which a capture
-        # does not allow. A product with a bias creates both handles.
+        # hipBLAS and hipBLASLt create a handle for each thread and stream on first use, which a
+        # capture forbids. A product with a bias creates both handles.
         key = (threading.get_ident(), self.current_stream_id())
         if key in self._prepared:
             return

@@ -1,4 +1,4 @@
-"""Gates on HIP: waits for values and writes of values, if this runtime captures them."""
+"""Gates on HIP, as waits for values and writes of values, if the runtime can capture them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALL_BITS = 0xFFFFFFFF
 
 
 class ValueGates(FlagGates):
-    """The channel of one capture or runner."""
+    """The gate channel of one capture or runner."""
 
     handle = "cuda_stream"
 
@@ -53,8 +53,8 @@ def queue(runtime: NodeRuntime, stream: int, ops: Sequence[Op]) -> None:
 def captures_values(runtime: NodeRuntime, device: torch.device) -> bool:
     """Whether a captured wait and write become nodes that a launch runs.
 
-    The wait is for the value that the word already has. A runtime that runs it at once therefore
-    does not hang. A stream whose capture failed is left alone, because it may still capture.
+    The test waits for the current value of a word, so that a runtime that does not capture the wait
+    cannot hang. If the capture fails, the stream may still be capturing, so it is not destroyed.
     """
     if runtime.missing & GATE_CALLS:
         return False

@@ -18,18 +18,18 @@ _READS = frozenset(
     masked_select nonzero unique_consecutive unique_dim unique_dim_consecutive
     """.split()
 )
-"""Operations whose result, or its shape, depends on device data and is needed on the host."""
+"""Operations whose result, or its shape, depends on device data that the host must read."""
 
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
-"""Operations whose second argument is a list of indices; the host counts the hits of masks."""
+"""Operations whose second argument is a list of indices. For a mask, the host counts its hits."""
 
 
 class HostReadGuard(OwnMode):
-    """A mode that refuses this thread's operations that read device data, while it is ``on``.
+    """A mode that refuses host reads of device data by this thread while it is ``on``.
 
-    Before HIP 7.14 such a call inside a capture raises no error: the host reads the previous
-    content of the memory, and the graph is wrong. The guard stays below the modes of user code. It
-    costs a capture a few microseconds per operation and does not affect replays.
+    Before HIP 7.14 such a read in a capture raises no error: the host reads the previous content of
+    the memory, and the graph is wrong. The guard stays below the modes of user code. It adds a few
+    microseconds per operation to a capture, but nothing to replays.
     """
 
     def __init__(self, is_device: Callable[[torch.Tensor], bool]) -> None:
@@ -39,7 +39,7 @@ class HostReadGuard(OwnMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: torch.compile may ignore this mode, which changes no operation."""
+        """Return True, because torch.compile may ignore a mode that changes no operation."""
         return True
 
     @classmethod
@@ -64,7 +64,7 @@ class HostReadGuard(OwnMode):
         if name == "repeat_interleave":
             return kwargs.get("output_size") is None and self._any_on_device(args)
         if name == "histc":
-            low, high = (*args[2:4], 0, 0)[:2]  # if equal, torch reads the bounds from the data
+            low, high = (*args[2:4], 0, 0)[:2]  # If equal, torch reads the bounds from the data.
             return low == high and self._any_on_device(args)
         if name == "copy_":
             waits = not (kwargs.get("non_blocking", False) or args[2:] == (True,))
@@ -81,7 +81,7 @@ class HostReadGuard(OwnMode):
     def _counts_mask(self, args: tuple[Any, ...]) -> bool:
         """Whether an index on the device is a mask whose hits the host must count.
 
-        torch executes a write of one host value under one mask as a fill, which needs no count.
+        torch executes a write of one host value to one mask as a fill, which needs no count.
         """
         indices = [x for x in args[1] if x is not None]
         masks = [x for x in indices if x.dtype in (torch.bool, torch.uint8) and self._is_device(x)]
@@ -93,9 +93,9 @@ class HostReadGuard(OwnMode):
 
 
 def _is_composed(func: Any) -> bool:
-    """Whether an operation consists only of other operations, which the guard must see.
+    """Whether an operation consists of other operations, which the guard must check.
 
-    Under inference mode such operations arrive undecomposed. ROCm builds use the dispatch key CUDA.
+    Inference mode does not decompose such operations. ROCm builds use the dispatch key CUDA.
     """
     has = func.has_kernel_for_dispatch_key
     return has(DispatchKey.CompositeImplicitAutograd) and not has(DispatchKey.CUDA)

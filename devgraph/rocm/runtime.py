@@ -1,4 +1,4 @@
-"""HIP's node calls: the differences of libamdhip64 from the table that all vendors share."""
+"""HIP's node calls: the differences between libamdhip64 and the table common to all vendors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COPY_ATTRIBUTES = "hipGraphKernelNodeCopyAttributes"
 attributes of the capture."""
 
 GATE_CALLS = frozenset({"hipStreamWaitValue32", "hipStreamWriteValue32"})
-"""Functions without which the marks of gates break captures."""
+"""Functions without which marks of gates break a capture."""
 
 _TEXT = ("GetErrorName", "GetErrorString")
 
@@ -54,19 +54,19 @@ class Version(NamedTuple):
 
     @property
     def kinds(self) -> dict[int, str]:
-        """Kind of node per value of ``hipGraphNodeType``."""
-        if self < Version(5, 3):  # values start at 1; one-dimensional copies have their own type
+        """Kind of node by value of ``hipGraphNodeType``."""
+        if self < Version(5, 3):  # Values start at 1, and 1-D copies have their own type.
             return {**dict(enumerate(KINDS, 1)), 9: MEMCPY}
         return dict(enumerate(KINDS))
 
     @property
     def reports_unsafe_calls(self) -> bool:
-        """Whether calls that a capture does not allow raise an error; before 7.14 they do not."""
+        """Whether calls that a capture forbids raise an error."""
         return self >= Version(7, 14)
 
 
-# These structures match ``hip/hip_runtime_api.h`` of releases 5.2 to 6.3 and of the current source;
-# a test compares them with an installed header. Their fields are in another order than CUDA's.
+# These structures match ``hip/hip_runtime_api.h`` of releases 5.2 to 6.3 and of the current source.
+# A test compares them with an installed header. The order of fields differs from CUDA's.
 Dim3 = structure("dim3", x=c_uint32, y=c_uint32, z=c_uint32)
 KernelNodeParams = structure(
     "hipKernelNodeParams",
@@ -107,7 +107,7 @@ MemcpyParams = structure(
 def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
     """Return the path of the libamdhip64 that is mapped into this process, or None.
 
-    Loading the library by name could load a second copy, which has separate streams and graphs.
+    Loading the library by name could load a second copy with separate streams and graphs.
     """
     with contextlib.suppress(OSError), open(maps, encoding="utf-8") as lines:
         for line in lines:
@@ -120,17 +120,16 @@ def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
 class Runtime(NodeRuntime):
     """The node calls of libamdhip64.
 
-    ``hipGraphExecUpdate`` is never called. In releases up to 7.14 it returns success although the
-    executable keeps old packets (ROCm/rocm-systems pull request 10714). Its time also grows with
-    the square of the number of nodes (11069). Instead, nodes are written one at a time, which
-    reports errors. ``hipGraphUpload`` is not called either, because it has no effect where it is
-    supported.
+    ``hipGraphExecUpdate`` is not used. In releases up to 7.14, it returns success although the
+    executable keeps old packets (ROCm/rocm-systems pull request 10714), and its time is quadratic
+    in the number of nodes (11069). Nodes are written one at a time instead, which reports errors.
+    ``hipGraphUpload`` is not used either, because it has no effect where it is supported.
     """
 
     prefix = "hip"
     suffixes: ClassVar[Mapping[str, str]] = {
         "StreamGetCaptureInfo": "_v2",
-        # The addresses of a captured copy are all that HIP reports reliably.
+        # Of a captured copy, HIP reliably reports only the addresses.
         "GraphMemcpyNodeSetParams": "1D",
         "GraphExecMemcpyNodeSetParams": "1D",
     }
@@ -162,9 +161,9 @@ class Runtime(NodeRuntime):
         super().__init__(ctypes.PyDLL(path), ctypes.CDLL(path))
         if required := self.missing - {_COPY_ATTRIBUTES} - GATE_CALLS:
             raise BackendUnavailableError(
-                f"{path} lacks {', '.join(sorted(required))}: this HIP runtime is too old for "
-                f"graph updates. Install a ROCm build of torch with a newer one (devgraph supports "
-                f"HIP 5.2 to 7)."
+                f"{path} lacks {', '.join(sorted(required))}, so this HIP runtime is too old for "
+                f"graph updates. Install a ROCm build of torch with a newer runtime (devgraph "
+                f"supports HIP 5.2 to 7)."
             )
         for name in _TEXT:
             self._functions[name].restype = c_char_p
@@ -174,7 +173,7 @@ class Runtime(NodeRuntime):
         self.kinds = self.version.kinds
         self.reports_copies = True
         """Whether the runtime reports the addresses of a captured copy; ``Verification`` sets it.
-        Before HIP 7 the reported addresses are uninitialised memory."""
+        Before HIP 7 the reported addresses are uninitialized memory."""
 
     @staticmethod
     def find() -> Runtime:
@@ -182,13 +181,13 @@ class Runtime(NodeRuntime):
         path = mapped_library()
         if path is None:
             raise BackendUnavailableError(
-                "no libamdhip64 is mapped into this process, although torch is a ROCm build: its "
-                "libraries are incomplete. Reinstall the ROCm build of torch."
+                "torch is a ROCm build, but no libamdhip64 is mapped into this process, so the "
+                "libraries of torch are incomplete. Reinstall the ROCm build of torch."
             )
         return Runtime(path)
 
     def refuse(self, error: int, name: str) -> NoReturn:
-        self.function("GetLastError")()  # clears the error, or torch would raise it later
+        self.function("GetLastError")()  # Clears the error, which torch would raise later.
         super().refuse(error, name)
 
     def error_text(self, error: int) -> str:
@@ -213,11 +212,10 @@ class Runtime(NodeRuntime):
             raise UpdateTopologyError(
                 f"a region copies memory, but this HIP runtime ({self.version}) does not report "
                 f"the addresses of a captured copy, so the copy cannot be updated. Write with a "
-                f"kernel instead (index_copy_, or an operation with out=). Write into a tensor "
-                f"that the region receives, because a tensor that it returns is copied too. Or "
-                f"use policy='breakable'."
+                f"kernel (index_copy_, or an operation with out=) into a tensor that the region "
+                f"receives, because returned tensors are copied too, or use policy='breakable'."
             )
-        # A flat copy is one run of bytes; HIP leaves its positions unset.
+        # A flat copy is one range of bytes, for which HIP does not set positions.
         flat = (
             params.kind in _COPY_KINDS
             and (params.extent.height, params.extent.depth) == (1, 1)

@@ -1,9 +1,9 @@
-"""The verification word: a check that HIP really used an update of an executable.
+"""The verification word: a check that HIP used the new parameters of an updated executable.
 
-After its regions a graph records one more node, which writes the recording's number into the word
-of its pool. The word is checked after the first launch of a written or newly built recording. A
-stale number means that the runtime ignored the new parameters and the launch was wrong. The check
-covers an executable, not each of its nodes (see docs/rocm.md).
+After its regions, a graph contains an additional node, which writes the number of the recording
+into a word of the pool. The word is checked after the first launch of an updated or rebuilt
+executable. An old number means that the runtime ignored the new parameters and the launch was
+wrong. The check covers an executable but not each of its nodes (see docs/rocm.md).
 """
 
 from __future__ import annotations
@@ -23,30 +23,26 @@ from devgraph.api.torchlike.recording import NodeRecording, RegionPattern
 from devgraph.rocm.runtime import Runtime
 
 LEAKED_BYTES_PER_NODE = 5800
-"""Device memory that a runtime leaks per written node until the executable is destroyed. 2000
-updates of 32 nodes took 354 MiB on an MI300X (ROCm/rocm-systems pull request 11434)."""
+"""Device memory that HIP leaks for each updated node until the executable is destroyed. On an
+MI300X, 2000 updates of 32 nodes leaked 354 MiB (ROCm/rocm-systems pull request 11434)."""
 
 LEAK_BUDGET_BYTES = 32 * 2**20
-"""Bytes that updates of one executable may leak before it is rebuilt. With 180 region nodes, every
-32nd update rebuilds it, so that the 2-3 ms of a rebuild cost less than 0.1 ms per update."""
+"""Bytes that updates of an executable may leak before it is rebuilt. With 180 region nodes, this is
+every 32nd update, so that rebuilds of 2-3 ms add less than 0.1 ms per update."""
 
 
 class Verification:
-    """Tests once whether a runtime's updates work, and holds the word of each pool."""
+    """A test, run once, of whether a runtime's updates work, and the words of all pools."""
 
     def __init__(self, runtime: Runtime, current_stream: Callable[[], int]) -> None:
         self.runtime = runtime
         self._current_stream = current_stream
         self.updates: bool | None = None
-        """Whether existing executables use the parameters that are written into them. None until
-        the first capture of a graph with regions."""
+        """Whether executables use newly written parameters; None before ``find_out``."""
         self._words: weakref.WeakKeyDictionary[Pool, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def word_of(self, pool: Pool) -> torch.Tensor:
-        """Return the word into which graphs of ``pool`` write the number of their recording.
-
-        One word is enough, because replays of a pool run one at a time.
-        """
+        """Return the word of ``pool``, which is enough because replays run one at a time."""
         word = self._words.get(pool)
         if word is None:
             word = torch.zeros(1, dtype=torch.int64, device=pool.backend.device)
@@ -54,7 +50,7 @@ class Verification:
         return word
 
     def find_out(self, device: torch.device) -> None:
-        """Test the runtime once with small graphs; the current stream must not be capturing."""
+        """Test the runtime once with small graphs. The current stream must not be capturing."""
         if self.updates is None:
             words = torch.zeros(4, dtype=torch.int64, device=device)
             self.runtime.reports_copies = self._reports_copies(words)
@@ -104,7 +100,7 @@ class Verification:
 
 
 class VerifiedUpdates(UpdateStrategy):
-    """Updates that are counted, verified, and avoided if the runtime does not support them."""
+    """Updates that are counted, verified, and avoided if the runtime ignores them."""
 
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
@@ -112,11 +108,11 @@ class VerifiedUpdates(UpdateStrategy):
         """Bytes that updates of the graph's own executable may have leaked since it was built."""
         self._own: _VerifiedLaunch | None = None
         self._seen: weakref.WeakSet[NodeRecording] = weakref.WeakSet()
-        """Recordings that the own executable provably ran."""
+        """Recordings that the graph's own executable has verifiably run."""
 
     def prepare(self, graph: NodeGraph) -> None:
         if not (graph.spec.declared or marked_with_context):
-            return  # the capture cannot contain an updatable region
+            return  # The capture cannot contain an updatable region.
         self._verification.find_out(graph.backend.device)
         self._verification.word_of(graph.pool)
 
@@ -154,17 +150,17 @@ class VerifiedUpdates(UpdateStrategy):
         return verified
 
     def verify(self, graph: NodeGraph, launched: _VerifiedLaunch, recording: NodeRecording) -> None:
-        """Raise UpdateError unless the last launch was of ``recording``."""
+        """Raise UpdateError unless the last launch ran ``recording``."""
         number = int(self._verification.word_of(graph.pool).item())
         if number != recording.number:
             graph.mark_dirty()
             self._verification.updates = False
             raise UpdateError(
                 f"the HIP runtime ({self._verification.runtime.version}) reported a successful "
-                f"update but launched the graph with the parameters of an earlier one (recording "
-                f"{number} instead of {recording.number}). The results of this replay are wrong, "
-                f"and the graph is dirty: call reset() and capture again. From now on this process "
-                f"gives every key an executable of its own instead of updating one."
+                f"update, but launched the graph with earlier parameters (recording {number} "
+                f"instead of {recording.number}). The results of this replay are wrong, and the "
+                f"graph is dirty; call reset() and capture again. From now on, this process builds "
+                f"an executable for every key instead of updating one."
             )
         launched.expected, launched.verified = None, True
         if launched is self._own:
@@ -185,9 +181,9 @@ class _VerifiedLaunch:
         self._how = how
         self._launch = executable.launch
         self.expected = recording
-        """The recording that the next launch must prove to run; None if nothing was written."""
+        """The recording that the next launch must verify; None if nothing was written."""
         self.verified = False
-        """Whether a launch has proved that the runtime used the written parameters."""
+        """Whether a launch has verified that the runtime used the written parameters."""
 
     def launch(self) -> None:
         self._launch()
@@ -195,5 +191,5 @@ class _VerifiedLaunch:
             self._how.verify(dereference(self._graph), self, self.expected)
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return ``launch``, because graphs with regions bind nothing for a stream."""
+        """Return ``launch``, because graphs with regions cannot bind a stream."""
         return self.launch

@@ -1,4 +1,4 @@
-"""Runners, which keep batches in fixed buffers and choose a bucket for each step."""
+"""Runners, which copy batches into static buffers and choose a bucket for each step."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class HostValues(Mapping[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             raise HostArgumentError(
-                f"batch.host.{name} cannot be set: a replay does not run the step's Python code, "
-                f"so it would always use this value. Keep values that a step changes (lengths) in "
-                f"a device tensor, and pass a host argument that holds for every step of a launch"
+                f"batch.host.{name} cannot be set, because a replay does not run the step's Python "
+                f"code and would always use this value. Keep values that a step changes (lengths) "
+                f"in a device tensor, and pass a host argument that is valid for all steps"
             )
         super().__setattr__(name, value)
 
@@ -60,8 +60,8 @@ class HostValues(Mapping[str, Any]):
 class Live:
     """The part of a batch that changes between runs of the same graph.
 
-    All batches with which a runner's graphs were captured share one object. The runner stores the
-    size and the tensors of a run in it before it replays.
+    All batches of a runner's graphs share one object, in which the runner stores the size and the
+    tensors of a run before the replay.
     """
 
     __slots__ = ("size", "tensors")
@@ -75,8 +75,8 @@ class StateViews:
     """``batch.state``: the current state by name, each ``[request slots + 1, *shape]``.
 
     Attributes:
-        history: In a step of several tokens, a tuple by name with such a tensor for each token,
-            which takes the state after it. The last one is the current state. Otherwise None.
+        history: In a step of several tokens, the step writes the state after each token into
+            ``history.<name>[token]``, where the last tensor is the current state. Otherwise None.
     """
 
     history: StateViews | None
@@ -95,11 +95,11 @@ class Batch:
     """The data of one step: ``batch.<slot>`` tensors, ``batch.host``, and the sizes.
 
     In a graph the tensors are static views of the bucket's size. In an eager step they have the
-    real size. If a graph's body depends on tokens only (breakable prefill), slots that count
-    requests belong to the run and not to the graph: read them in a region, in a ``no_graph``
-    function or in the tail, through the batch itself.
+    real size. If a graph depends only on the number of tokens (breakable prefill), slots that count
+    requests are run slots: read them from the batch in a region, in a ``no_graph`` function or in
+    the tail.
 
-    The batch of an eager step ends with the step. Reading a batch that was kept
+    The batch of an eager step is valid only in that step. Reading a stored batch
     (``self.batch = batch``) in a later step raises StateError.
 
     Attributes:
@@ -107,8 +107,8 @@ class Batch:
         tokens: Rows of the ``"tokens"`` slots, padding included.
         width: Tokens per request, or None.
         variant: The variant of this step.
-        state: The state of requests, if the runner declares any. ``state_slots`` has the request
-            slot of each row.
+        state: The state of requests, if the runner declares any. ``state_slots`` contains the
+            request slot of each row.
     """
 
     host: HostValues
@@ -126,7 +126,7 @@ class Batch:
         live_names: frozenset[str] = frozenset(),
         state: StateViews | None = None,
     ) -> None:
-        for name, tensor in tensors.items():  # a loop, which tracers of code understand
+        for name, tensor in tensors.items():  # Compilers of the step can trace this loop.
             setattr(self, name, tensor)
         if state is not None:
             self.state = state
@@ -141,35 +141,35 @@ class Batch:
 
     @property
     def requests(self) -> int:
-        """Requests of this batch, padding included; those of the run if slots belong to it."""
+        """Number of requests, including padding; with run slots, that of the current run."""
         if self._live_names:
             return self._of_run("requests").size.requests
         return self._size.requests
 
     @property
     def real(self) -> Size:
-        """Size without padding. It changes between runs, so a graph cannot read it."""
+        """Size without padding, which changes between runs and cannot be read in a graph."""
         return self._size if self._live is None else self._of_run("real").size
 
     def _of_run(self, name: str) -> Live:
         if is_capturing():
             raise CaptureError(
-                f"batch.{name} changes between runs and was read inside a graph, at {user_line()}. "
-                f"Pass the batch to a function marked @dg.region() or @dg.no_graph and read it "
-                f"there, or move the line into the runner's tail."
+                f"batch.{name} changes between runs, but was read inside a graph, at "
+                f"{user_line()}. Pass the batch to a function marked @dg.region() or @dg.no_graph "
+                f"and read it there, or move the line into the runner's tail."
             )
         assert self._live is not None
         return self._live
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        # Only names of slots of the run and wrong names arrive here.
+        # Called only for run slots and unknown names.
         if name in self.__dict__.get("_live_names", frozenset()):
             return self._of_run(name).tensors[name]
         if self.__dict__.get("_over") and not name.startswith("_"):
             raise StateError(
                 f"batch.{name} was read after the eager step of the batch. A replay does not run "
-                f"the step's Python code, so it stores no newer batch: pass the batch, or the "
-                f"tensor, to the marked function as an argument"
+                f"the step's Python code, so a stored batch is outdated; pass the batch or the "
+                f"tensor as an argument to the marked function"
             )
         raise AttributeError(f"the batch has no slot {name!r}. {did_you_mean(name, self._names())}")
 
@@ -206,7 +206,7 @@ class HostArgs:
         self._kinds = {n: None if n in self._slots else type(v) for n, v in self.declared.items()}
 
     def at_capture(self, size: Size) -> dict[str, Any]:
-        """Return the values for the capture of a graph of ``size``."""
+        """Return the declared values, with sequences of pad values for ``size``."""
         return {
             name: value.padded((), size) if isinstance(value, HostSlot) else value
             for name, value in self.declared.items()
@@ -215,11 +215,11 @@ class HostArgs:
     def resolve(
         self, given: Mapping[str, Any] | None, real: Size, padded: Size
     ) -> Mapping[str, Any]:
-        """Return a value for every declared argument of a batch of ``real``, padded to ``padded``.
+        """Check host arguments and return them, with sequences padded from ``real`` to ``padded``.
 
-        If runs may omit names, the result has the given ones only.
+        If runs may omit names, the result contains only the given names.
         """
-        # This runs in every step. Values of exactly the declared types need no closer check.
+        # Fast path for every step: values of exactly the declared types need no further check.
         if type(given) is dict:
             kinds = zip(given, map(type, given.values()), strict=True)
             if dict(kinds) == self._kinds:
@@ -247,9 +247,9 @@ class HostArgs:
     def completed(
         self, host: Mapping[str, Any], planned: Mapping[str, Any] | None, size: Size
     ) -> Mapping[str, Any]:
-        """Return ``host`` with the host arguments that were planned for a batch of ``size``.
+        """Return ``host`` and the host arguments that ``prepare`` returned for a batch of ``size``.
 
-        Raises as ``resolve``, and for a declared argument without a value.
+        Raises the errors of ``resolve``, and HostArgumentError for arguments without a value.
         """
         values = {**host, **self.resolve(planned, size, size)}
         self._require_all(values)

@@ -1,8 +1,8 @@
 """Bucket sizes: the padded batch sizes for which a runner captures graphs.
 
-Decode buckets count requests (``ByRequests``), all others count tokens (``ByTokens``). A list is
-ascending and has no duplicates. The defaults end with the maximum, so that every batch within the
-capacity has a bucket. Sizes from the user are kept exactly.
+Decode buckets count requests (``ByRequests``); all others count tokens (``ByTokens``). The default
+buckets end with the maximum, so that every batch within the capacity has a bucket. Listed sizes are
+used unchanged.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from devgraph.runners.decisions import Reason, Variant, canonical_variant
 from devgraph.runners.slots import Size
 
 Phase = Literal["decode", "prefill", "encoder"]
-"""The work of a runner. The mode configuration has the first two; an encoder lists its budgets."""
+"""Kind of runner. Only the first two are phases of the mode configuration."""
 
-# (first, last, step) with an inclusive last; None is unbounded. Serving engines converged on these
-# steps: buckets are dense where a step is cheap, and sparse where padding is cheap.
+# (first, last, step) with an inclusive last; None is unbounded. Serving engines use similar steps:
+# buckets are dense where padding would be a large share of a step, and sparse where it is small.
 _RANGES: dict[Phase, tuple[tuple[int, int | None, int], ...]] = {
     "decode": ((1, 1, 1), (2, 2, 1), (4, 12, 4), (16, 256, 8), (272, 511, 16), (512, None, 32)),
     "prefill": (
@@ -36,27 +36,28 @@ _RANGES: dict[Phase, tuple[tuple[int, int | None, int], ...]] = {
 }
 
 MOST_DEFAULTS = 8192
-"""Maximum number of default buckets of a phase: 262,144 requests, or 4,194,304 tokens."""
+"""Maximum capacity with default buckets, in multiples of the last step: 262,144 requests or
+4,194,304 tokens."""
 
 
 def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buckets:
-    """Return the default buckets of a phase up to ``maximum``, which is always the last one.
+    """Return the default buckets of a phase; the last one is ``maximum``.
 
-    With ``multiple_of`` every size is rounded up to a multiple of it, as tensor parallelism that
-    scatters tokens needs. The last bucket is then the smallest multiple that holds ``maximum``.
+    Every size is rounded up to a multiple of ``multiple_of``, which tensor parallelism with
+    scattered tokens needs.
 
     Raises:
-        ConfigError: There would be too many buckets, which points to a mistyped capacity.
+        ConfigError: There would be too many buckets, probably because of a mistyped capacity.
     """
     if phase not in _RANGES:
-        raise ConfigError(f"{phase} buckets have no defaults: list them, such as [2048, 4096]")
+        raise ConfigError(f"{phase} buckets have no defaults; list them, such as [2048, 4096]")
     maximum = whole("the maximum", maximum, 1, ConfigError)
     multiple_of = whole("multiple_of", multiple_of, 1, ConfigError)
     step = _RANGES[phase][-1][2]
     if maximum > MOST_DEFAULTS * step:
         raise ConfigError(
             f"a capacity of {maximum} would have about {maximum // step} {phase} buckets by "
-            f"default; name them (buckets=[...]), or lower the capacity to at most "
+            f"default; list the buckets (buckets=[...]), or lower the capacity to at most "
             f"{MOST_DEFAULTS * step}"
         )
     sizes: set[int] = set()
@@ -80,8 +81,8 @@ class Buckets(tuple[int, ...]):
         """Return the given sizes, sorted and without duplicates; None means the defaults.
 
         Raises:
-            ConfigError: A size is not positive, is over ``maximum``, or is not a multiple of
-                ``multiple_of``; the message names it. ``ConfigTypeError``: It is not an integer.
+            ConfigError: A size is not positive, is above ``maximum``, or is not a multiple of
+                ``multiple_of``. ConfigTypeError: A size is not an integer.
         """
         if sizes is None:
             return default_buckets(phase, maximum, multiple_of=multiple_of)
@@ -95,8 +96,8 @@ class Buckets(tuple[int, ...]):
         chosen = {_bucket(size, phase, maximum, multiple_of, top) for size in sizes}
         if not chosen:
             raise ConfigError(
-                f"{phase} buckets are an empty list: name at least one size, or switch graphs off "
-                f"with the policy 'disabled'"
+                f"the list of {phase} buckets is empty; list at least one size, or switch graphs "
+                f"off with the policy 'disabled'"
             )
         return cls(tuple(sorted(chosen)))
 
@@ -133,12 +134,12 @@ def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int
     value = whole(f"a {phase} bucket", size, 1, ConfigError)
     if value > top:
         raise ConfigError(
-            f"{phase} bucket {value} is over the capacity of {maximum}: remove it or raise the "
+            f"{phase} bucket {value} is above the capacity of {maximum}; remove it or raise the "
             f"capacity"
         )
     if value % multiple_of:
         raise ConfigError(
-            f"{phase} bucket {value} is not a multiple of {multiple_of}, as the alignment requires"
+            f"{phase} bucket {value} is not a multiple of the alignment {multiple_of}; round it up"
         )
     return value
 
@@ -147,11 +148,11 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-_AS_MANY_ROWS = "Give the slots of 'requests' and 'tokens' as many rows as the batch has"
+_AS_MANY_ROWS = "Check the numbers of rows in the slots of 'requests' and 'tokens'."
 
 
 class ByTokens:
-    """Counting for requests of different lengths: buckets count tokens."""
+    """The rules for buckets that count tokens, for requests of different lengths."""
 
     counts = "tokens"
 
@@ -165,17 +166,17 @@ class ByTokens:
         return Size(self.requests, bucket)
 
     def size(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:
-        """Return the size of a real batch; one of the numbers may be None, which is unknown."""
+        """Return the size of a real batch; None stands for an unknown number."""
         if tokens is None:
             raise InputError(f"{self.phase} needs the number of tokens: can_run(requests, tokens)")
         if requests is None:
             requests = 1 if tokens else 0
         elif not requests and tokens:
-            raise InputError(f"{tokens} tokens belong to no request. {_AS_MANY_ROWS}")
+            raise InputError(f"the batch has {tokens} tokens but no requests. {_AS_MANY_ROWS}")
         return Size(requests, tokens)
 
     def some(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
-        """Return the size of a batch with this many bucket rows; ``index`` varies the rest."""
+        """Return the size of a batch with this many rows; ``index`` varies the other number."""
         return Size(1 + index % min(self.requests, rows), rows)
 
     def variant(
@@ -191,7 +192,7 @@ class ByTokens:
 
 
 class ByRequests(ByTokens):
-    """Counting for requests of one width, the tokens per request: buckets count requests."""
+    """The rules for buckets that count requests, for requests of one width (tokens per request)."""
 
     counts = "requests"
 
@@ -209,15 +210,15 @@ class ByRequests(ByTokens):
             if tokens % width:
                 raise InputError(
                     f"{tokens} tokens are not a whole number of requests of {width} tokens "
-                    f"(variant {dict(options)}); batches with mixed widths are prefill"
+                    f"(variant {dict(options)}); run batches of mixed widths in a prefill runner"
                 )
             requests = tokens // width
         elif tokens is None:
             tokens = requests * width
         elif tokens < requests:
             raise InputError(
-                f"{requests} requests have only {tokens} tokens; every request of a decode batch "
-                f"has at least one. {_AS_MANY_ROWS}"
+                f"{requests} requests have only {tokens} tokens, but every request of a decode "
+                f"batch has at least one. {_AS_MANY_ROWS}"
             )
         if requests:
             width = tokens // requests if tokens % requests == 0 else None

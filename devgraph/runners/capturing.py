@@ -1,4 +1,4 @@
-"""Capture of a runner's graphs: order, agreement between ranks, and failures."""
+"""Capture of a runner's graphs: order, agreement between ranks, and handling of failures."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from devgraph.runners.step import BoundSteps, StaticBatch, Step
 logger = logging.getLogger(__name__)
 
 _fastest_paces: weakref.WeakKeyDictionary[Backend, float] = weakref.WeakKeyDictionary()
-"""Fastest pace of replays on each backend in this process, in microseconds a kernel."""
+"""Fastest pace of replays on each backend in this process, in microseconds per kernel."""
 
 _RETRY_RUNS = 2  # warm-up runs before a failed capture is retried; torch recommends this number
 
 _RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
-"""Reasons after which a graph waits for the next ``capture``; ``idle`` does not try it again."""
+"""Reasons after which only ``capture`` retries a graph, but not ``idle``."""
 
 _ELIGIBLE = (Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED)
-"""Reasons for a missing graph that batches may have captured."""
+"""Reasons after which batches that need a missing graph may trigger its capture."""
 
 
 class Outcome(enum.Enum):
@@ -64,27 +64,27 @@ class Outcome(enum.Enum):
 
     CAPTURED = "captured"
     RETRY = "retry"
-    """The capture failed and is worth a retry after warm-up runs."""
+    """The capture failed and should be retried after warm-up runs."""
     DROPPED = "dropped"
     """This rank cannot capture the graph; all ranks drop it."""
     PEER_FAILED = "peer failed"
-    """The capture was given up because of another rank, which reports the reason."""
+    """The capture was aborted because another rank failed; that rank reports the reason."""
     RAISED = "raised"
     """The capture raised an error; all ranks stop."""
 
 
 @attrs.frozen
 class RankOutcome:
-    """An outcome together with its explanation, as ranks exchange them."""
+    """The outcome of a capture with its explanation, for an exchange between ranks."""
 
     outcome: Outcome
     text: str = ""
     reason: Reason | None = None
-    """The reason for a dropped graph; None with all other outcomes."""
+    """The reason why a graph is dropped; None for all other outcomes."""
 
     @classmethod
     def of(cls, reason: Reason | None, text: str = "") -> RankOutcome:
-        """Return the outcome of a graph that is dropped for ``reason``, or captured with None."""
+        """Return the outcome of a graph that is dropped for ``reason``; None means captured."""
         return cls(Outcome.CAPTURED if reason is None else Outcome.DROPPED, text, reason)
 
     @classmethod
@@ -92,18 +92,16 @@ class RankOutcome:
         return cls(Outcome.RAISED, f"raised {type(error).__name__}: {error}")
 
     def encoded(self) -> str:
-        """Return the text that represents this outcome in an exchange."""
         return json.dumps([self.outcome.value, self.text, self.reason])
 
     @classmethod
     def decoded(cls, encoded: str) -> RankOutcome:
-        """Return the outcome that a text represents."""
         outcome, text, reason = json.loads(encoded)
         return cls(Outcome(outcome), text, reason and Reason(reason))
 
 
 class CaptureScheduler:
-    """Captures the graphs of a runner in rounds; all ranks take part in each round."""
+    """Captures the graphs of a runner in rounds, in each of which all ranks take part."""
 
     def __init__(
         self,
@@ -131,11 +129,10 @@ class CaptureScheduler:
         lent = share and {name: share.facts[name] for name in ("variants", "share")}
         self.facts: Mapping[str, Any] = {**facts, "share": lent}
         self._backend, self._pool = step.backend, step.pool
-        self._held = 0  # bytes of the pool before the capture that is in progress
-        self._outputs_known = False  # whether all ranks have learned the outputs of the step
+        self._held = 0  # bytes of the pool before the current capture
+        self._outputs_known = False  # whether all ranks know the shapes of the outputs
         self.rounds = 0
         self.pace: ReplayPace | None = None
-        """Pace of graphs after the last round; None on a device with a single pace."""
 
     @property
     def pending(self) -> list[BucketGraph]:
@@ -144,24 +141,24 @@ class CaptureScheduler:
         return pending if most is None else pending[: most - len(self._graphs.captured)]
 
     def want(self, decision: Decision) -> BucketGraph | None:
-        """Count a batch that ran eagerly; return the graph to capture because of it, if any."""
+        """Count a batch that ran eagerly; return its graph if the graph should be captured now."""
         graph = self._graphs.get(decision.key)
         if graph is None or decision.reason not in _ELIGIBLE:
             return None
         graph.wants += 1
-        # A rank of several never captures alone: all of them capture in ``idle``.
+        # With several ranks, no rank may capture alone; they capture together in ``idle``.
         is_alone = self._ranks.size == 1 and not self._pool.recordings.released
         return graph if is_alone and self._is_due(graph) and not graph.dropped else None
 
     def elect(self, *, ready: bool) -> BucketGraph | None:
         """Return the graph that all ranks capture between two steps, or None.
 
-        It is the largest pending graph. With ``capture="lazy"``, graphs that enough batches of a
-        rank wanted come first. If ``max_graphs`` is reached, only such graphs are elected.
+        With ``capture="lazy"``, graphs that are due on a rank come before others, and are the only
+        candidates once ``max_graphs`` is reached. Otherwise, the largest pending graph is elected.
         """
         all_graphs, has_room = list(self._graphs), bool(self.pending)
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
-        # A graph that is due has a lower number than every graph that is not.
+        # Due graphs get lower numbers than all others.
         numbers = [
             all_graphs.index(graph) + (0 if self._is_due(graph) else len(all_graphs))
             for graph in left
@@ -172,7 +169,7 @@ class CaptureScheduler:
         return None if number is None else all_graphs[number % len(all_graphs)]
 
     def _is_due(self, graph: BucketGraph) -> bool:
-        """Whether enough batches wanted ``graph`` for ``capture="lazy"``."""
+        """Whether ``capture="lazy"`` is set and enough batches have needed ``graph``."""
         config = self._config
         return config.capture == "lazy" and graph.wants >= config.lazy_hits
 
@@ -187,14 +184,14 @@ class CaptureScheduler:
             self._steps.clear()
 
     def round(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
-        """Capture ``graphs``, which are ordered largest first."""
+        """Capture ``graphs``, which must be in descending order of size."""
         self._begin(graphs)
-        if graphs and not self.pending:  # ``max_graphs`` is reached: evict the oldest graph.
+        if graphs and not self.pending:  # ``max_graphs`` is reached.
             oldest = min(self._graphs.captured, key=lambda other: other.used)
             oldest.forget(Reason.EVICTED, f"made room for {graphs[0].key}")
         self._held = self._pool.bytes
         if self._backend not in _fastest_paces:
-            _measure_pace(self._backend)  # Captures must keep this pace.
+            _measure_pace(self._backend)  # Captures may lower the pace.
         started = time.perf_counter()
         done: list[BucketGraph] = []
         with (
@@ -211,13 +208,13 @@ class CaptureScheduler:
                     break
                 done.append(graph)
             self._require_unwritten(done, before)
-        # Of a tensor that was replaced after an earlier capture, the older address counts.
+        # For a tensor that was replaced after an earlier capture, keep the older address.
         self._step.places = {**addresses(self._step.tensors()), **self._step.places}
         self.pace = _measure_pace(self._backend)
         if self.pace is not None and self.pace.slow:
             logger.warning(
                 "%s: graphs of this process now take %.2f us from kernel to kernel instead of %.2f "
-                "before: some program launches kernels on further streams (docs/fast-replay.md)",
+                "before, because something launches kernels on more streams (docs/fast-replay.md)",
                 self._name,
                 self.pace.microseconds,
                 self.pace.fastest,
@@ -234,7 +231,7 @@ class CaptureScheduler:
         )
 
     def _require_unwritten(self, graphs: Sequence[BucketGraph], before: Snapshot) -> None:
-        """Raise if a capture wrote a tensor above the limit for copies, on this rank or another."""
+        """Raise if a capture on any rank wrote a tensor above ``snapshot_limit``."""
         tag, mine = f"{self._name}/state{self.rounds}", RankOutcome(Outcome.CAPTURED)
         try:
             before.require_unwritten()
@@ -250,10 +247,7 @@ class CaptureScheduler:
                 raise AgreementError(f"the captures of rank {rank} are invalid: it {other.text}")
 
     def require(self, profile: str | None) -> None:
-        """Raise the error that keeps this rank from a round, and report it to the other ranks.
-
-        Nothing is captured before. Raises as ``Runner.capture``.
-        """
+        """Check whether this rank can capture. If not, tell the other ranks and raise the error."""
         try:
             if profile is not None:
                 _require_folder(profile)
@@ -269,7 +263,7 @@ class CaptureScheduler:
         self.rounds += 1
 
     def learn_together(self) -> None:
-        """Learn the outputs of the step on all ranks, in a round without captures."""
+        """Determine the outputs of the step on all ranks, in a round without captures."""
         self._begin(())
         tag = f"{self._name}/outputs{self.rounds}"
         try:
@@ -279,23 +273,23 @@ class CaptureScheduler:
             raise
 
     def _learn_outputs(self, barrier: Callable[[], None]) -> None:
-        """Run every variant once at its largest size, to learn its outputs. Idempotent."""
+        """Determine the outputs of the step once, together with all ranks."""
         if self._outputs_known:
             return
         self._run_largest(barrier)
         if self._ranks.size > 1:
-            # A rank without memory for the outputs fails at this barrier on all ranks, so that all
-            # of them start again.
+            # If a rank has no memory for the outputs, this barrier fails on all ranks, so that all
+            # of them repeat the runs.
             barrier()
         self._outputs_known = True
 
     def _run_largest(self, barrier: Callable[[], None]) -> None:
         """Run every variant once at its largest size and allocate the outputs.
 
-        A rank that has done its runs already calls ``barrier`` as often as the others.
+        A rank whose outputs exist already must call ``barrier`` as often as the other ranks.
         """
         step = self._step
-        if self._share is not None:  # The lender's outputs determine which buffers exist.
+        if self._share is not None:  # Outputs may use the buffers of the lender.
             self._share._run_largest(barrier)
         if step.outputs.buffers is not None:
             for _ in self._graphs.variants:
@@ -314,10 +308,10 @@ class CaptureScheduler:
             step.clock = self._share._step.clock.joined(self._name)
 
     def sample_bytes(self) -> list[int]:
-        """Capture the two largest graphs into a temporary pool; return the bytes each would add.
+        """Capture the two largest graphs into a temporary pool; return the bytes of each.
 
-        The first number counts only memory that the runner's own pool cannot provide. Every later
-        graph adds about as much as the second one, so the last number stands for all the rest.
+        The first number counts only memory that the runner's own pool cannot provide. Each smaller
+        graph needs about as much memory as the second one.
         """
         pool, existing = self._backend.make_pool(), self._pool.segments
         added: list[int] = []
@@ -345,7 +339,7 @@ class CaptureScheduler:
         A capture that fails after fewer than two warm-up runs is retried once, after two.
 
         Returns:
-            The reason to drop the graph, with its explanation; None if all ranks captured it.
+            The reason to drop the graph and an explanation, or None if all ranks captured it.
         """
         tag = f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
         barrier = self._barrier(tag)
@@ -359,10 +353,10 @@ class CaptureScheduler:
             mine = RankOutcome(Outcome.PEER_FAILED)
         except EXHAUSTED as error:
             mine = RankOutcome.of(Reason.OUT_OF_MEMORY, self._shortage(graph, error))
-            error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
+            error.__traceback__ = None  # Its frames keep the memory of the capture alive.
         except BaseException as error:
-            # Code that tunes or sets itself up in its first run reads from the device, which a
-            # capture does not allow. Warm-up runs help such code, but not a refusal of devgraph.
+            # Some code synchronizes with the device in its first run, to tune or initialize, which
+            # a capture forbids. Warm-up runs avoid that, but not a refusal by devgraph.
             is_refusal = isinstance(error, DeviceGraphError) and not isinstance(error, CaptureError)
             if runs >= _RETRY_RUNS or is_refusal or not isinstance(error, Exception):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
@@ -381,7 +375,7 @@ class CaptureScheduler:
         return self._common_drop(outcomes)
 
     def _common_drop(self, outcomes: Sequence[RankOutcome]) -> tuple[Reason, str] | None:
-        """Return the reason to drop a graph: that of this rank, or of another; None without any."""
+        """Return the reason of this or another rank to drop a graph, or None if there is none."""
         mine = outcomes[self._ranks.rank]
         if mine.reason is not None:
             return mine.reason, mine.text
@@ -415,22 +409,23 @@ class CaptureScheduler:
     def _captured(
         self, graph: BucketGraph, barrier: Callable[[], None], pool: Pool, runs: int
     ) -> Captured | EmulatedGraph:
-        """Capture one graph into ``pool``: the only place where a step becomes a capture.
+        """Capture one graph into ``pool``.
 
-        ``barrier`` is called after every warm-up run and before every eager body.
+        ``barrier`` is called after every warm-up run and, with several ranks, before every eager
+        body.
         """
         step, config, options = self._step, self._config, self._options
         write = step.outputs.writer(graph.key.variant, graph.size)
         static = StaticBatch(step, graph)
 
         def run(**host: Any) -> Any:
-            # Capture may change the grad mode that the engine set for the step; set it again.
+            # The capture may have changed the grad mode.
             with torch.no_grad():
                 return write(step.function(static.batch(host)))
 
         def settle() -> None:
-            # This is needed after the last warm-up run too: a rank must not begin to record while
-            # another still runs, and a step that writes its inputs must find pad values again.
+            # Also after the last warm-up run, no rank may start to record while another still
+            # runs, and a step that writes its inputs must find pad values again.
             barrier()
             step.reset_state()
             static.refill()
@@ -463,7 +458,7 @@ class CaptureScheduler:
         def barrier() -> None:
             escape = f"{tag}/outcome"
             if self._ranks.size > 1:
-                # A warm-up run with a collective never ends if another rank is gone.
+                # A warm-up run with a collective never ends if another rank has exited.
                 self._ranks.wait(self._backend.fence(), f"{tag}/warm-up", escape=escape)
             self._backend.synchronize()
             self._ranks.gather(f"{tag}/barrier", "", escape=escape)
@@ -471,7 +466,7 @@ class CaptureScheduler:
         return barrier
 
     def _spent_budget(self) -> Reason | None:
-        """Return the budget that leaves no room for another capture, if any."""
+        """Return the reason why a budget allows no further capture, or None."""
         budget = self._config.time_budget_s
         if budget is not None and sum(graph.seconds for graph in self._graphs) >= budget:
             return Reason.TIME_BUDGET
@@ -486,9 +481,9 @@ class CaptureScheduler:
         info = self._backend.memory_info()
         free = f"{format_bytes(info[0])} of {format_bytes(info[1])} free, " if info else ""
         return (
-            f"capturing {graph.key} of {self._name} exhausted the device ({free}"
-            f"{len(self._graphs.captured)} graphs captured, {format_bytes(self._pool.bytes)} in "
-            f"their pool): {error}"
+            f"the device ran out of a resource while {self._name} captured bucket {graph.key} "
+            f"({free}{len(self._graphs.captured)} graphs captured, "
+            f"{format_bytes(self._pool.bytes)} in their pool): {error}"
         )
 
     def _drop(self, graphs: Sequence[BucketGraph], reason: Reason, detail: str) -> None:
@@ -522,13 +517,13 @@ def _beyond(wanted: Sequence[int], existing: Sequence[int]) -> int:
 
 
 def _require_folder(profile: object) -> None:
-    """Create the folder for traces; raises as ``Runner.capture``."""
+    """Create the folder for traces. Raises the errors of ``Runner.capture``."""
     if not isinstance(profile, str | os.PathLike):
         raise InputTypeError(f"profile must be the path of a folder, got {brief(profile)}")
     if torch._C._autograd._profiler_enabled():
         raise StateError(
-            "capture(profile=...) cannot run inside a profile of torch, because it would end that "
-            "profile. Leave profile= out; the running profile shows the captures"
+            "capture(profile=...) cannot run under a torch profiler, because it would stop that "
+            "profiler. Leave profile= out; the running profiler shows the captures."
         )
     Path(profile).mkdir(parents=True, exist_ok=True)
 
@@ -551,15 +546,12 @@ PROGRESS_SECONDS = 3.0
 
 @contextlib.contextmanager
 def _progress(title: str, total: int, wanted: bool) -> Iterator[Callable[[str], None]]:
-    """Show the progress of the block on standard error; yields a callable that advances it by one.
-
-    A terminal gets a bar. Other outputs get a line every few seconds.
-    """
+    """Show progress on standard error; yield a callable that counts one more item as done."""
     if wanted and sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress, TextColumn
 
-        # rich's own column would read brackets in the runner's name as styles.
+        # The default column would parse brackets in the runner's name as markup.
         named = TextColumn("{task.description}", markup=False)
         columns = (named, *Progress.get_default_columns()[1:])
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -589,12 +581,12 @@ def _measure_pace(backend: Backend) -> ReplayPace | None:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from running in the block; a collection may unload kernels."""
+    """Pause the garbage collector in the block, because a collection may unload kernels."""
     with collector.paused():
         frozen = gc.get_freeze_count()
         # Collect recent garbage only: a full collection takes longer than capturing a small model.
         gc.collect(1)
-        if not frozen:  # Unfreezing would also unfreeze the objects that the program froze.
+        if not frozen:  # gc.unfreeze would also unfreeze objects that the program froze.
             gc.freeze()
         try:
             yield

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class GraphChecks:
-    """Compares the graphs of a runner with eager, and drops those that differ on any rank."""
+    """Compares graphs of a runner with eager, and drops graphs that differ on any rank."""
 
     _step: Step
     _graphs: Graphs
@@ -31,7 +31,7 @@ class GraphChecks:
     _ranks: RankGroup
     _implied: Implied | None
     _proofs: int = attrs.field(default=0, init=False)
-    """Number of proofs so far, which keeps their exchanges between ranks apart."""
+    """Number of proofs so far, which distinguishes the tags of their exchanges."""
     _checked_at: int = attrs.field(default=0, init=False)
     """Number of steps at the last check."""
 
@@ -45,7 +45,7 @@ class GraphChecks:
         return None if config.emulate else config.verify
 
     def proof(self, terms: Terms, chosen: Sequence[BucketGraph]) -> tuple[Report, Proof]:
-        """Prove the ``chosen`` graphs, which are captured; raises as ``Runner.prove``."""
+        """Prove ``chosen``, which must be captured. Raises the errors of ``Runner.prove``."""
         self._step.clock.tick()
         self._proofs += 1
         tag = f"{self._name}/prove{self._proofs}"
@@ -98,7 +98,7 @@ class GraphChecks:
                 continue
             dropped.append(graph)
             self._counters.failed_checks += 1
-            text = "%s: bucket %s differs from eager and is dropped: %s"
+            text = "%s: dropped bucket %s, because its graph differs from eager: %s"
             logger.warning(text, self._name, key, graph.detail)
         if dropped and self._step.options.config.strict:
             keys = ", ".join(str(graph.key) for graph in dropped)

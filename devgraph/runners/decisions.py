@@ -28,19 +28,16 @@ from devgraph.api.errors import (
 )
 
 Variant = tuple[tuple[str, Hashable], ...]
-"""A variant in the form that keys use: sorted items, without a ``width`` of 1."""
+"""The canonical form of a variant: sorted items, without a ``width`` of 1."""
 
 
 class Reason(str, enum.Enum):
-    """The reason why a batch runs in a graph or eagerly.
-
-    The values are the keys of the runner's counters.
-    """
+    """The reason why a batch runs in a graph or eagerly; the values are keys of counters."""
 
     GRAPH = "graph"
     """A captured graph is replayed."""
     DISABLED = "disabled"
-    """The mode of this phase is ``disabled``."""
+    """The policy of this phase is ``disabled``."""
     EMPTY_BATCH = "empty_batch"
     """The batch has no requests."""
     OVER_LARGEST_BUCKET = "over_largest_bucket"
@@ -56,7 +53,7 @@ class Reason(str, enum.Enum):
     NOT_CAPTURED = "not_captured"
     """The bucket has not been captured yet."""
     CAPTURE_FAILED = "capture_failed"
-    """The capture of this bucket raised."""
+    """The capture of this bucket raised an error."""
     OUT_OF_MEMORY = "out_of_memory"
     """Memory or another device resource ran out while buckets were captured."""
     MEMORY_BUDGET = "memory_budget"
@@ -74,7 +71,7 @@ class Reason(str, enum.Enum):
     WEIGHTS_CHANGED = "weights_changed"
     """The weights epoch differs from that of the capture."""
     EVICTED = "evicted"
-    """The graph was evicted for another one; see ``max_graphs``."""
+    """The graph was closed in favor of another graph; see ``max_graphs``."""
     SUSPENDED = "suspended"
     """``suspend`` was called."""
     EXECUTABLE_MEMORY = "executable_memory"
@@ -120,15 +117,15 @@ class Decision:
 
     @property
     def bucket(self) -> int | None:
-        """Rows of that graph; None if the batch runs eagerly."""
+        """Rows of the graph; None if the batch runs eagerly."""
         return self.key.bucket if self.key is not None and self.ok else None
 
 
 def require_decision(decision: object) -> None:
-    """Raise InputTypeError unless ``decision`` is one, or None."""
+    """Raise InputTypeError unless ``decision`` is a Decision or None."""
     if decision is not None and not isinstance(decision, Decision):
         raise InputTypeError(
-            f"decision must be a decision of can_run or agree, got {brief(decision)}"
+            f"decision must be the result of can_run or agree, got {brief(decision)}"
         )
 
 
@@ -153,7 +150,8 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.SUSPENDED: (StateError, "call resume()"),
     Reason.EXECUTABLE_MEMORY: (
         ExecutableError,
-        "call resume() of the runner that released the pool's memory, or leave more for graphs",
+        "call resume() on the runner that released the pool's memory, or leave more memory for "
+        "graphs",
     ),
     Reason.UPDATE_UNSUPPORTED: (
         UpdateUnsupportedError,
@@ -179,7 +177,7 @@ UNLAUNCHED = (UpdateUnsupportedError, UpdateTopologyError, ExecutableError)
 
 
 def reason_of(error: UpdateError | ExecutableError) -> Reason:
-    """Return the reason that counts an eager step after ``error`` of its replay."""
+    """Return the reason under which an eager step counts after its replay raised ``error``."""
     if isinstance(error, ExecutableError):
         return Reason.EXECUTABLE_MEMORY
     if isinstance(error, UpdateTopologyError):
@@ -188,7 +186,7 @@ def reason_of(error: UpdateError | ExecutableError) -> Reason:
 
 
 def canonical_variant(options: Mapping[str, Any]) -> Variant:
-    """Return the form of a variant that keys use."""
+    """Return the canonical form of a variant, for keys."""
     check_mapping(options)
     items = [(k, v) for k, v in options.items() if not (k == "width" and v == 1)]
     variant = tuple(sorted(items, key=lambda item: item[0]))
@@ -213,8 +211,8 @@ def check_values(options: Mapping[str, Any], error: type[DeviceGraphError]) -> N
     for name, value in options.items():
         if isinstance(value, torch.Tensor) or (isinstance(value, float) and math.isnan(value)):
             raise InputTypeError(
-                f"variant {name}={brief(value)}: values are part of the graph key and are compared "
-                f"with others; use an int, a bool or a string instead"
+                f"variant {name}={brief(value)}: values are part of the graph key and must be "
+                f"comparable; use an int, a bool or a string instead"
             )
     width = options.get("width", 1)
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
@@ -236,13 +234,13 @@ def check_variants(
         check_values(options, ConfigError)
         if "width" in options and not with_width:
             raise ConfigError(
-                f"variant {brief(dict(options))}: width is for decode; requests of other "
-                f"runners differ in length"
+                f"variant {brief(dict(options))}: width is only for decode, where requests have "
+                f"equal lengths"
             )
         variant = canonical_variant(options)
         if variant in declared:
             raise ConfigError(f"variant {brief(dict(options))} is declared twice")
         declared[variant] = dict(options)
     if not declared:
-        raise ConfigError("variants is empty; [{}] declares the variant without options")
+        raise ConfigError("variants is empty; pass [{}] to declare the variant without options")
     return declared

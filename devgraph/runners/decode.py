@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 class DecodeRunner(Runner):
     """A runner for decode steps: requests of ``width`` tokens each, in a graph for each bucket.
 
-    Buckets count requests. The graph of bucket b sees b requests and b * width tokens in every
-    slot; rows beyond the real ones hold the pad values of the slots.
+    Buckets count requests. In the graph of bucket b, slots have the rows of b requests and
+    b * width tokens; rows after the real ones contain pad values.
 
     Args:
-        forward: the step; receives a ``Batch`` and returns tensors. It must not change state in
-            padded rows. It may be called any number of times on pad values alone.
+        forward: the step, which receives a ``Batch`` and returns tensors. It must not change state
+            in padded rows, and may be called any number of times on pad values only.
         inputs: the input slots.
-        outputs: an ``OutputSlot`` for all returned tensors, or a tree of slots in the structure of
-            the returned tensors.
+        outputs: an ``OutputSlot`` for all returned tensors, or a tree of slots with the structure
+            of the result.
         max_requests: maximum number of requests in a step.
         loop: take several steps in one launch, see ``Loop``. ``run`` then returns a ``LoopResult``,
-            and the batch has an additional slot, ``running``.
-        **options: see ``Options``: variants, host_args, config, facts, backend, pool, group, name,
-            strict, debug, bound, state, weights_epoch, prepare, share, idle_dummy, ...
+            and the batch has an additional slot ``running``.
+        **options: see ``Options``.
 
     Raises:
-        ConfigError: the declaration cannot work, or ``facts`` contradict an explicit choice.
+        ConfigError: the declaration is invalid, or ``facts`` contradict an explicit choice.
         CapabilityError: the policy is not available.
     """
 

@@ -1,4 +1,4 @@
-"""Dispatch of batches: to a graph, to an eager step, or to an idle step on pad values."""
+"""Dispatch of batches to graphs, eager steps, or idle steps on pad values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class Dispatcher:
-    """Runs the batches of a runner, and counts those outside a graph with a reason."""
+    """Runs the batches of a runner and counts eager ones by reason."""
 
     _step: Step
     _steps: BoundSteps
@@ -57,7 +57,7 @@ class Dispatcher:
         decision: Decision | None,
         clone: bool,
     ) -> Any:
-        """Check the batch, decide and run it; raises as ``Runner.run``."""
+        """Check a batch, choose how to run it, and run it. Raises the errors of ``Runner.run``."""
         self._step.inputs.buffers.check()
         require_decision(decision)
         if variant is None and decision is not None and decision.key is not None:
@@ -76,7 +76,7 @@ class Dispatcher:
             if not size.is_empty:
                 raise InputError(
                     f"the decision is for an empty batch, but the batch has {size.requests} "
-                    f"requests and {size.tokens} tokens; decide for this batch"
+                    f"requests and {size.tokens} tokens; pass a decision for this batch"
                 )
             return self._handle_empty_batch(options)
         if self._step.options.idle_dummy and not decision.ok and size.is_empty:
@@ -99,7 +99,7 @@ class Dispatcher:
         host_args: Mapping[str, Any] | None,
         clone: bool,
     ) -> Any:
-        """Replay a bound step and return its outputs; run eagerly if it cannot be launched."""
+        """Replay a bound step and return its outputs. Run eagerly if the launch fails."""
         self._step.require_names()
         try:
             step.run(inputs, host_args)
@@ -111,9 +111,9 @@ class Dispatcher:
         return self._delivered(outputs, clone)
 
     def _fallback(self, graph: BucketGraph, error: UpdateError | ExecutableError) -> Decision:
-        """Return the eager decision after ``graph`` could not be launched.
+        """Return the decision to run eagerly after a failed launch of ``graph``.
 
-        Raises ``error`` if the runner is strict or a part of the step has run.
+        Raises ``error`` if the runner is strict or part of the step has run already.
         """
         if self._config.strict or (isinstance(error, ExecutableError) and error.partly):
             raise error
@@ -133,24 +133,24 @@ class Dispatcher:
         if decision.reason is Reason.NOT_CAPTURED and is_early and not self._warned:
             self._warned = True
             logger.warning(
-                "%s runs eagerly, because its graphs are not captured; call capture() first, or "
-                "configure capture='lazy' to capture buckets while serving",
+                "%s runs eagerly because its graphs are not captured; call capture() first, or set "
+                "capture='lazy' in the configuration to capture buckets while serving",
                 self._name,
             )
         outputs = self._step.run_eagerly(inputs, size, host_args, options)
         self._counters.reasons[decision.reason] += 1
         graph = self._scheduler.want(decision)
-        if graph is not None:  # Enough batches wanted it.
-            outputs = copied(outputs)  # Warm-up runs may write to their memory.
+        if graph is not None:
+            outputs = copied(outputs)  # Warm-up runs may overwrite them.
             try:
                 self._scheduler.capture([graph])
             except Exception:
-                # The step itself succeeded. Its bucket stays eager and keeps the reason.
+                # The step itself succeeded, so run() must not fail.
                 logger.exception("%s: capture of bucket %s failed", self._name, graph.key)
         return self._delivered(outputs, clone)
 
     def _delivered(self, outputs: Any, clone: bool) -> Any:
-        """Return the outputs of a step as copies, leases, or as they are."""
+        """Return the outputs of a step copied, leased, or unchanged."""
         if clone:
             return copied(outputs)
         return lease(outputs, self._step.clock) if self._step.options.debug else outputs
@@ -161,7 +161,7 @@ class Dispatcher:
         return self._step.empty_result(options, self._graphs.counting.some(1, options))
 
     def _handle_empty_batch(self, options: Mapping[str, Any]) -> Any:
-        """Run nothing for an empty batch, or the declared idle dummy; return an empty result."""
+        """Return an empty result. With ``idle_dummy``, run the smallest graph on pad values."""
         if not self._step.options.idle_dummy:
             self._counters.reasons[Reason.EMPTY_BATCH] += 1
             return self._empty(options)
@@ -176,12 +176,12 @@ class Dispatcher:
         return self._empty(options)
 
     def _join_agreed_step(self, decision: Decision | None, options: Mapping[str, Any]) -> None:
-        """Take part in an agreed step on a rank that has no requests."""
+        """Run an agreed step on a rank without requests."""
         options = self._graphs.of_pads(options)
         if decision is None:
             raise InputTypeError(
-                "run(None) is for a rank without requests in an agreed step; pass decision=, the "
-                "result of agree(None)"
+                "run(None) runs an agreed step on a rank without requests; pass the result of "
+                "agree(None) as decision="
             )
         if decision.ok:
             self._graphs.require_fit(decision, self._graphs.counting.some(1, options), options)
@@ -190,11 +190,11 @@ class Dispatcher:
             return
         if self._config.strict and self._graphs and not decision.ok:
             # The ranks with requests raise the same error.
-            raise refusal(decision, f"{self._name}: a step of no requests here")
+            raise refusal(decision, f"{self._name}: a step without requests on this rank")
         self._run_on_pads(decision, options)
 
     def _run_on_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:
-        """Run a step on pad values only."""
+        """Run a step on pad values only, in a graph or eagerly as decided."""
         self._step.pool.order()
         if decision.ok:
             assert decision.key is not None

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-_TRIED = 4  # number of budgets, from the largest, for which packing is tried
+_TRIED = 4  # number of largest budgets for which packing is tried
 
-_ENCODED = "encoded"  # name of the meeting of ranks that share items, before they exchange outputs
+_ENCODED = "encoded"
+"""Tag of the exchange that precedes the exchange of outputs under ``data_parallel``."""
 
 _PATIENCE_S = 1800.0
-"""Timeout of that meeting in seconds. It is long because a rank may have to capture graphs."""
+"""Timeout of that exchange in seconds. It is long because a rank may have to capture graphs."""
 
 _ITEM_IDS = InputSlot("item_ids", ("tokens",), torch.int32, pad=Pad.fill(-1))
 _OFFSETS = InputSlot("offsets", ("requests+1",), torch.int32, pad=Pad.last())
@@ -50,37 +51,37 @@ _BY_ITEM = ("tokens", "requests")
 
 
 class EncoderRunner(Runner):
-    """A runner of encoders: items of different lengths, packed into one graph per token budget.
+    """A runner for encoders: items of different lengths, packed into one graph per token budget.
 
-    The items of a pack are adjacent in its rows, and attention must not cross their borders.
-    ``batch.item_ids`` (int32) has the number of each row's item, and -1 in padding.
-    ``batch.offsets`` (int32) has the first row of each item and the end of the last one. A graph
-    has ``max_items + 1`` offsets, and unused ones repeat the last. Otherwise items correspond to
-    the requests of other runners: ``batch.requests`` is the number of items that a pack can hold.
+    The items of a pack occupy adjacent rows, and attention must not cross their borders.
+    ``batch.item_ids`` (int32) contains the item number of each row, and -1 in padding.
+    ``batch.offsets`` (int32) contains the first row of each item and the end of the last item. A
+    graph has ``max_items + 1`` offsets; unused offsets repeat the last one. Items take the place of
+    requests: ``batch.requests`` is the number of items that a pack can hold.
 
-    ``run`` packs by first fit, longest item first, into the budget with the fewest padded rows. No
-    item is split. An item over the largest budget runs alone and eagerly, and is counted like every
-    step. With a budget for each size, ``max_padding`` 1, ``max_items=1`` and ``capture="lazy"``,
-    graphs have the exact shapes of items, and ``max_graphs`` limits their number.
+    ``run`` packs by first fit, longest item first, into the budget with the fewest padded rows, and
+    never splits an item. An item above the largest budget runs alone and eagerly. To capture graphs
+    of the exact item sizes, list a budget for each size, and set ``max_items=1``,
+    ``capture="lazy"``, ``max_padding`` 1 and ``max_graphs``.
 
     Args:
         forward: Receives a ``Batch`` of packed rows and returns tensors with a row per token or
-            per item. Padded rows must not affect others.
+            per item. Padded rows must not affect other rows.
         inputs: The slots of an item's data, with a dim ``"tokens"``, or ``"requests"`` for one row
-            per item. Bind tensors that all items share.
+            per item. Bind tensors that all items use.
         budgets: Rows of the graphs. ``buckets`` of the configuration replaces them, and ``max_bs``
             limits them.
-        max_items: Maximum number of items of a pack. ``max_requests`` of the configuration limits
-            it.
+        max_items: Maximum number of items in a pack. ``max_requests`` of the configuration limits
+            this number.
         outputs: An ``OutputSlot`` for all returned tensors, or a tree of slots like the result.
         data_parallel: A ``torch.distributed`` group whose ranks divide the items by tokens, each
-            with all weights. Every rank calls ``run`` with the same items and gets every output, or
-            an error that names the rank that failed. The group must move tensors of the runner's
-            device, and its ranks must create their encoders in the same order.
+            with all weights. Every rank calls ``run`` with the same items and receives every
+            output, or an error that names a failed rank. The group must support tensors of the
+            runner's device, and its ranks must create their encoders in the same order.
         **options: See ``Options``. The ranks of ``group`` run every pack together.
 
     Raises:
-        ConfigError: The declaration cannot work.
+        ConfigError: The declaration is invalid.
         CapabilityError: The policy is not available.
 
     Example::
@@ -111,7 +112,7 @@ class EncoderRunner(Runner):
         chosen = Options.of("encoder", capacity, options)
         settings = chosen.config
         if chosen.state:
-            raise ConfigError("an encoder runner has no state: its items end with the run")
+            raise ConfigError("an encoder runner keeps no state between runs; leave state= out")
         most = count(max_items, "max_items")
         most = min(most, settings.max_requests or most)
         if settings.buckets is None:
@@ -134,32 +135,32 @@ class EncoderRunner(Runner):
             implied=_even_layout,
         )
 
-    def run(  # type: ignore[override]  # it takes items; other runners take a packed batch
+    def run(  # type: ignore[override]  # takes items instead of a batch
         self,
         items: Sequence[Mapping[str, Any]],
         *,
         host_args: Mapping[str, Any] | None = None,
         variant: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Encode ``items`` and return the output of each, in their order.
+        """Encode ``items`` and return the output of each.
 
-        Outputs stay valid: every pack is copied before the next one runs. Outputs of one pack are
-        views of one copy, which is freed with the last of them.
+        Later runs do not overwrite outputs. Outputs of one pack are views of one copy, which is
+        freed with the last of them.
 
         Args:
             items: For each item a mapping of slot names to tensors with the rows of the item, on
                 the device or on the host.
-            host_args: A value for every declared host argument, the same for every pack. Values
-                that depend on the pack come from ``prepare``.
+            host_args: A value for every declared host argument, which is the same for every pack.
+                Return values that depend on the pack from ``prepare``.
             variant: As for ``can_run``.
 
         Returns:
             For each item the step's result, with the item's rows only.
 
         Raises:
-            InputError, InputTypeError, HostArgumentError: Bad data; a note names the item.
+            InputError, InputTypeError, HostArgumentError: Invalid data; a note names the item.
             AgreementError: Another rank of ``data_parallel`` failed, or has other items.
-            StateError, DeviceGraphError, DeviceLost: As from ``Runner.run``.
+            StateError, DeviceGraphError, DeviceLost: As in ``Runner.run``.
         """
         shares, results = self._shares, dict[int, Any]()
         with contextlib.nullcontext() if shares is None else shares.heard():
@@ -207,7 +208,7 @@ class EncoderRunner(Runner):
     def _packs(
         self, mine: Sequence[int], lengths: Sequence[int], options: Mapping[str, Any]
     ) -> list[list[int]]:
-        """Return the items of each pack, in the order of the packs."""
+        """Return the items of each pack."""
         variant = canonical_variant(options)
         lost = {g.key.bucket for g in self.graphs if g.dropped and g.key.variant == variant}
         kept = [size for size in self.buckets if size not in lost] or self.buckets
@@ -223,7 +224,7 @@ class EncoderRunner(Runner):
     ) -> Any:
         lengths = [data[item][0] for item in pack]
         decision = None
-        if self._ranks.size > 1:  # before anything that can fail on this rank alone
+        if self._ranks.size > 1:  # Agree before anything that can fail on this rank only.
             decision = self.agree(self.can_run(len(pack), sum(lengths), options))
         inputs: Mapping[str, torch.Tensor] = self._step.inputs.views(Size(0, 0))
         if pack:
@@ -257,25 +258,28 @@ def _layout(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
 
 
 def _even_layout(size: Size) -> dict[str, torch.Tensor]:
-    """Return the item numbers and offsets of a pack of ``size`` with items of even lengths."""
+    """Return the item numbers and offsets of a pack of ``size`` with items of similar lengths."""
     length, longer = divmod(size.tokens, size.requests)
     return _layout([length + (item < longer) for item in range(size.requests)])
 
 
 def _check_by_item(slots: Sequence[InputSlot], outputs: Any) -> None:
-    """Raise ConfigError for data or results that belong to no item."""
+    """Raise ConfigError for slots and outputs whose rows do not belong to items."""
     dims = [slot.dims[0] if slot.axis == 0 else None for slot in slots]
     for slot, dim in zip(slots, dims, strict=True):
         if dim not in _BY_ITEM:
             raise ConfigError(
-                f"input slot {slot.name!r} of an encoder has dims {slot.dims}; the first must be "
-                f"'tokens', or 'requests' for one row per item. Use bound= for data of all items"
+                f"input slot {slot.name!r} of an encoder has dims {slot.dims}, but the first must "
+                f"be 'tokens', or 'requests' for one row per item. Pass data of all items in bound="
             )
     if "tokens" not in dims:
         raise ConfigError("an encoder runner needs an input slot with a dim 'tokens'")
     for slot in pytree.tree_leaves(outputs):
         if isinstance(slot, OutputSlot) and slot.rows not in _BY_ITEM:
-            raise ConfigError(f"an encoder's output with rows={slot.rows!r} belongs to no item")
+            raise ConfigError(
+                f"an output of an encoder has rows={slot.rows!r}, but must have rows of items: "
+                f"declare rows='tokens' or rows='requests'"
+            )
 
 
 def packed(
@@ -286,12 +290,12 @@ def packed(
     *,
     max_padding: float,
 ) -> list[list[int]]:
-    """Return ``items`` in packs that each fit into a budget.
+    """Return ``items`` in packs that each fit into a budget, in the order of the items.
 
-    First fit, longest first, is tried for each of the largest budgets. The best packing has the
-    fewest packs with more padding than ``max_padding``, then the fewest rows. If first fit leaves a
-    pack with more padding, packings of the same number of even packs are tried too. An item over
-    the largest budget is alone. The packs, and the items of each, are in the order of the items.
+    For each of the largest budgets, try first fit, longest item first. The best packing has the
+    fewest packs whose padding exceeds ``max_padding``, then the fewest rows. If there is such a
+    pack, also try to divide the items evenly among the packs. An item above the largest budget is
+    in a pack of its own.
     """
     most = budgets[-1]
     order = sorted(items, key=lambda item: -lengths[item])
@@ -329,7 +333,7 @@ def packed(
 
 
 class _Shares:
-    """The ranks that divide the items among themselves, each with all weights."""
+    """The division of items among the ranks of a ``data_parallel`` group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         from torch._C._distributed_c10d import PrefixStore
@@ -348,8 +352,8 @@ class _Shares:
     def of(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the items of each rank: longest first, each to the rank with the fewest tokens.
 
-        With fewer items than ranks, the remaining ranks encode the shortest item too. They need its
-        output to know the shapes, and it takes no longer than the other items.
+        If there are fewer items than ranks, the remaining ranks encode the shortest item too,
+        because they need an output to know its shapes.
         """
         shares: list[list[int]] = [[] for _ in range(self._size)]
         tokens = [0] * self._size
@@ -376,9 +380,10 @@ class _Shares:
         texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
         odd = [rank for rank, text in enumerate(texts) if text != texts[self.rank]]
         if odd:
-            # The collective would wait for that rank, or mix the bytes of different items.
+            # The collective would hang or mix the bytes of different items.
             raise AgreementError(
-                f"rank {odd[0]} {texts[odd[0]]}, and rank {self.rank} {texts[self.rank]}"
+                f"rank {odd[0]} {texts[odd[0]]}, but rank {self.rank} {texts[self.rank]}; pass the "
+                f"same items on all ranks"
             )
         if not lengths:
             return []
@@ -394,7 +399,7 @@ class _Shares:
             counts = [leaf.nbytes_for(size) for size in sizes]
             most = max(sum(counts[item] for item in share) for share in shares)
             data = torch.cat([flat[item][index].reshape(-1) for item in mine]).view(torch.uint8)
-            sent = F.pad(data, (0, most - len(data)))  # bytes, which all transports can send
+            sent = F.pad(data, (0, most - len(data)))  # All transports can send bytes.
             received = [torch.empty_like(sent) for _ in shares]
             dist.all_gather(received, sent, group=self._group)
             for share, block in zip(shares, received, strict=True):

@@ -1,4 +1,4 @@
-"""The graphs of a runner, one for each variant and bucket, and the choice of one for a batch."""
+"""The graphs of a runner, one for each variant and bucket, and the choice of a graph."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EmulatedGraph:
         self._gates = gates
 
     def run(self, host: Mapping[str, Any]) -> None:
-        """Run the step; its outputs go where those of a graph would."""
+        """Run the step, which writes its outputs to the static buffers as a graph does."""
         with self._gates.launch():
             self._step(**host)
 
@@ -52,17 +52,17 @@ class EmulatedGraph:
         """Do nothing, because there is no executable."""
 
     def explain(self) -> str:
-        return "emulated: the step runs eagerly, over the static buffers"
+        return "emulated: the step runs eagerly, on the static buffers"
 
     def close(self) -> None:
         """Do nothing, because there is nothing to free."""
 
 
 class BucketGraph:
-    """One graph of a runner: its place among the buckets, its capture and its counters.
+    """One graph of a runner: its bucket and variant, its capture and its counters.
 
-    While ``captured`` is None, ``reason`` says why, and ``dropped`` whether the graph stays that
-    way until the next ``invalidate``.
+    While ``captured`` is None, ``reason`` explains why. If ``dropped`` is set, the graph is not
+    captured before the next ``invalidate``.
     """
 
     def __init__(self, key: GraphKey, size: Size, options: Mapping[str, Any]) -> None:
@@ -78,16 +78,16 @@ class BucketGraph:
         """Explanation of the last failure, for ``explain``."""
         self.dropped = False
         self.pinned = False
-        """Whether the pool's budget spares the executables of this graph."""
+        """Whether the executables of this graph are exempt from eviction."""
         self.wants = 0
-        """Eager steps that wanted this graph since it was last closed."""
+        """Number of eager steps that needed this graph since it was last closed."""
         self.used = 0
         """Time of the capture or the last run, by the runner's clock."""
         self.hits = 0
         self.real_rows = 0
         self.bytes = 0
         self.seconds = 0.0
-        """Time that captures of this graph took, for the time budget."""
+        """Time of the last capture of this graph, which counts against the time budget."""
         self.timing: ReplayTimer | None = None
         """Timer of the replays; None before the first ``stats(timing=True)``."""
 
@@ -100,7 +100,7 @@ class BucketGraph:
         """Close the graph; it may be captured again."""
         self.reason, self.detail, self.dropped, self.wants = reason, detail, False, 0
         if reason is Reason.INVALIDATED:
-            self.seconds = 0.0  # The time budget starts again, as at the first capture.
+            self.seconds = 0.0  # The time budget is available again.
         self.close()
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Graphs:
         return self._by_key[GraphKey(variant, self.buckets.maximum)]
 
     def asked(self, variant: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Check the variant that a batch asks for; return it, or an empty mapping for None."""
+        """Check the variant of a batch and return it; None becomes an empty mapping."""
         if variant is None:
             return {}
         check_mapping(variant)
@@ -197,18 +197,14 @@ class Graphs:
         return variant
 
     def of_pads(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the variant for a step without requests that asked for ``options``.
+        """Return ``options`` as the variant of a step without requests.
 
-        A step that asked for no variant takes the first declared one, unless the variant without
-        options is declared.
+        Empty options become the first declared variant, unless ``{}`` itself is declared.
         """
         return options if options or () in self.variants else next(iter(self.variants.values()))
 
     def decide(self, size: Size, options: Mapping[str, Any]) -> Decision:
-        """Return how a batch would run now. Changes nothing.
-
-        This is the only rule of eligibility.
-        """
+        """Return how a batch would run now. Changes nothing."""
         if size.is_empty:
             return Decision(Reason.EMPTY_BATCH)
         if self._config.policy == "disabled":
@@ -223,9 +219,9 @@ class Graphs:
         return self.launchable(self._choose(variant, size))
 
     def unusable(self) -> Reason | None:
-        """Return why a captured graph cannot be launched now; None if all of them can.
+        """Return why a captured graph cannot be launched now, or None if all of them can.
 
-        Without any captured graph, the reason is that of the largest one.
+        Without any captured graph, return the reason for the largest graph.
         """
         for graph in self.captured or self._order[:1]:
             decision = self.launchable(Decision(Reason.GRAPH, graph.key))
@@ -259,25 +255,25 @@ class Graphs:
         graph, now = self.get(decision.key), self.launchable(decision)
         if graph is None or not now.ok:
             raise StateError(
-                f"the decision asks for graph {decision.key}, and here {refusal(now, self._name)}, "
-                f"or decide again, on all ranks together"
+                f"the decision is for graph {decision.key}, but here {refusal(now, self._name)}, "
+                f"or decide again on all ranks"
             )
         is_variant = (
-            not size.requests  # Without requests, the batch has no width of its own.
+            not size.requests  # A batch without requests has no width.
             or self.counting.variant(size, options, self.variants) == graph.key.variant
         )
         if not (is_variant and self.counting.fits(size) and self.rows(size) <= graph.key.bucket):
             raise InputError(
-                f"the decision asks for bucket {graph.key}, but the batch has {size.requests} "
+                f"the decision is for bucket {graph.key}, but the batch has {size.requests} "
                 f"requests and {size.tokens} tokens of the variant {dict(options)}"
             )
 
     def _choose(self, variant: Variant, size: Size) -> Decision:
-        """Return the decision for a batch of a declared variant that is eligible for graphs.
+        """Return the decision for a batch of a declared variant.
 
-        If its bucket was dropped, the batch uses the next larger graph within the padding factor.
-        If its bucket is only not captured yet, the batch runs eagerly, because such batches are
-        the reason to capture the bucket.
+        If the batch's bucket was dropped, use the next larger graph within the padding factor. If
+        the bucket is only not captured yet, run eagerly, because such eager steps trigger its
+        capture.
         """
         rows = self.rows(size)
         exact = self.buckets.fitting(rows)

@@ -14,11 +14,11 @@ from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, 
 from devgraph.runners.outputs import LeasedTensor, released
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, Size, raw, raw_dtype, raw_value
 
-_ALIGNMENT = 16  # bytes between the starts of packed tensors
+_ALIGNMENT = 16  # of packed tensors, in bytes
 
 TEMPLATE_BYTES = 2**20
-"""Maximum size of a pad template. A template joins a grouped copy, so that padding needs no launch
-of its own. Larger padding is filled in place, which saves the memory."""
+"""Maximum size of a pad template: a tensor of pad values that a grouped copy writes without an
+additional launch. Larger padding is filled in place, which needs no memory."""
 
 
 class InputArena:
@@ -37,6 +37,7 @@ class InputArena:
         self.given = {name: slot for name, slot in slots.items() if slot.real is None}
         """The slots that callers pass."""
         self.run_slots = run_slots
+        """The slots that only eager code reads, so that no graph has their addresses."""
         self.graph_slots = frozenset(slots) - run_slots
         self.backend = backend
         self.buffers = StaticBuffers(
@@ -55,7 +56,7 @@ class InputArena:
         lent = {}
         for slot in slots:
             own = self.slots.get(slot.name)
-            if slot.name == STATE_SLOTS:  # Either runner may have the larger batches.
+            if slot.name == STATE_SLOTS:  # Not shared, because either runner may need more rows.
                 continue
             if own is None or (own.dtype, own.row_shape) != (slot.dtype, slot.row_shape):
                 continue
@@ -64,8 +65,8 @@ class InputArena:
             if lent[slot.name].numel() < math.prod(slot.shape(largest)):
                 raise ConfigError(
                     f"input slot {slot.name!r} needs {slot.shape(largest)}, but the buffer of the "
-                    f"runner to share with has {tuple(lent[slot.name].shape)}; make the runner of "
-                    f"the larger batches first, and pass it as share= to the other"
+                    f"share= runner has {tuple(lent[slot.name].shape)}; create the runner with the "
+                    f"larger batches first, and pass it as share= to the other"
                 )
         return lent
 
@@ -80,7 +81,7 @@ class InputArena:
     def real_views(
         self, padded: Size, real: Size, names: frozenset[str]
     ) -> dict[str, torch.Tensor]:
-        """Return the real rows of each slot of ``names``, in its static view for ``padded``."""
+        """Return the real rows of the static view for ``padded``, for each slot of ``names``."""
         return {
             name: view
             if (axis := self.slots[name].axis) is None
@@ -93,11 +94,7 @@ class InputArena:
         return size.requests <= self.largest.requests and size.tokens <= self.largest.tokens
 
     def run_views(self, size: Size) -> dict[str, torch.Tensor]:
-        """Return tensors for the slots that belong to a run and not to its graph.
-
-        They are the static views. A batch with more requests than the buffers hold gets new
-        tensors, which is possible because no graph has the addresses.
-        """
+        """Return the static views of run slots, or new tensors if a batch exceeds the buffers."""
         if self.holds(size):
             return self.views(size, self.run_slots)
         with torch.inference_mode(False):
@@ -108,14 +105,14 @@ class InputArena:
             }
 
     def fill(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Write pad values into every row of ``views``, as ``views()`` returned them."""
+        """Write pad values into every row of ``views``, a result of ``views()``."""
         for name, view in views.items():
             raw(view).fill_(raw_value(self.slots[name].pad.value, view.dtype))
 
     def template(self, slot: InputSlot, pad: Pad) -> torch.Tensor | None:
-        """Return a flat tensor of a constant pad for ``slot``, or None if it would be large.
+        """Return a flat tensor of the constant ``pad`` in the slot's ``raw_dtype``.
 
-        The tensor has the slot's ``raw_dtype``.
+        Return None if the pad is not constant or the tensor would exceed ``TEMPLATE_BYTES``.
         """
         needed = math.prod(slot.shape(self.largest))
         if pad.kind != "fill" or needed * slot.dtype.itemsize > TEMPLATE_BYTES:
@@ -130,10 +127,10 @@ class InputArena:
         return template
 
     def admit(self, inputs: Mapping[str, Any], real: Size) -> list[torch.Tensor]:
-        """Check the inputs, and return them by slot as plain tensors on the device or the host.
+        """Check the inputs and return them in the order of ``given``, as plain tensors.
 
-        Tensors in the static buffers are copied first, and gradient history is dropped. All others
-        are returned unchanged.
+        Tensors in the static buffers are copied, and gradient history is dropped. Tensors may be on
+        the device or the host.
         """
         self.require(inputs, self.given)
         return [self.admit_one(slot, inputs[name], real) for name, slot in self.given.items()]
@@ -150,7 +147,7 @@ class InputArena:
             raise InputError(_misfit(missing, unknown, slots))
 
     def admit_one(self, slot: InputSlot, value: Any, real: Size) -> torch.Tensor:
-        """Check and return one input, as ``admit`` does."""
+        """Check and return one input; see ``admit``."""
         if not isinstance(value, torch.Tensor):
             raise InputTypeError(f"input {slot.name!r} must be a tensor, got {brief(value)}")
         if isinstance(value, LeasedTensor):
@@ -196,7 +193,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[str]) -> str:
-    """Return the text about slots without data and data without a slot."""
+    """Return the error text for missing and unknown inputs."""
     faults = []
     for fault, names in (("missing", missing), ("unknown", unknown)):
         if names:
@@ -208,10 +205,10 @@ def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[st
 
 
 class StagingMemory:
-    """A block on the host and a block of the same size on the device, for all sizes of a runner.
+    """A block of memory on the host and one on the device, for the transfers of a runner.
 
-    Neither block is reused too early: the device block is written and read in stream order, and
-    the host block is copied into pinned memory of the allocator before a transfer starts.
+    Reuse is safe: the device block is written and read in stream order, and the host block is
+    copied into pinned memory of the allocator before a transfer starts.
     """
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
@@ -222,7 +219,7 @@ class StagingMemory:
             self._twin = torch.empty(0, dtype=torch.uint8, device=device)
 
     def blocks(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``nbytes`` of both blocks, and replace blocks that are too small."""
+        """Return the first ``nbytes`` of both blocks, which grow if necessary."""
         if self._host.numel() < nbytes:
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._twin = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -230,9 +227,9 @@ class StagingMemory:
 
 
 class Staging:
-    """A packed transfer of host tensors of fixed shapes and dtypes to the device.
+    """A transfer that packs host tensors of fixed shapes and dtypes into one copy to the device.
 
-    A transfer of its own for each tensor would cost about 25 us of host time.
+    Each separate transfer would cost about 25 us of host time.
     """
 
     def __init__(
@@ -243,7 +240,7 @@ class Staging:
         for shape, dtype in layouts:
             offsets.append(total)
             total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        with torch.inference_mode(False):  # outside of it inference tensors cannot be written
+        with torch.inference_mode(False):  # Outside of it, inference tensors are read-only.
             self._host, self._twin = memory.blocks(total)
             self._packed = _cut(self._host, offsets, layouts)
             self._sent = _cut(self._twin, offsets, layouts)

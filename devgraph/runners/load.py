@@ -1,9 +1,9 @@
-"""Loading a batch: inputs copied into static buffers and padded, in a few grouped launches.
+"""Loading of batches: inputs are copied into static buffers and padded in a few grouped launches.
 
-A ``CopyPlan`` works out once what a batch of a given size needs: shapes, target views, pad
-templates. ``CopyPlan.load`` then runs in every step. On a device a launch costs about as much host
-time as six reinterpreted tensors. So slots of different dtypes share one grouped copy, as words of
-four bytes, where that is cheaper.
+A ``CopyPlan`` prepares shapes, target views and pad templates once for each batch size, and
+``CopyPlan.load`` runs in every step. On a device, a launch takes about as much host time as
+reinterpreting six tensors. Therefore, if that saves time, slots of different dtypes are copied
+together as four-byte words.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from devgraph.runners.slots import InputSlot, Pad, Scalar, Size, raw, raw_dtype,
 
 _WORD = torch.int32
 _VIEWS_PER_LAUNCH = 6
-"""Tensors that can be reinterpreted in the host time of one grouped launch: 0.8 us against 5 us,
-measured on the host of an H200."""
+"""Number of tensors that can be reinterpreted (0.8 us each) in the host time of one grouped launch
+(5 us), measured on the host of an H200."""
 
 Values = tuple[torch.Tensor, ...]
 """The inputs of a batch, in the order of a plan's copies."""
@@ -31,7 +31,7 @@ Values = tuple[torch.Tensor, ...]
 
 @attrs.frozen
 class _Group:
-    """One grouped copy: ``sources[first:last]`` and the pads go to ``targets``."""
+    """One grouped copy of ``sources[first:last]`` and ``pads`` to ``targets``."""
 
     targets: list[torch.Tensor]
     first: int
@@ -40,7 +40,7 @@ class _Group:
 
 
 class CopyPlan:
-    """Loads batches of one real size into the static views of one padded size."""
+    """A plan that loads batches of one real size into the static views of one padded size."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class CopyPlan:
         def copy_dtype(slot: InputSlot) -> torch.dtype:
             return _WORD if slot.name in joined else raw_dtype(slot.dtype)
 
-        # Slots of a group are adjacent, so that the sources of each group are one slice.
+        # Sort slots by group, so that the sources of each group are one slice.
         slots = sorted(arena.slots.values(), key=lambda slot: str(copy_dtype(slot)))
         self._order = [slot for slot in slots if slot.real is None]
         self._names = [slot.name for slot in self._order]
         self._select: Callable[[Any], Any] = operator.itemgetter(*self._names)
         self._is_alike: Callable[..., bool] = _never
-        """Whether inputs have the shapes, strides, dtypes and devices of the last inputs that were
-        checked, and need no gradients."""
+        """Whether inputs match the last checked inputs in shapes, strides, dtypes and devices, and
+        require no gradients."""
         self._on_host: tuple[int, ...] = ()  # indices of the inputs that come from the host
         self._reinterpreted = [
             (index, copy_dtype(slot))
@@ -77,12 +77,12 @@ class CopyPlan:
             if slot.dtype is not copy_dtype(slot)
         ]
         self._stagings: dict[tuple[int, ...], Staging] = {}
-        """Transfers by the indices of the inputs that come from the host; made on first use."""
+        """Transfers by the indices of inputs that come from the host; created on first use."""
         self._groups: list[_Group] = []
         self._fills: list[tuple[torch.Tensor, Scalar]] = []
         """Padding without a template, and its value."""
         self._repeats: list[torch.Tensor] = []
-        """Padding that repeats the last real row; ``_repeated`` has that row for each."""
+        """Padding that repeats the last real row; ``_repeated`` has that row at the same index."""
         self._repeated: list[torch.Tensor] = []
         for dtype, group in itertools.groupby(slots, copy_dtype):
             self._add_group(list(group), dtype)
@@ -101,7 +101,7 @@ class CopyPlan:
                     continue
                 template = self._arena.template(slot, pad)
                 rows = 0 if slot.axis is None else head.shape[slot.axis]
-                # Slots of a run may have more rows than the buffers, and therefore than a template.
+                # Run slots may have more rows than the buffers, and therefore than a template.
                 if template is not None and template.numel() >= part.numel():
                     parts.append(part)
                     pads.append(template[: part.numel()].view(part.shape))
@@ -118,7 +118,7 @@ class CopyPlan:
             self._groups.append(_Group(targets, first, first + len(heads), pads))
 
     def _split(self, slot: InputSlot) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the part of the slot for real rows, and the padded rest or None."""
+        """Return the real rows of the slot's view, and its padded rows or None."""
         view = self._run_tensors.get(slot.name)
         if view is None:
             view = self._arena.buffers.view(slot.name, slot.shape(self._padded))
@@ -132,9 +132,9 @@ class CopyPlan:
         return view.narrow(axis, 0, rows), view.narrow(axis, rows, missing)
 
     def load(self, inputs: Mapping[str, Any]) -> None:
-        """Copy ``inputs`` into the static buffers and pad the rest, on the current stream.
+        """Copy ``inputs`` into the static buffers on the current stream, and pad the other rows.
 
-        Nothing is written when an input is refused. Raises as ``InputArena.admit``.
+        Raises the errors of ``InputArena.admit`` before it writes anything.
         """
         values = self._recognised(inputs)
         sources = list(self._admitted(inputs) if values is None else values)
@@ -143,21 +143,20 @@ class CopyPlan:
         for index, dtype in self._reinterpreted:
             try:
                 sources[index] = sources[index].view(dtype)
-            except RuntimeError:  # The rows of this tensor are not whole words.
+            except RuntimeError:  # The strides of this tensor do not allow the view.
                 contiguous = sources[index].clone(memory_format=torch.contiguous_format)
                 sources[index] = contiguous.view(dtype)
         for group in self._groups:
             torch._foreach_copy_(group.targets, sources[group.first : group.last] + group.pads)
         for part, value in self._fills:
             part.fill_(value)
-        if self._repeats:  # after the copies of their rows
+        if self._repeats:  # The real rows must be copied before.
             torch._foreach_copy_(self._repeats, self._repeated)
 
     def _recognised(self, inputs: Mapping[str, Any]) -> Values | None:
-        """Return the inputs in the order of the copies if they need no closer check.
+        """Return the inputs in the order of the copies, or None if they need a full check.
 
-        They need none if they are like the last inputs that were checked, and none of them lies in
-        the static buffers.
+        They need no check if they match the last checked inputs and none is in the static buffers.
         """
         try:
             selected = self._select(inputs)
@@ -172,7 +171,7 @@ class CopyPlan:
         return values
 
     def _admitted(self, inputs: Mapping[str, Any]) -> Values:
-        """Check inputs one at a time, and remember their layout for ``_recognised``."""
+        """Check all inputs, and store their layout for ``_recognised``."""
         admitted = dict(zip(self._arena.given, self._arena.admit(inputs, self._real), strict=True))
         values = tuple(admitted[name] for name in self._names)
         device = self._arena.device
@@ -183,7 +182,7 @@ class CopyPlan:
         return values
 
     def _send(self, sources: list[torch.Tensor]) -> None:
-        """Replace the sources on the host by copies at fixed addresses on the device."""
+        """Replace sources on the host with copies at fixed addresses on the device."""
         on_host = self._on_host
         staging = self._stagings.get(on_host)
         if staging is None:
@@ -200,7 +199,7 @@ def _never(*values: object) -> bool:
 
 
 def _joined(slots: Sequence[InputSlot]) -> set[str]:
-    """Return the names of the slots to copy together as words, or none if that costs more."""
+    """Return the names of the slots to copy together as words; none if that would be slower."""
     fitting = [slot for slot in slots if _has_whole_words(slot)]
     saved_launches = len({raw_dtype(slot.dtype) for slot in fitting}) - 1
     views = sum(slot.dtype is not _WORD for slot in fitting)
@@ -210,7 +209,7 @@ def _joined(slots: Sequence[InputSlot]) -> set[str]:
 
 
 def _has_whole_words(slot: InputSlot) -> bool:
-    """Whether any number of rows of the slot is a whole number of words."""
+    """Whether every row of the slot is a whole number of words."""
     if not slot.dims or slot.dtype.is_complex:
         return False
     innermost = slot.dims[-1] if isinstance(slot.dims[-1], int) else 1
@@ -218,6 +217,6 @@ def _has_whole_words(slot: InputSlot) -> bool:
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tensor`` reinterpreted, so that it can be written outside of inference mode."""
+    """Return ``tensor`` as ``dtype``, in a view that is writable outside of inference mode."""
     with torch.inference_mode(False):
         return tensor if tensor.dtype is dtype else tensor.view(dtype)

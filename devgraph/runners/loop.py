@@ -1,8 +1,8 @@
 """Loop: several decode steps in one launch.
 
-The graph of a bucket repeats the step while a request runs, if the device can repeat a graph.
-Otherwise the graph holds the steps one after another. ``batch.running`` says on the device which
-requests take a step; all other rows are padding.
+If the device supports loops in a graph, the graph repeats the step while any request runs.
+Otherwise the loop is unrolled into the graph. ``batch.running`` marks on the device the requests
+that take a step; all other rows are padding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from devgraph.runners.ranks import several_ranks
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot, Pad, pad_rows
 
 _RUNNING = InputSlot("running", ("requests",), torch.bool, pad=Pad.zero(), real=True)
-"""The slot that marks the requests which take a step."""
+"""The slot that marks the requests that take a step."""
 
 _HELD = InputSlot(
     "held",
@@ -35,14 +35,14 @@ _HELD = InputSlot(
     real=False,
     sample=lambda shape, _: torch.ones(shape, dtype=torch.bool),
 )
-"""The slot that is true in a proof. Slots that a proof left at pad values (rows of a cache) then
-keep them, even if ``advance`` changes them, because a proof must not write real state."""
+"""The slot that is true in proofs. Slots that a proof leaves at pad values (rows of a cache) are
+then padded again after each ``advance``, because a proof must not write real state."""
 
 LOOP_SLOTS = (_RUNNING, _HELD)
 """Input slots that a loop adds to those of the engine."""
 
 _MAX_LAYOUTS = 4096
-"""Maximum number of batch kinds whose layouts are kept. Eager batches may have any variant."""
+"""Maximum number of cached output layouts, because eager batches may have any variant."""
 
 
 class LoopResult(NamedTuple):
@@ -50,10 +50,10 @@ class LoopResult(NamedTuple):
 
     outputs: Any
     """The outputs of the steps, each tensor stacked to ``[steps, rows, ...]``. Rows of a request
-    hold zeros in steps that it did not take; a tensor without rows holds zeros in steps that no
+    are zero in steps that the request did not take. Tensors without rows are zero in steps that no
     request took."""
     steps: torch.Tensor
-    """Largest number of steps that a request took, an int64 scalar."""
+    """Largest number of steps of any request, an int64 scalar."""
     taken: torch.Tensor
     """Number of steps that each request took, int64 ``[requests]``."""
 
@@ -65,24 +65,22 @@ _for_tensors = functools.partial(pytree.tree_map_only, torch.Tensor)
 class Loop:
     """Several decode steps in one launch, for ``DecodeRunner(loop=...)``.
 
-    A run equals ``steps`` runs of one step each. Between the steps, ``advance`` writes the next
-    inputs, and finished requests are left out.
+    One run replaces ``steps`` runs of one step each. After each step, ``advance`` writes the inputs
+    of the next one, and ``done`` removes finished requests.
 
     Args:
         steps: number of steps, at least 1.
-        advance: ``advance(batch, outputs)`` is called after every step, the last one included, with
-            the outputs of the step. It writes the inputs of the next step into ``batch.<slot>``, on
-            the device and for all rows. Rows of finished requests are padded again afterwards.
-            Other writes (to bound tensors) must be guarded by ``batch.running``.
+        advance: ``advance(batch, outputs)`` is called after every step, including the last one,
+            with the outputs of the step. It writes the inputs of the next step into
+            ``batch.<slot>``, on the device and for all rows. Rows of finished requests are padded
+            again afterwards. Mask other writes (to bound tensors) with ``batch.running``.
         done: ``done(batch, outputs)`` is called after ``advance`` and returns a bool tensor
             ``[requests]``, true for finished requests. Without it, every request takes all steps.
 
-    Host arguments keep their values in all steps of a launch. Values that grow (lengths) are
-    therefore advanced on the device, and a host argument must be a bound that holds for the last
-    step too. ``prepare`` plans once for all steps.
-
-    A graph may hold one step that the device repeats. A step must therefore pass values to the next
-    step in tensors that were made before the launch, never in Python objects.
+    Host arguments and the plan of ``prepare`` apply to all steps of a launch. Keep values that grow
+    (lengths) on the device, and pass upper bounds for the last step as host arguments. Steps must
+    pass values to later steps in tensors that exist before the launch, never in Python objects,
+    because the graph may contain a single step that the device repeats.
 
     Raises:
         ConfigError: ``steps`` is below 1.
@@ -108,18 +106,15 @@ class Loop:
         *,
         ranks: bool,
     ) -> Callable[[Batch], LoopResult]:
-        """Return a callable that runs all steps of ``forward``.
-
-        With ``ranks``, other ranks take the same steps.
-        """
+        """Return a callable that runs all steps; ``ranks`` if other ranks run the same steps."""
         engine_slots = [slot for slot in slots.values() if slot.real is None]
         layouts: dict[tuple[int, int, Variant], Any] = {}
-        """Layout of a step's outputs by requests, tokens and variant of the batch."""
+        """Layout of a step's outputs, by requests, tokens and variant of the batch."""
 
         def looped(batch: Batch) -> LoopResult:
             if batch.width is None:
                 raise InputError(
-                    "a loop of decode steps needs the same number of tokens for every request of a "
+                    "a loop of decode steps needs an equal number of tokens for every request of a "
                     "batch; split the batch by width"
                 )
             width, tensors = batch.width, {name: getattr(batch, name) for name in slots}
@@ -135,7 +130,7 @@ class Loop:
                 _pad_finished(batch, engine_slots, width)
                 return running, masked
 
-            # Collectives would hang if the device of one rank ended its loop before the others.
+            # Collectives would hang if one rank ended its loop on the device before the others.
             why = "ranks" if ranks or several_ranks() else ""
             kind = None
             if not torch.compiler.is_compiling():  # Compilation unrolls the loop.
@@ -143,7 +138,7 @@ class Loop:
             if kind is not None and (repeat := repeater(why)) is not None:
                 if kind not in layouts:
                     raise CaptureError(
-                        f"a loop of {kind[0]} requests was never run; run it once before capture."
+                        f"a loop of {kind[0]} requests has not run yet; run it once before capture."
                     )
                 return _repeated(step, self.steps, batch.running, repeat, layouts[kind])
             each = range(self.steps) if kind is None else turns(self.steps)
@@ -168,14 +163,14 @@ class Loop:
             or finished.shape != batch.running.shape
         ):
             raise ConfigTypeError(
-                f"done of a loop must return a bool tensor with an entry for each of "
+                f"done of a loop must return a bool tensor with one entry for each of the "
                 f"{batch.requests} requests, got {brief(finished)}"
             )
         return finished
 
 
 def looped_outputs(outputs: Any) -> LoopResult:
-    """Return the output slots of a loop, from those of one step."""
+    """Return the output slots of a loop, given those of one step."""
     stacked = pytree.tree_map(lambda slot: attrs.evolve(slot, dim=slot.dim + 1), outputs)
     return LoopResult._make((stacked, OutputSlot(rows=None), ROW_PER_REQUEST))
 
@@ -184,8 +179,8 @@ def _require_tensors(batch: Batch, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if getattr(batch, name) is not tensor:
             raise InputError(
-                f"advance of a loop writes into the tensors of the batch, and batch.{name} is "
-                f"another tensor now: use batch.{name}.copy_(...)"
+                f"advance of a loop must write into the tensors of the batch, but it replaced "
+                f"batch.{name}; use batch.{name}.copy_(...)"
             )
 
 
@@ -209,7 +204,7 @@ def _masked(result: Any, outputs: Any, running: torch.Tensor, width: int) -> Any
             shape = [1] * leaf.dim()
             if rows.dim() and slot.dim < leaf.dim() and leaf.shape[slot.dim] == rows.shape[0]:
                 shape[slot.dim] = rows.shape[0]
-            elif rows.dim():  # The output buffers will refuse this size.
+            elif rows.dim():  # The output buffers will reject this shape.
                 rows = running.any()
             leaf = leaf.masked_fill(rows.logical_not().view(shape), 0)
         kept.append(leaf)
@@ -219,8 +214,8 @@ def _masked(result: Any, outputs: Any, running: torch.Tensor, width: int) -> Any
 def _rows(running: torch.Tensor, dim: str | None, width: int) -> torch.Tensor:
     """Return a mask of the rows along ``dim`` that belong to ``running`` requests.
 
-    The mask is a scalar if ``dim`` counts nothing. Offsets (``"requests+1"``) are real up to the
-    last running request: the tokens of finished requests before it stay in place, as padding.
+    The mask is a scalar if ``dim`` is None. Offsets (``"requests+1"``) are real up to the last
+    running request, because tokens of finished requests before it remain as padding.
     """
     if dim == "requests":
         return running
@@ -239,7 +234,7 @@ def _repeated(
     repeat: Repeat,
     like: Any,
 ) -> LoopResult:
-    """Return the result of up to ``most`` steps; a replay repeats the step while a request runs."""
+    """Return the result of a device loop that repeats ``step`` while a request runs."""
     taken = torch.zeros_like(running, dtype=torch.int64)
     at = taken.new_zeros(1)
     going = running.any()

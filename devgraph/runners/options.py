@@ -1,16 +1,16 @@
 """Options of runners: the phase configuration and the engine's own keywords.
 
-Limits on graphs form one scheme. The first four are keys of the phase configuration.
+Limits on graphs; the first four are keys of the phase configuration:
 
-| limit | unit | of | beyond the limit |
+| limit | unit | applies to | beyond the limit |
 |---|---|---|---|
 | ``graph_budget_bytes`` | bytes | captures and request state | the remaining buckets are dropped |
 | ``time_budget_s`` | seconds | captures | the remaining buckets are dropped |
-| ``executable_budget`` | bytes or share | executables of the pool | the oldest are evicted |
-| ``miss_budget`` | recordings | new keys under ``full`` | such steps run breakable |
-| ``max_graphs`` (option) | graphs | captured graphs | the oldest graph is closed |
+| ``executable_budget`` | bytes or share | executables | the least recently used are evicted |
+| ``miss_budget`` | recordings | new keys under ``full`` | steps with new keys run breakable |
+| ``max_graphs`` (option) | graphs | captures | the least recently used graph is closed |
 
-``UpdateBudget`` is the form of ``miss_budget`` that ``dg.capture`` takes; it also limits copies.
+In ``dg.capture``, an ``UpdateBudget`` takes the place of ``miss_budget`` and also limits copies.
 """
 
 from __future__ import annotations
@@ -89,19 +89,19 @@ class RunnerOptions(TypedDict, total=False):
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """Keywords of all runners, checked; the step and its data are not among them."""
+    """The checked keywords that all runners share, without the step and its slots."""
 
     config: PhaseConfig
     """The mode of the phase: a ``PhaseConfig``, a policy name, or a mapping of configuration keys.
     The default is ``full`` for decode and encoders, and ``breakable`` for prefill."""
     variants: Mapping[Variant, Mapping[str, Any]]
-    """Kinds of graphs besides the buckets: a list of mappings, ``[{}]`` by default. In the variants
-    of a decode runner, ``width`` is the number of tokens per request."""
+    """Variants, for each of which every bucket has a graph: a list of mappings, ``[{}]`` by
+    default. In a decode runner, the key ``width`` is the number of tokens per request."""
     host_args: Mapping[str, Any] | None = None
     """Host arguments and their values at capture (or ``HostSlot``s)."""
     facts: EngineFacts | None = None
-    """Facts about the engine. A compatibility rule changes a default that does not work with them
-    and refuses an explicit choice that does not. The widths of variants count as speculative
+    """Facts about the engine. Compatibility rules replace defaults that do not work with these
+    facts, and refuse explicit choices that do not. A variant of width n counts as n - 1 speculative
     tokens. The rules do not cover encoders."""
     backend: Backend
     """A backend or its name, ``"auto"`` by default."""
@@ -114,61 +114,61 @@ class Options:
     strict: bool | None = None
     """Raise an error instead of running eagerly; None takes the value of the configuration."""
     debug: bool | None = None
-    """Return leased outputs, which detect a read after the next run, and wait for the device after
-    every segment, so that errors name the segment. None reads the environment variable
+    """Return leased outputs, which detect reads after the next run, and synchronize with the device
+    after every segment, so that errors name the segment. None takes the environment variable
     DEVGRAPH_DEBUG."""
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), by name: trees of tensors, modules,
-    and functions that return trees (``lambda: model.cache``). They are kept alive. A run raises
-    StateError if one was replaced, has moved or has another layout. Captures and proofs restore
-    them if ``snapshot_limit`` allows copies; larger tensors are hashed."""
+    and functions that return trees (``lambda: model.cache``). The runner keeps the tensors alive. A
+    run raises StateError if a tensor was replaced, has moved or has another layout. Captures and
+    proofs restore tensors within ``snapshot_limit`` and hash larger ones."""
     weights_epoch: Callable[[], Hashable] | None = None
-    """Returns a value that changes when weights are replaced. A graph is only used while the value
-    equals that of its capture."""
+    """Callable whose result changes when weights are replaced. A graph is only used while the
+    result equals the result at its capture."""
     state: Sequence[StateSlot] = ()
     """State of fixed size that each request carries from step to step, as ``StateSlot`` objects.
     ``run`` then takes ``state_slots``, and steps read and write ``batch.state``."""
     state_rows: int | None = None
-    """Number of request slots of the state; ``max_requests`` by default. More of them hold the
-    state of requests that wait."""
+    """Number of request slots of the state; ``max_requests`` by default. Additional slots hold the
+    state of waiting requests."""
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None = None
-    """Plans a step on the host. It is called with the batch, padded to its bucket, after every slot
-    is filled and before the launch, and before every warm-up run, capture and eager step. It may
-    write bound tensors and slots in place, and return host arguments, which callers then leave
-    out of ``run``. Sequences that it returns have the length of the bucket."""
+    """Callable that plans a step on the host. It receives the padded batch, with all slots filled,
+    before every launch, warm-up run, capture and eager step. It may write bound tensors and slots
+    in place, and return host arguments, which callers then leave out of ``run``. Returned sequences
+    must have the length of the bucket."""
     share: Any = None
-    """Another runner of the pool. Input slots of the same name, dtype and row shape, and outputs of
-    the same dtype and row shape, use its buffers (draft and target, prefill and decode). A run of
-    either runner then overwrites the outputs of both. State slots of the same name are one state
-    in both."""
+    """Runner whose pool and buffers this runner uses, for example that of the target model for a
+    draft model. Input slots of equal name, dtype and row shape, and outputs of equal dtype and row
+    shape, use the same buffers, so a run of either runner overwrites the outputs of both. State
+    slots of equal name use the same state."""
     idle_dummy: bool = False
-    """Replay the smallest graph on pad values for an empty batch, as engines with collectives in
-    their steps need; otherwise an empty batch does nothing."""
+    """Replay the smallest graph on pad values for an empty batch, which steps with collectives
+    require. Otherwise an empty batch runs nothing."""
     ranges: bool = False
-    """Surround each replay by a range of ``torch.profiler.record_function`` with the runner's name
-    and the bucket, for profiles."""
+    """Enclose each replay in a ``torch.profiler.record_function`` range with the names of the
+    runner and the bucket."""
     name_nodes: bool | torch.nn.Module = False
     """Record at capture which nodes marked functions and submodules of a module launch, for
     ``explain``; see ``capture``."""
 
     max_graphs: int | None = None
-    """Maximum number of captured graphs, with ``capture="lazy"``. A further capture closes the
-    least recently used graph, whose batches run eagerly until it is captured again. For steps with
-    many sizes of which few are in use at a time."""
+    """Maximum number of captured graphs with ``capture="lazy"``. A further capture closes the least
+    recently used graph, whose batches run eagerly until it is captured again. Use this for steps
+    with many sizes of which few occur at a time."""
     snapshot_limit: int = DEFAULT_LIMIT
-    """Maximum bytes of the copies from which ``capture`` restores bound tensors and the state of
-    requests. Larger tensors are hashed, before the first and after the last capture of one call,
-    and padding must not write them."""
+    """Maximum bytes of copies from which ``capture`` restores bound tensors and the state of
+    requests. Larger tensors must not be written, which is checked with hashes before the first and
+    after the last capture of a call."""
     gate_timeout: float | None = None
-    """Seconds after which a step counts as invalid if one of its gates is closed; None takes the
-    environment variable DEVGRAPH_GATE_TIMEOUT, or 30."""
+    """Seconds after which a closed gate makes a step invalid; None takes the environment variable
+    DEVGRAPH_GATE_TIMEOUT, or 30."""
     progress: bool = True
     """Show the progress of captures: a bar on a terminal, otherwise a line every few seconds."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigTypeError(
-                f"the name of a runner must be a string that is not empty, got {brief(self.name)}"
+                f"the name of a runner must be a non-empty string, got {brief(self.name)}"
             )
         for key in ("strict", "debug", "idle_dummy", "ranges", "progress"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), bool):
@@ -195,14 +195,11 @@ class Options:
 
     @classmethod
     def of(cls, phase: Phase, capacity: int, given: Mapping[str, Any]) -> Options:
-        """Check the keywords of a runner and settle those that depend on something else.
-
-        The environment decides ``debug`` and emulation, and the compatibility rules change the
-        configuration as ``facts`` require.
+        """Check the keywords of a runner, and apply the environment and compatibility rules.
 
         Raises:
-            ConfigError: a name is unknown (lists the existing names), a value cannot work, or a
-                choice does not work with ``facts``.
+            ConfigError: a name is unknown (lists the existing names), a value is invalid, or a
+                choice is incompatible with ``facts``.
         """
         names = [field.name for field in attrs.fields(cls)]
         for name in given:
@@ -246,17 +243,15 @@ class Options:
             )
         if self.max_graphs is not None and config.capture != "lazy":
             raise ConfigError(
-                f"max_graphs={self.max_graphs} needs capture='lazy', which captures graphs when "
-                f"batches want them, not capture={config.capture!r}; list the buckets to have "
-                f"instead"
+                f"max_graphs={self.max_graphs} needs capture='lazy', which captures graphs on "
+                f"demand, not capture={config.capture!r}; set buckets to limit the graphs instead"
             )
 
 
 def _compatible(options: Options, phase: Phase) -> PhaseConfig:
-    """Return the configuration as the compatibility rules change it; raises as ``resolve``.
+    """Apply the compatibility rules to the configuration. Raises the errors of ``resolve``.
 
-    A recommendation of the backend chooses the mode of a deployment, so it is not applied here:
-    facts may only weaken the policy of a runner.
+    Facts may only weaken the policy of a runner, so recommendations of the backend are not applied.
     """
     facts = options.facts
     if not isinstance(facts, EngineFacts):
@@ -284,11 +279,11 @@ def check_functions(step: object, tail: object = None) -> None:
 def settings_of(
     config: PhaseConfig | str | Mapping[str, Any] | None, phase: Phase, capacity: int
 ) -> PhaseConfig:
-    """Return the configuration of a phase, and warn of keys that have no effect in its runner."""
+    """Return the configuration of a phase, and warn about keys that have no effect in a runner."""
     settings = phase_config(config, phase)
-    if settings.policy == "disabled":  # The other keys may stay while graphs are switched off.
+    if settings.policy == "disabled":  # Keys without effect are expected while graphs are off.
         return settings
-    # Configurations that were read from text or flags have reported their unused keys already.
+    # Configurations read from text or flags have already reported their unused keys.
     reasons = unused(phase, settings) if isinstance(config, Mapping) else {}
     if settings.buckets is None and settings.max_bs is not None and settings.max_bs > capacity:
         reasons.setdefault("max_bs", f"the capacity of the runner is {capacity}")

@@ -1,12 +1,11 @@
 """Outputs: one set of buffers for all graphs of a runner, and views of their real rows.
 
-The last work of every graph copies the step's result into these buffers. So the graphs of other
-buckets can reuse the memory of intermediate results, and the address of an output does not depend
-on the bucket.
+Every graph ends with a copy of the step's result into these buffers. Therefore graphs can reuse the
+memory of each other's results, and an output has the same address in all buckets.
 
-In debug mode outputs are leased, which detects late reads. A leased output behaves like its tensor
-until the next run. Afterwards every operation on it, or on a view of it, raises
-``StaleOutputError``. Copies (``clone``, ``cpu`` from another device, arithmetic) have no lease.
+In debug mode outputs are leased, to detect late reads: after the next run, every operation on a
+leased output or on a view of it raises ``StaleOutputError``. Copies (``clone``, ``cpu`` from
+another device, arithmetic) have no lease.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from devgraph.runners.slots import OutputSlot, Size
 
 @attrs.frozen
 class _Leaf:
-    """One tensor of the output tree, with the shape of the result that was learnt."""
+    """One tensor of the output tree, with its shape in the largest result."""
 
     path: str
     shape: tuple[int, ...]
@@ -38,7 +37,7 @@ class _Leaf:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Dtype and shape, with None for the rows."""
+        """Dtype and shape, with None for the dimension of the rows."""
         rows = self.slot.dim if self.slot.rows is not None else -1
         return self.dtype, tuple(None if d == rows else n for d, n in enumerate(self.shape))
 
@@ -54,7 +53,7 @@ class _Leaf:
 
 @attrs.frozen
 class Layout:
-    """The output tree of one variant. A leaf that is None stays None."""
+    """The output tree of one variant; None stands for a leaf that is None."""
 
     spec: Any
     leaves: tuple[_Leaf | None, ...]
@@ -64,8 +63,8 @@ class Layout:
 class OutputStore:
     """The output buffers of a runner.
 
-    Call ``learn`` once per variant with a result of the largest size, then ``allocate`` once, then
-    ``writer`` for each graph and ``views`` for each size.
+    Usage: ``learn`` once per variant, ``allocate`` once, then ``writer`` for each graph and
+    ``views`` for each size.
     """
 
     def __init__(self, slots: Any, share: OutputStore | None = None) -> None:
@@ -79,7 +78,7 @@ class OutputStore:
         self.shares = False
         self._layouts: dict[Variant, Layout] = {}
         self._shown: dict[Variant, Layout] = {}
-        """Structures of results of other sizes, for ``empty``."""
+        """Structures of variants without ``learn``, for ``empty``."""
         self.buffers: StaticBuffers | None = None
         """The buffers by position in the output tree; None before ``allocate``."""
 
@@ -88,11 +87,11 @@ class OutputStore:
         return 0 if self.buffers is None else self.buffers.nbytes
 
     def learn(self, variant: Variant, result: Any, size: Size) -> None:
-        """Learn the structure of the outputs from a result of the variant's largest size."""
+        """Store the structure of ``result``, which must have the variant's largest size."""
         self._layouts[variant] = self.layout_of(result, size)
 
     def layout_of(self, result: Any, size: Size) -> Layout:
-        """Return the structure of a result of ``size``. Raises as ``learn``."""
+        """Return the structure of a result of ``size``."""
         paths, spec = pytree.tree_flatten_with_path(result)
         slots = slots_by_leaf(self._slots, result)
         leaves = [
@@ -118,10 +117,7 @@ class OutputStore:
         return pytree.tree_unflatten(tensors, layout.spec)
 
     def by_item(self, result: Any, lengths: Sequence[int]) -> list[Any]:
-        """Return the part of each item in the result of a pack, as views.
-
-        Raises as ``learn``.
-        """
+        """Return the views of each item in the result of a pack of items of these lengths."""
         layout = self.layout_of(result, Size(len(lengths), sum(lengths)))
         parts: list[Sequence[Any]] = []
         for value, leaf in zip(pytree.tree_leaves(result), layout.leaves, strict=True):
@@ -153,7 +149,7 @@ class OutputStore:
     def lent(
         self, kinds: Mapping[str, set[tuple[Any, ...]]], needed: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Return the buffers that another runner can use for its outputs."""
+        """Return the buffers that fit outputs of another runner, by position."""
         assert self.buffers is not None
         own = self._kinds()
         return {
@@ -172,11 +168,11 @@ class OutputStore:
         return kinds
 
     def refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise InputError if a bound tensor lies in the output buffers."""
+        """Raise InputError if a bound tensor overlaps the output buffers."""
         if self.buffers is not None and self.buffers.overlaps(tensor):
             raise InputError(
-                f"bound tensor {name!r} overlaps the runner's output buffers, and every replay "
-                f"overwrites those; bind a copy, or pass the tensor as an input, which is copied"
+                f"bound tensor {name!r} overlaps the runner's output buffers, which every replay "
+                f"overwrites; bind a copy, or pass the tensor as an input, which is copied"
             )
 
     def _full_views(self, variant: Variant, size: Size) -> list[torch.Tensor | None]:
@@ -193,8 +189,8 @@ class OutputStore:
     def writer(self, variant: Variant, size: Size) -> Callable[[Any], Any]:
         """Return a function that copies a result of ``size`` into the buffers.
 
-        The function raises ConfigError if structure, shape or dtype of the result differ from
-        those that the largest bucket of the variant showed.
+        The function raises ConfigError if the result differs from that of the variant's largest
+        bucket in structure, shape or dtype.
         """
         layout = self._layouts[variant]
         views = self._full_views(variant, size)
@@ -206,7 +202,7 @@ class OutputStore:
             remedy="The structure must not depend on the size of the batch, apart from the rows.",
         )
 
-        # Before the step, because older versions of Dynamo cannot trace the text of a number.
+        # Outside of ``write``, because older versions of Dynamo cannot trace number formatting.
         checks = [
             step if leaf is None else attrs.evolve(step, before=_declared(leaf))
             for leaf in layout.leaves
@@ -228,7 +224,7 @@ class OutputStore:
     def views(self, variant: Variant, padded: Size, real: Size) -> Callable[[], Any]:
         """Return a callable that returns the real rows of a result of size ``padded``.
 
-        They are in the tree of the step. Every call returns new containers if they are mutable.
+        Each call returns the tree of the step, with new containers if they are mutable.
         """
         layout = self._layouts[variant]
         leaves: list[torch.Tensor | None] = []
@@ -256,12 +252,12 @@ def copied(outputs: Any) -> Any:
 
 
 def slots_by_leaf(slots: Any, result: Any) -> list[OutputSlot]:
-    """Return the slot of every leaf of ``result``; see ``OutputStore``."""
+    """Return the slot of every leaf of ``result``, from the declared tree of ``slots``."""
     try:
         spread = pytree.tree_map(
             lambda slot, part: pytree.tree_map(lambda _: slot, part), slots, result
         )
-        # In the order of the result, whose mappings may have another order than those of ``slots``.
+        # Use the order of the result: its mappings may be ordered differently from ``slots``.
         return pytree.tree_leaves(pytree.tree_map(lambda _, slot: slot, result, spread))
     except ValueError:
         returned, declared = (
@@ -274,7 +270,7 @@ def slots_by_leaf(slots: Any, result: Any) -> list[OutputSlot]:
 
 
 def _handing_out(tree: Any, leaves: list[torch.Tensor | None], spec: Any) -> Callable[[], Any]:
-    """Return a callable that returns ``tree``, as cheaply as possible for the usual trees."""
+    """Return a callable that returns ``tree``, with a fast path for the usual trees."""
     children = tree.values() if type(tree) is dict else tree
     if spec.is_leaf() or (type(tree) is tuple and _same(children, leaves)):
         return lambda: tree
@@ -292,13 +288,13 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
         return None
     if not isinstance(value, torch.Tensor):
         raise ConfigError(
-            f"output {path} is {brief(value)}: a graph can only return tensors (or None). Every "
-            f"replay would return this value unchanged"
+            f"output {path} is {brief(value)}, but a graph can only return tensors (or None). "
+            f"Every replay would return this value unchanged; return it as a tensor"
         )
     if not has_place(value):
         raise ConfigError(
             f"output {path} has layout {value.layout}{' (nested)' * value.is_nested}, which cannot "
-            f"be copied to a fixed address: return its parts, or to_dense()"
+            f"be copied to a fixed address; return its parts, or to_dense()"
         )
     if slot.rows is not None:
         rows = size.rows(slot.rows)
@@ -306,14 +302,14 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
         if got != rows:
             raise ConfigError(
                 f"output {path} has shape {tuple(value.shape)} for {size}, but is declared with "
-                f"rows={slot.rows!r} along dim {slot.dim}, which needs {rows} rows. Declare "
-                f"OutputSlot(rows=...) as 'requests', 'tokens' or None, with its dim."
+                f"rows={slot.rows!r} along dim {slot.dim}, which needs {rows} rows. Correct rows= "
+                f"('requests', 'tokens' or None) or dim= of its OutputSlot."
             )
     return _Leaf(path, tuple(value.shape), value.dtype, slot)
 
 
 class LeaseClock:
-    """Counts the runs of one runner."""
+    """A counter of the runs of one runner, or of runners that share outputs."""
 
     __slots__ = ("name", "now")
 
@@ -322,7 +318,7 @@ class LeaseClock:
         self.now = 0
 
     def joined(self, name: str) -> LeaseClock:
-        """Return this clock, for a second runner that writes the same outputs."""
+        """Return this clock for a second runner that writes the same outputs."""
         self.name = f"{self.name} and {name}"
         return self
 
@@ -362,7 +358,7 @@ class LeasedTensor(torch.Tensor):
         return f"leased {_plain(self)!r}"
 
 
-# Metadata is not in the overwritten memory, and error messages show it.
+# Expired leases allow these: metadata is not overwritten, and error messages show it.
 _ALWAYS = frozenset({"size", "dim", "numel", "is_contiguous", "stride", "type", "__len__"})
 
 
@@ -406,6 +402,6 @@ def _require_current(tensor: LeasedTensor) -> None:
     runs = tensor._clock.now - tensor._until
     if runs:
         raise StaleOutputError(
-            f"an output of {tensor._clock.name} was read after {runs} more run(s), which overwrote "
-            f"it. Read it before the next run, copy it, or call run(..., clone=True)."
+            f"an output of {tensor._clock.name} was read after {runs} later run(s), which "
+            f"overwrote it. Read it before the next run, copy it, or call run(..., clone=True)."
         )

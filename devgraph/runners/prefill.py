@@ -1,4 +1,4 @@
-"""PrefillRunner: steps in which requests differ in length, mixed batches included."""
+"""PrefillRunner: steps in which requests differ in length, including mixed batches."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 
 
 class PrefillRunner(Runner):
-    """A runner for prefill steps: requests of any lengths, in a graph for each token bucket.
+    """A runner for prefill steps: requests of any length, in a graph for each token bucket.
 
-    Under ``full``, one graph holds body and tail, with ``max_requests`` request slots. Unused
-    request slots hold their pad values (a length sentinel, ``Pad.last()`` for offsets).
+    Under ``full``, one graph contains body and tail, with ``max_requests`` rows for requests.
+    Unused rows contain pad values (a length sentinel, ``Pad.last()`` for offsets).
 
-    Under the other policies, a graph holds the body only. The body may depend on the number of
-    tokens but not on the number of requests, so any number of requests stays on the graph. Slots
-    that count requests keep their real size. Regions, ``no_graph`` functions and the tail can read
-    them through the batch. The tail runs eagerly after the replay.
+    Under the other policies, a graph contains only the body, which must not depend on the number of
+    requests, so batches with any number of requests can replay it. Slots that count requests keep
+    their real size, and regions, ``no_graph`` functions and the tail can read them from the batch.
+    The tail runs eagerly after the replay.
 
     Args:
         body: receives a ``Batch``; returns tensors with a row per token (see ``hidden``).
         inputs: the input slots; one of them counts tokens.
-        tail: receives the results of the body and a batch, and returns the outputs of the step, for
-            example the logits of each request's last token. Under ``full`` rows and sizes are those
-            of the graph, otherwise those of the real batch.
+        tail: receives the results of the body and the batch, and returns the outputs of the step,
+            for example the logits of each request's last token. The batch is padded under ``full``,
+            but not under the other policies.
         hidden: an ``OutputSlot`` or a tree of them for the results of the body, which are the
             outputs of the step if there is no tail.
-        outputs: the same for the results of the tail, used under ``full``.
+        outputs: an ``OutputSlot`` or a tree of them for the results of the tail, under ``full``.
         max_tokens: maximum number of tokens in a step.
         max_requests: number of requests that static buffers hold. A step of more requests runs
-            eagerly under ``full``. Under the other policies it stays on the graph, and only its
-            slots that count requests are allocated.
+            eagerly under ``full``. Under the other policies it runs in the graph, and its slots
+            that count requests are newly allocated.
         **options: see ``Options``.
 
     Raises:
-        ConfigError: the declaration cannot work, or ``facts`` contradict an explicit choice.
+        ConfigError: the declaration is invalid, or ``facts`` contradict an explicit choice.
         CapabilityError: the policy is not available.
     """
 
@@ -85,7 +85,7 @@ class PrefillRunner(Runner):
         check_functions(body, tail)
         if tail is None and outputs is not ROW_PER_REQUEST:
             raise ConfigError(
-                "outputs= declares the results of a tail, and this runner has none. Declare the "
+                "outputs= declares the results of a tail, but this runner has no tail. Declare the "
                 "results of the body with hidden=."
             )
         eager = body if tail is None else _joined(body, tail)
@@ -108,7 +108,7 @@ class PrefillRunner(Runner):
 def _joined(
     body: Callable[[Batch], Any], tail: Callable[[Any, Batch], Any]
 ) -> Callable[[Batch], Any]:
-    """Return body and tail as one function."""
+    """Return a function that calls body and tail."""
 
     def whole(batch: Batch) -> Any:
         result = body(batch)
@@ -124,5 +124,6 @@ def _check_hidden(hidden: Any, policy: str) -> None:
         if isinstance(slot, OutputSlot) and slot.rows not in (None, "tokens"):
             raise ConfigError(
                 f"under the policy {policy!r} a prefill graph does not depend on the number of "
-                f"requests, so its body cannot return rows={slot.rows!r}; compute that in the tail"
+                f"requests, so the body cannot return a result with rows={slot.rows!r}; compute "
+                f"that result in the tail"
             )

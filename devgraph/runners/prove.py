@@ -1,4 +1,4 @@
-"""``prove`` of a runner: its graphs against eager, on data that no capture saw."""
+"""Proofs of a runner: comparisons of its graphs with eager runs on new data."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
 _ENOUGH = 4096
-"""Values of a slot that are drawn to learn whether real rows use its pad value."""
+"""Number of values that are drawn to find out whether real rows of a slot use its pad value."""
 
 _NAN = torch.tensor(float("nan"))
-_COLLISION = "rows within a batch, which write one row of state"
+_COLLISION = "rows within a batch (they write the same row of state)"
 
 Implied = Callable[[Size], Mapping[str, torch.Tensor]]
-"""Returns the inputs of a batch of a real size that belong together."""
+"""Returns inputs that depend on each other, for a batch of a real size."""
 
 
 class Proof:
-    """Compares graphs of a runner with eager; see ``Runner.prove``."""
+    """A comparison of graphs with eager runs; see ``Runner.prove``."""
 
     def __init__(
         self, step: Step, terms: Terms, implied: Implied | None, ranks: RankGroup, tag: str
@@ -73,10 +73,10 @@ class Proof:
         """The cases so far, each with its graph."""
         self._last = _last_inputs(step)
         self.extremes_of: dict[str, tuple[int, int]] = {}
-        """Smallest and largest value that real rows of a slot have."""
+        """Smallest and largest value in real rows, by slot."""
 
     def of(self, graphs: Graphs, chosen: Sequence[BucketGraph]) -> Report:
-        """Compare the ``chosen`` graphs, which are captured, with eager."""
+        """Compare the ``chosen`` graphs, which must be captured, with eager."""
         step, terms = self.step, self.terms
         keys = [str(graph.key) for graph in chosen]
         facts = {"prove": keys, "cases": terms.cases, "host_args": str(terms.host_args)}
@@ -85,7 +85,8 @@ class Proof:
         state = State(step.backend, leaves, step.roots(), limit=terms.snapshot_limit)
         now = step.tensors()
         names = replaced(step.places, addresses(now))
-        # Each case changes the contents of replaced tensors: their old memory may hold equal ones.
+        # A graph may still read the old memory of a replaced tensor and find equal contents there,
+        # so each case changes the contents of the new tensor.
         self.renewed = [leaf for name, leaf in now if name in names and not terms.quick]
         self.compared = Comparison(
             state, step.backend, terms.near, with_state=terms.state, agreed=self._agreed
@@ -135,7 +136,7 @@ class Proof:
             yield _CaseRun(self, graph, size, case, inputs, marks)
 
     def _agreed(self, differs: bool) -> bool:
-        """Whether the argument is true on any rank."""
+        """Whether ``differs`` is true on any rank."""
         texts = self._ranks.gather(f"{self._tag}/case", "differs" if differs else "")
         for rank, text in enumerate(texts):
             if text.startswith("raised"):
@@ -145,7 +146,7 @@ class Proof:
     def _sizes(
         self, graphs: Graphs, graph: BucketGraph
     ) -> Iterator[tuple[Size, dict[str, Any], bool, bool]]:
-        """Yield sizes of batches and host arguments, with the two booleans of ``host_sets``."""
+        """Yield batch sizes and host arguments, with the two booleans of ``host_sets``."""
         step, cases = self.step, self.terms.cases
         rows = _rows_to_try(graph, graphs.buckets, step.options.config.max_padding, cases)
         declared = step.host.at_capture(graph.size)
@@ -171,7 +172,7 @@ class Proof:
             yield size, {**values, **self._sequences(values, size)}, changed, updated
 
     def _sequences(self, values: Mapping[str, Any], real: Size) -> dict[str, Any]:
-        """Return replacements for sequences in ``values``, with one entry per row of ``real``."""
+        """Return the host arguments that are sequences, with one entry per row of ``real``."""
         sequences = {}
         for name, value in self.step.host.at_capture(real).items():
             if isinstance(value, tuple) and name in values and len(values[name]) != len(value):
@@ -185,9 +186,9 @@ class Proof:
     def _inputs(
         self, real: Size
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
-        """Return inputs of a batch, the marks of its real rows, and the slots without legal data.
+        """Return inputs of a batch, its marks, and the slots without a source of legal data.
 
-        The marks are values of slots that have both ``real`` and ``sample``; a proof varies them.
+        Marks are values of slots that have both ``real`` and ``sample``, which proofs vary.
         """
         step = self.step
         implied = self._implied(real) if self._implied else {}
@@ -220,7 +221,7 @@ class Proof:
         return data
 
     def is_real(self, slot: InputSlot, value: int, data: Sequence[int]) -> bool:
-        """Whether real rows of ``slot`` may have ``value``, judged by its sample or its data."""
+        """Whether real rows of ``slot`` may have ``value``, estimated from its sample or data."""
         name = slot.name
         if name not in self._sample:
             return value in data and name in self._varied
@@ -238,7 +239,7 @@ class Proof:
 
 
 class _CaseRun:
-    """The runs of one case: a batch eagerly, as a graph, and eagerly without padding."""
+    """The runs of one case: a padded batch eagerly and as a graph, and the real batch eagerly."""
 
     def __init__(
         self,
@@ -268,7 +269,7 @@ class _CaseRun:
             randomize(value, proof.generator)
 
     def failures(self) -> list[Failure]:
-        """Return the differences between the runs. Every rank makes the same runs."""
+        """Return the differences between the runs. Every rank must make the same runs."""
         compared, terms = self._compared, self._proof.terms
         shared, scratch = (functools.partial(_positions, v) for v in self._shared_values())
         want, got, failures = self._on_padded_batch(shared, scratch)
@@ -301,14 +302,14 @@ class _CaseRun:
             got, alone = compared.result_of(self._replay), compared.result_of(self._unpadded)
             sized = self._sized(alone, got, shared)
         return failures + [
-            self._case.failure(where, f"against eager on the real batch {message}", "size")
+            self._case.failure(where, f"compared with eager on the real batch {message}", "size")
             for where, message in sized
         ]
 
     # Runs.
 
     def _eager(self, change: Callable[[], None] = lambda: None) -> NamedTensors:
-        """Run the step on the padded batch, which ``change`` modifies first."""
+        """Run the step on the padded batch, after ``change`` has modified the batch."""
         self._load()
         change()
         host = self._static.prepared(self._padded_host)
@@ -346,10 +347,10 @@ class _CaseRun:
             views[name].copy_(data)
 
     def _equalize(self) -> None:
-        """Give all rows equal data, those of padding included.
+        """Give all rows equal data, including padded rows.
 
-        Devices write the row that all requests name in any order. With equal rows, the order has no
-        effect.
+        If several rows write the same row of state, the device may write them in any order. With
+        equal data, the order has no effect.
         """
         self._has_equal_rows = True
         for name, slot in self._step.inputs.given.items():
@@ -368,7 +369,7 @@ class _CaseRun:
     def _on_padded_batch(
         self, shared: Rows, scratch: Rows
     ) -> tuple[RunResult, RunResult, list[Failure]]:
-        """Return the results of eager and of the graph on one padded batch, and the failures."""
+        """Return the results of eager and of the graph on the padded batch, and the failures."""
         want, got = self._compared.result_of(self._eager), self._compared.result_of(self._replay)
         failures = self._compared.failures(
             self._case,
@@ -383,7 +384,7 @@ class _CaseRun:
         return want, got, failures
 
     def _on_poisoned_padding(self, got: RunResult, collides: bool) -> Iterator[Failure]:
-        """Yield the outputs of the graph that change with NaN in floating-point padding."""
+        """Yield a failure for each output that changes with NaN in floating-point padding."""
         nan = functools.partial(self._fill_padding, lambda slot: _NAN)
         poisoned = self._compared.result_of(lambda: self._replay(nan))
         for (name, one), (_, other) in zip(got.outputs, poisoned.outputs, strict=True):
@@ -394,9 +395,10 @@ class _CaseRun:
                 yield self._case.failure(name, f"with padding filled with NaN {message}", "size")
 
     def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
-        """Return the differences of a graph from eager on the unpadded batch.
+        """Return the differences between the graph and eager on the unpadded batch.
 
-        State is compared only where the unpadded batch wrote it, and where a single row did.
+        State is compared only where the unpadded batch wrote it, except in rows that several rows
+        of the batch write.
         """
         state: dict[str, Any] = {}
         graphs: dict[str, Any] = {}
@@ -416,19 +418,19 @@ class _CaseRun:
     # Padding that writes.
 
     def _integers(self) -> Iterator[tuple[InputSlot, list[int]]]:
-        """Yield each integer slot of the graph with its real values."""
+        """Yield each integer slot with its real values."""
         for name, slot in self._step.inputs.given.items():
             is_integer = not (slot.dtype.is_floating_point or slot.dtype.is_complex)
             if is_integer and slot.dtype is not torch.bool and slot.axis is not None:
                 yield slot, self._inputs[name].flatten().tolist()
 
     def _named_rows(self) -> torch.Tensor:
-        """Return all rows that integer slots of the case can name, those of padding included."""
+        """Return all values in integer slots of the case, including pad values, as row numbers."""
         rows = {row for slot, data in self._integers() for row in [*data, int(slot.pad.value)]}
         return torch.tensor(sorted(rows), dtype=torch.int64, device=self._step.inputs.device)
 
     def _fill_padding(self, row: Callable[[InputSlot], torch.Tensor]) -> None:
-        """Fill the padded rows of floating-point slots with a row, or a number, of each."""
+        """Fill the padded rows of each floating-point slot with ``row(slot)``."""
         for slot, part in self._padding():
             if slot.dtype.is_floating_point:
                 part.copy_(row(slot))
@@ -443,7 +445,7 @@ class _CaseRun:
                 yield slot, view.narrow(slot.axis, rows, view.shape[slot.axis] - rows)
 
     def _shared_values(self) -> tuple[set[int], set[int]]:
-        """Return pad values that several rows have, and those of them that no real row uses."""
+        """Return pad values that occur in several rows, and the subset that no real row uses."""
         shared, scratch = set[int](), set[int]()
         for slot, data in self._integers():
             axis = slot.axis or 0
@@ -456,7 +458,7 @@ class _CaseRun:
         return shared, scratch
 
     def _collides(self, seen: RunResult) -> bool:
-        """Whether real rows write one row of state, because a slot has its pad value in all."""
+        """Whether all real rows write the same row of state, because a slot has pad values only."""
         pads = {
             int(slot.pad.value)
             for slot, data in self._integers()
@@ -469,10 +471,10 @@ class _CaseRun:
         )
 
     def _suspects(self, want: RunResult) -> Iterator[tuple[str, int, list[InputSlot]]]:
-        """Yield rows of state that changed and that are pad values of slots.
+        """Yield changed rows of state whose number is the pad value of a slot.
 
-        Slots whose real rows do not use that value are left out. Each row comes with its state and
-        slots.
+        Each comes with the name of the state and the slots, except slots whose real rows do not use
+        that value.
         """
         for name, (now, saved, rows) in want.state.items():
             if not now.dim():
@@ -499,8 +501,8 @@ class _CaseRun:
     ) -> str | None:
         """Return the slot whose padding writes ``row`` of the state ``name``, or None.
 
-        With another legal value in the padding of that slot, the row equals that of the unpadded
-        batch.
+        With another legal value in the padding of that slot, the row must equal that of the
+        unpadded batch.
         """
         near = self._proof.terms.near
         now, saved, rows = want.state[name]
@@ -532,7 +534,7 @@ def _first_row(slot: InputSlot, data: torch.Tensor) -> torch.Tensor:
 
 
 def _pads(slot: InputSlot, data: Sequence[int]) -> list[int]:
-    """Return the values that padded rows of ``slot`` have in a batch with ``data``."""
+    """Return the values in padded rows of ``slot``, in a batch with ``data``."""
     if slot.pad.kind == "last":
         return [int(data[-1])] if data and slot.row_dim != "requests+1" else []
     return [int(slot.pad.value)]
@@ -541,7 +543,7 @@ def _pads(slot: InputSlot, data: Sequence[int]) -> list[int]:
 def _positions(
     values: set[int], tensor: torch.Tensor, numbers: torch.Tensor | None
 ) -> Sequence[int]:
-    """Return the positions of the rows ``values`` in a tensor, or in saved rows of it."""
+    """Return the positions of rows in ``tensor``, or in the saved rows with these ``numbers``."""
     if numbers is not None:
         return [index for index, row in enumerate(numbers.tolist()) if row in values]
     size = len(tensor) if tensor.dim() else 0
@@ -549,7 +551,7 @@ def _positions(
 
 
 def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """Return a bool for each element: whether any byte of it differs."""
+    """Return a bool for each element: whether any of its bytes differs."""
     one, other = (t.contiguous().view(torch.uint8) for t in (saved, now))
     return (one != other).view(*now.shape, now.element_size()).any(-1)
 
@@ -559,9 +561,9 @@ def _last_inputs(
 ) -> Callable[[Size, torch.Generator], dict[str, torch.Tensor]]:
     """Return a callable that makes inputs of a batch from the integers of the last replay.
 
-    Requests are permuted, so that the values of one request stay together.
+    Whole requests are permuted, so the values of one request stay together.
     """
-    # These inputs name rows of live state, which can be restored only if the state is known.
+    # These inputs are indices into live state, which must be known in order to be restored.
     is_known = step.options.bound or all(map(roots_of, step.engine))
     last = step.last if is_known and not step.inputs.is_shared else None
     held = {} if last is None else {n: t.clone() for n, t in last.tensors.items()}
@@ -589,7 +591,7 @@ def _last_inputs(
 
 
 def _rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
-    """Return row counts that this bucket serves: the bucket itself, the fewest, and between.
+    """Return row counts of batches for this bucket: the largest, the smallest, and others.
 
     A batch may be padded to ``most`` times its rows.
     """

@@ -1,9 +1,9 @@
 """Agreement between ranks, which capture the same graphs in lockstep and replay them together.
 
-Exchanges use a ``torch.distributed`` store, a gloo group or shared memory, never a device
-collective. Ranks must name a peer that is late, different or gone, but a device collective would
-hang. Each exchange has a tag. A rank posts its value under the tag and waits for the values of the
-others with a timeout.
+Exchanges use a ``torch.distributed`` store, a gloo group or shared memory. If a rank is late or has
+exited, they raise an error that names the rank, whereas a device collective would hang. In an
+exchange, each rank posts its value under a tag and waits for the values of the others, with a
+timeout.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.1  # seconds between two checks of a waiting rank for failures of the others
+_LOOK_S = 0.1  # seconds between checks for failures of other ranks while waiting
 
 _ROLL_CALL_S = 2.0
-"""Timeout of a roll call in seconds. Ranks in the same exchange notice it within ``_LOOK_S``."""
+"""Timeout of a roll call in seconds. Ranks in the same exchange answer within ``_LOOK_S``."""
 
-_NEUTRAL = 2**31  # the vote of a rank without an opinion
+_NEUTRAL = 2**31  # the vote of a rank without a preference
 
-_SPIN_S = 0.002  # seconds of polling without pauses, about one decode step of a small model
+_SPIN_S = 0.002  # seconds of polling without pauses: about one decode step of a small model
 
 
 def several_ranks() -> bool:
@@ -60,7 +60,7 @@ def several_ranks() -> bool:
 
 
 class PeerFailed(AgreementError):
-    """An exchange that another rank gave up."""
+    """Another rank aborted an exchange."""
 
 
 class RankGroup:
@@ -68,7 +68,7 @@ class RankGroup:
 
     Args:
         store: any ``torch.distributed`` store that all ranks share (``TCPStore``, ``FileStore``,
-            ``PrefixStore``, ``HashStore`` between threads); None for a rank that is alone.
+            ``PrefixStore``, ``HashStore`` between threads); None for a single rank.
         rank: this rank, from 0.
         size: number of ranks.
         timeout_s: maximum time that a rank waits for the others in one exchange. It must exceed
@@ -93,7 +93,7 @@ class RankGroup:
             raise ConfigError(f"a group of {size} ranks needs a store that they share")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise ConfigTypeError(f"timeout_s must be seconds, got {brief(timeout_s)}")
-        if not timeout_s > 0:  # also refuses nan
+        if not timeout_s > 0:  # also true for nan
             raise ConfigError(f"timeout_s must be greater than 0, got {timeout_s}")
         if vote is not None and not callable(vote):
             raise ConfigTypeError(f"vote must be a function, got {brief(vote)}")
@@ -116,19 +116,19 @@ class RankGroup:
     ) -> RankGroup:
         """Create a group from a gloo process group.
 
-        Ranks of one host vote through shared memory, and hosts vote among themselves over gloo,
-        one rank for each host. All other exchanges use the store of the process group, which
-        outlives the ranks under ``torchrun``. Every rank of the group must call this method.
+        The ranks of a host vote through shared memory, and one rank per host votes with the other
+        hosts over gloo. All other exchanges use the store of the process group. Every rank of the
+        group must call this method.
 
         Args:
             group: the process group; None is the default group.
             timeout_s: maximum time that a rank waits for the others in one exchange.
-            shared: True requires votes through shared memory, and False never uses them. "auto"
-                votes over the process group if a host has no shared memory or if no host has
-                several ranks. All ranks must pass the same value.
+            shared: whether to vote through shared memory. "auto" votes over the process group if a
+                host has no shared memory or if no host has several ranks. All ranks must pass the
+                same value.
 
         Raises:
-            ConfigError: the group has no gloo backend, or ``shared=True`` is not possible.
+            ConfigError: the group has no gloo backend, or ``shared=True`` is impossible.
         """
         from torch._C._distributed_c10d import PrefixStore
 
@@ -142,23 +142,24 @@ class RankGroup:
             )
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         store = store_of(group)
-        # A serial number separates the exchanges of several RankGroups of one process group.
+        # A serial number separates the exchanges of several RankGroups on one process group.
         serial: list[Any] = [store.add("devgraph/groups", 1) if rank == 0 else None]
         first = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast_object_list(serial, src=first, group=group)
         prefixed = PrefixStore(f"devgraph/{serial[0]}", store)
         ranks = cls(prefixed, rank, size=size, timeout_s=timeout_s)
-        ranks._vote = functools.partial(_gloo_vote, ranks, group)
+        # An all-reduce on the host is faster than the store.
+        ranks._vote = lambda tag, values: _begin_gloo_vote(ranks, group, values)(tag)
         if shared:
             ranks._share_votes(group, required=shared is True)
         return ranks
 
     def _share_votes(self, group: ProcessGroup | None, *, required: bool) -> None:
-        """Switch votes to shared memory if every host has it."""
+        """Switch votes to shared memory if every host has shared memory."""
         hosts = self.gather("host", _host_id())
         members = [rank for rank in range(self.size) if hosts[rank] == hosts[self.rank]]
         leaders = sorted(hosts.index(host) for host in set(hosts))
-        problem = "every rank is on a host of its own" if len(leaders) == self.size else ""
+        problem = "no host has several ranks" if len(leaders) == self.size else ""
         if "" in hosts:
             problem = f"the host of rank {hosts.index('')} has no shared memory"
         if not problem:
@@ -199,7 +200,7 @@ class RankGroup:
             problem = next(filter(None, self.gather("page problem", problem)), "")
         finally:
             if path:
-                os.unlink(path)  # the last rank that has it open frees the memory
+                os.unlink(path)  # The memory is freed when the last rank closes the file.
         if shared_votes is not None and not problem:
             self._vote = shared_votes
         return problem
@@ -218,8 +219,8 @@ class RankGroup:
         """Check that all ranks have the same facts.
 
         Raises:
-            AgreementError: a rank has other facts, refused or did not come. The message names the
-                rank and both values.
+            AgreementError: a rank has other facts, refused, or did not arrive in time. The message
+                names the rank and both values.
         """
         own = json.dumps(dict(facts), sort_keys=True, default=str)
         texts = self.gather(f"{name}/facts", own)
@@ -250,16 +251,16 @@ class RankGroup:
         """Return the values of all ranks for ``tag``, in the order of ranks.
 
         Args:
-            tag: the name of the exchange. A tag can be reused: the n-th use on one rank belongs to
-                the n-th use on the others.
+            tag: the name of the exchange. The n-th use of a tag on one rank matches the n-th use on
+                the other ranks.
             value: the value of this rank.
-            escape: the tag to which a rank posts if it gives up.
+            escape: the tag to which a rank posts if it aborts the exchange.
             timeout_s: the timeout, if it differs from the timeout of the group.
             forget: delete the values of earlier uses, for a tag that is reused without limit.
 
         Raises:
-            PeerFailed: a missing rank posted to ``escape``. The message has its text.
-            AgreementError: ranks did not come within the timeout. The message names them.
+            PeerFailed: a missing rank posted to ``escape``. The message contains its text.
+            AgreementError: ranks did not arrive within the timeout. The message names them.
         """
         if self.size == 1:
             return [value]
@@ -276,8 +277,8 @@ class RankGroup:
                 if waited > limit:
                     raise AgreementError(
                         f"rank {self.rank} waited {limit:g} s at {tag!r} for "
-                        f"{_listed(waiting)}, which did not come: dead, stuck or late. Look "
-                        f"at the log there; raise timeout_s if the rank was only slow."
+                        f"{_listed(waiting)}, which did not arrive: dead, stuck or late. Check "
+                        f"the log there; raise timeout_s if the rank was only slow."
                     )
             if forget:
                 self._discard(tag)
@@ -297,7 +298,7 @@ class RankGroup:
 
         Raises:
             AgreementError: a rank did not vote, or voted on another tag. The message names ranks
-                that are gone or stuck.
+                that have exited or are stuck.
         """
         if self.size == 1:
             return list(values)
@@ -310,8 +311,8 @@ class RankGroup:
             self._roll_call(tag, f"the vote {tag!r} failed on rank {self.rank} ({error})", error)
         if low != -high:
             raise AgreementError(
-                f"rank {self.rank} votes on {tag!r}, but another rank votes on another tag. All "
-                f"ranks must call agree and idle in the same order."
+                f"rank {self.rank} votes on {tag!r}, but another rank votes on a different tag. "
+                f"All ranks must call agree and idle in the same order."
             )
         return minima
 
@@ -344,7 +345,7 @@ class RankGroup:
         bucket, variant = 0, None
         busy = decision if decision and decision.reason is not Reason.EMPTY_BATCH else None
         if busy is None:
-            able = 1 if unable else 2  # this rank alone does not cause a step
+            able = 1 if unable else 2  # A rank without requests does not cause a step.
         else:
             able, unable = 2 if busy.ok else 0, None
             if busy.key is not None:
@@ -354,8 +355,8 @@ class RankGroup:
         able, bucket, low, high = self.minimum(f"{name}/vote", vote)
         if able < 0:
             raise invalid or GateTimeoutError(
-                f"a gate of {name} was not opened on another rank, so its last step is invalid on "
-                f"all ranks. The error of that rank names the gate."
+                f"a gate of {name} was not opened on another rank, so the last step is invalid on "
+                f"all ranks. The error on that rank names the gate."
             )
         key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
         if able and key is None and (able == 2 or not dummy):
@@ -369,7 +370,7 @@ class RankGroup:
             raise AgreementError(
                 f"the ranks of {name} request different variants in one step: "
                 f"{dict(variants[low])} and {dict(variants[-high])}; pass the same variant on all "
-                f"ranks of a step"
+                f"ranks"
             )
         return Decision(Reason.GRAPH, key)
 
@@ -377,39 +378,39 @@ class RankGroup:
         """Return the number of the graph that all ranks capture now, from a single vote.
 
         Args:
-            wanted: the number of the graph that this rank would capture, or None.
+            wanted: the number of the graph that this rank proposes to capture, or None.
             name: the name of the runner.
             ready: whether this rank has time for a capture.
-            state: a text that identifies the numbering, which must agree on all ranks.
+            state: a text that identifies the numbering, which must be equal on all ranks.
 
         Returns:
-            The lowest wanted number; None if no rank wants a capture or a rank is not ready.
+            The lowest proposed number; None if no rank proposes a graph or a rank is not ready.
 
         Raises:
             AgreementError: ranks differ in ``state``, or a rank did not vote.
         """
         code, ballot = zlib.crc32(state.encode()), _NEUTRAL if wanted is None else wanted
-        # The vote has as many numbers as in ``agree``. A rank that calls ``agree`` by mistake then
-        # gets an error about the tag.
+        # The vote is as long as in ``agree``, so that a rank that calls ``agree`` by mistake gets
+        # an error about the tag.
         able, number, low, high = self.minimum(f"{name}/idle", (int(ready), ballot, code, -code))
         if low != -high:
             raise AgreementError(
-                f"the ranks of {name} have different buckets left to capture: call capture and "
-                f"invalidate at the same point on all of them"
+                f"the ranks of {name} have different buckets left to capture; call capture and "
+                f"invalidate at the same point on all ranks"
             )
         return None if not able or number == _NEUTRAL else number
 
     def wait(self, done: Callable[[], bool], what: str, *, escape: str | None = None) -> None:
-        """Wait for work that needs the other ranks, until ``done()`` returns true.
+        """Wait for work that depends on other ranks, until ``done()`` returns true.
 
-        A collective inside a graph has no timeout: if a rank is gone, the device waits for ever.
-        Wait for a fence after the replay, ``group.wait(backend.fence(), "step")``, before any call
-        that blocks on the device.
+        A collective in a graph has no timeout: if a rank has exited, the device waits forever. Call
+        ``group.wait(backend.fence(), "step")`` after the replay and before any call that blocks on
+        the device.
 
         Args:
             done: a function that is polled; it may block briefly.
-            what: a name of the work, the same on every rank.
-            escape: the tag to which a rank posts if it gives up.
+            what: a name of the work, equal on every rank.
+            escape: the tag to which a rank posts if it aborts the work.
 
         Raises:
             PeerFailed: a rank posted to ``escape``.
@@ -431,7 +432,7 @@ class RankGroup:
                 self._roll_call(what, why)
 
     def _roll_call(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
-        """Raise an ``AgreementError`` that names the ranks without an answer."""
+        """Raise an AgreementError that names the ranks that do not answer."""
         try:
             self.gather(f"{what}/roll call", "", timeout_s=min(self.timeout_s, _ROLL_CALL_S))
         except AgreementError as error:
@@ -480,16 +481,9 @@ class RankGroup:
             raise
         except Exception as error:
             raise AgreementError(
-                f"rank {self.rank} lost the store at {tag!r}: the process that hosts it, usually "
-                f"rank 0, is gone ({error})"
+                f"rank {self.rank} lost the store at {tag!r}, because the process that hosts the "
+                f"store, usually rank 0, has exited ({error}). Restart all ranks."
             ) from error
-
-
-def _gloo_vote(
-    ranks: RankGroup, group: ProcessGroup | None, tag: str, values: list[int]
-) -> list[int]:
-    """Vote through an all-reduce on the host, which is faster than the store."""
-    return _begin_gloo_vote(ranks, group, values)(tag)
 
 
 def _begin_gloo_vote(ranks: RankGroup, group: ProcessGroup | None, values: list[int]) -> Finish:
@@ -515,7 +509,7 @@ def _begin_gloo_vote(ranks: RankGroup, group: ProcessGroup | None, values: list[
 
 
 def _host_id() -> str:
-    """Return an identifier that is equal for ranks that share memory; "" without shared memory."""
+    """Return an identifier of the host's shared memory, or "" if there is none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/dev/shm').st_dev}"
@@ -533,7 +527,7 @@ def store_of(group: ProcessGroup | None) -> Any:
 
 
 def _questions() -> Iterator[tuple[float, bool]]:
-    """Pace a waiting loop: yield the seconds waited, and whether to check for failures now.
+    """Pace a polling loop: yield the seconds waited, and whether to check for failures now.
 
     Pauses begin after ``_SPIN_S`` and grow to 10 ms.
     """
@@ -567,7 +561,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a text for each differing fact, with the ranks in the minority and both values."""
+    """Return a text for each fact that differs, with the minority's ranks and both values."""
     differences = []
     names = sorted({name for facts in everyone for name in facts})
     for name in names:

@@ -16,13 +16,13 @@ from devgraph.runners.graphs import Graphs
 from devgraph.runners.timing import BOUNDS, ReplayTimes
 
 _SLOW = 1.08
-"""Ratio above which a pace is slow: two measurements of one pace differed by less than 2%, the two
-paces of Hopper by 18%."""
+"""Ratio to the fastest pace above which a pace is slow. Repeated measurements of one pace differed
+by less than 2%; the two paces of Hopper differ by 18%."""
 
 
 @attrs.frozen(kw_only=True)
 class ReplayPace:
-    """Pace of replays, on a device whose graphs can become slower."""
+    """Pace of replays, on a device on which graphs can become slower."""
 
     microseconds: float
     """Time from one kernel to the next in a graph of tiny kernels."""
@@ -36,18 +36,15 @@ class ReplayPace:
 
 
 class Counters:
-    """Live counters of a runner, in addition to those of its graphs."""
+    """Live counters of a runner, in addition to the counters of its graphs."""
 
     def __init__(self) -> None:
         self.reasons = collections.Counter[Reason]()
         """Number of steps outside a graph, by reason."""
         self.idle = 0
-        """Number of graph steps without a real request."""
         self.captures = 0
         self.checks = 0
-        """Number of cases that compared a graph with eager because of the key ``verify``."""
         self.failed_checks = 0
-        """Number of graphs that were dropped because they differed from eager."""
 
 
 @attrs.frozen(kw_only=True)
@@ -65,7 +62,7 @@ class BucketStats:
     hits: int
     real_rows: int
     padded_rows: int
-    """Number of padding rows in all hits together."""
+    """Total number of padding rows in all hits."""
     bytes: int
     """Device memory that the capture added; before the capture, the estimate of ``plan``."""
     capture_seconds: float
@@ -86,41 +83,41 @@ class RunnerStats:
     requested: str
     """The policy of the configuration."""
     effective: str
-    """The policy that graphs run under now; ``disabled`` while there is no graph to run."""
+    """The policy in effect; ``disabled`` while there is no graph to run."""
     steps_per_launch: int
-    """Engine steps in one step of this count; see ``Loop``."""
+    """Number of engine steps in one counted step; above 1 for a ``Loop``."""
     input_bytes: int
     output_bytes: int
     state_bytes: int
-    """Bytes of the state of requests; a runner that shares the state counts 0."""
+    """Bytes of the state of requests; 0 in a runner that uses the state of another."""
     executables: Residency
-    """Executables of the pool, which other runners may share."""
+    """Executables of the pool, including those of other runners on it."""
     steps: int
     graph_steps: int
     eager: Mapping[str, int]
     """Number of steps outside a graph, by ``Reason`` value."""
     idle_steps: int
-    """Number of graph steps without a real request, which ran because other ranks had some."""
+    """Number of graph steps on pad values only, because other ranks had requests."""
     real_rows: int
     padded_rows: int
     captures: int
     checks: int
-    """Cases in which graphs were compared with eager, as the key ``verify`` asks."""
+    """Number of cases in which checks of the key ``verify`` compared a graph with eager."""
     failed_checks: int
-    """Graphs that were dropped because a check found a difference."""
+    """Number of graphs that were dropped because a check found a difference."""
     capture_seconds: float
     phase_seconds: Mapping[str, float]
-    """Seconds spent on the present graphs, by phase: warm-up and capture, and under ``piecewise``
-    activate and compile before them."""
+    """Seconds spent on the current graphs, by phase: ``warm-up`` and ``capture``; under
+    ``piecewise`` also ``activate`` and ``compile``."""
     updates: Mapping[str, float]
-    """Counters of the policy over the present graphs: the ways in which host arguments were
-    applied; under ``piecewise``, pieces and compilations; loops, with the reason for unrolling."""
+    """Counters of the policy, summed over the current graphs: updates of host arguments by kind,
+    loops and the reasons for unrolling them; under ``piecewise`` also pieces and compilations."""
     graph_bytes: int
-    """Device memory of all graphs together."""
+    """Device memory of all graphs."""
     estimated: bool
     """Whether ``graph_bytes`` includes estimates of ``plan(sample=True)``."""
     replay_pace: ReplayPace | None
-    """Pace of graphs after the last captures; None on a device with a single pace."""
+    """Pace of graphs after the last capture; None on a device with only one pace."""
     buckets: tuple[BucketStats, ...]
     """Statistics of the graphs, largest first, which is the order of capture."""
 
@@ -134,10 +131,15 @@ class RunnerStats:
         estimates: Sequence[int],
         **facts: Any,
     ) -> RunnerStats:
-        """Return the snapshot of a runner; ``facts`` are the remaining fields.
+        """Return the snapshot of a runner.
 
-        ``estimates`` are the bytes of graphs that are not captured, largest first. The last number
-        stands for all smaller graphs.
+        Args:
+            graphs: the graphs of the runner.
+            counters: its counters.
+            per_request: whether the graphs depend on the number of requests.
+            estimates: bytes of the largest graphs, used for those that are not captured; the last
+                number also estimates all smaller graphs.
+            **facts: the remaining fields.
         """
         sizes = estimates or (0,)
         buckets = tuple(
@@ -189,7 +191,7 @@ class RunnerStats:
 
     @property
     def padding_ratio(self) -> float:
-        """Share of padding in the rows computed in graphs, from 0 to below 1."""
+        """Share of padding in the rows that graphs computed: at least 0 and below 1."""
         total = self.real_rows + self.padded_rows
         return self.padded_rows / total if total else 0.0
 
@@ -211,7 +213,7 @@ class RunnerStats:
         """Return the counters in the Prometheus text format.
 
         Args:
-            **labels: labels that every sample gets, for example ``rank="0"``.
+            **labels: labels of every sample, for example ``rank="0"``.
         """
         base = {"runner": self.name, "phase": self.phase, "backend": self.backend, **labels}
         page, pool = Page(base), self.executables
@@ -260,7 +262,7 @@ class RunnerStats:
         return html.table("runner", ("", ""), summary) + html.table("buckets", columns, rows)
 
     def __str__(self) -> str:
-        """Return a summary of a few lines; ``to_dict`` returns everything."""
+        """Return a summary of a few lines; ``to_dict`` returns all statistics."""
         captured = [bucket for bucket in self.buckets if bucket.state == "captured"]
         pool = self.executables
         budget = "" if pool.budget_bytes is None else f" of {format_bytes(pool.budget_bytes)}"
@@ -292,10 +294,7 @@ def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Page:
-    """A page of Prometheus text.
-
-    Each metric has a description, followed by its samples. Every sample has ``labels``.
-    """
+    """A page of Prometheus text, in which every sample has ``labels``."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels

@@ -1,4 +1,4 @@
-"""Runner: batches in fixed buffers, a graph for each bucket, and eager steps with a reason."""
+"""The base runner: static buffers, one graph for each bucket, and eager steps by reason."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class Runner:
     A runner belongs to one process. Its methods may be called from any thread. Steps of runners
     that share a pool run one at a time.
 
-    Lifecycle: ``capture`` captures the buckets, ``run`` replays them. ``invalidate`` closes the
-    graphs and does not capture again; call ``capture`` for that. ``suspend`` and ``resume`` switch
-    graphs off and on, and ``close`` frees them.
+    Lifecycle: ``capture`` captures the buckets and ``run`` replays them. ``invalidate`` closes the
+    graphs; call ``capture`` to capture them again. ``suspend`` and ``resume`` switch graphs off and
+    on, and ``close`` frees them.
 
     Attributes:
-        phase: kind of runner.
+        phase: ``"decode"``, ``"prefill"`` or ``"encoder"``.
         backend: the backend that captures and replays.
         pool: graph memory; pass it to other runners of the engine to share it.
         graphs: the graphs by variant and bucket, largest first.
-        state: the store of the state of requests, or None.
+        state: the state of requests, or None.
         gates: the gates of all graphs and eager steps, by name.
     """
 
@@ -154,12 +154,12 @@ class Runner:
         )
         self._process = identity.token
         self._busy: list[Runner] = [] if share is None else share._busy
-        """The runner at work, if any, among the runners that share buffers."""
+        """The runner that is running a step, if any, among those that share buffers."""
         self._closed = False
-        # Otherwise a size that once ran in a graph needs no further decision, because the table of
+        # Without a weights epoch, a bound step needs no further decision, because the cache of
         # bound steps is cleared whenever a decision could change.
         self._decide_always = options.weights_epoch is not None
-        # These two come last: a runner that is refused must not change a pool that others use.
+        # Change the pool last, because an error above must leave a shared pool unchanged.
         if config.executable_budget is not None:
             pool.limit(config.executable_budget)
         pool.register(arena.buffers)
@@ -175,15 +175,13 @@ class Runner:
         tokens: int | None = None,
         variant: Mapping[str, Any] | None = None,
     ) -> Decision:
-        """Return how a batch would run now. Changes nothing and counts nothing.
-
-        This is the only rule of eligibility; ``run`` uses it too.
+        """Return the decision that ``run`` would make for a batch of this size, without running it.
 
         Args:
             requests: number of requests of the batch.
             tokens: number of tokens of the batch.
-            variant: the variant as declared; without ``width``, decode takes tokens per request.
-                A combination of values that was not declared is a reason to run eagerly.
+            variant: a declared variant. Decode derives a missing ``width`` from ``requests`` and
+                ``tokens``. An undeclared combination of declared names runs eagerly.
 
         Raises:
             InputError: a number is negative, the numbers contradict each other, or no declared
@@ -197,12 +195,12 @@ class Runner:
         return self.graphs.decide(size, options)
 
     def agree(self, decision: Decision | None) -> Decision:
-        """Return the decision that all ranks take for this step; every rank must call it.
+        """Return the common decision of all ranks for this step; every rank must call it.
 
-        A step runs in a graph only if every rank can run it in one. The ranks use the largest
+        A step runs in a graph only if every rank can run it in a graph. The ranks use the largest
         bucket that any of them needs. A rank without requests passes None and then calls
-        ``run(None, decision=...)``. If such a rank is suspended, or a graph of it has other
-        weights, all ranks run eagerly.
+        ``run(None, decision=...)``. If such a rank cannot launch all of its captured graphs, for
+        example while it is suspended, all ranks run eagerly.
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
@@ -214,7 +212,7 @@ class Runner:
         if decision and decision.key and self.graphs.get(decision.key) is None:
             raise InputError(
                 f"the decision is for graph {decision.key}, which {self._name} does not have; pass "
-                f"a decision of can_run of the same runner"
+                f"the result of can_run of the same runner"
             )
         unable = None
         if self._ranks.size > 1:
@@ -245,35 +243,34 @@ class Runner:
         state_slots: Sequence[int] | torch.Tensor | None = None,
         accepted: Sequence[int | None] | None = None,
     ) -> Any:
-        """Run one step and return its outputs, real rows only.
+        """Run one step and return the real rows of its outputs.
 
-        The inputs are copied first, in order on the current stream, so an output of the last run
-        may be an input of this one. The returned tensors are valid until the next run of this
-        runner, which overwrites them.
+        The inputs are copied first, on the current stream, so outputs of the previous run are valid
+        inputs. The next run of this runner overwrites the returned tensors.
 
         After an interrupt (Ctrl-C), the runner is usable and its locks are free. The outputs of the
         interrupted step are invalid.
 
         Args:
-            inputs: a tensor for every slot, on the device or on the host; None for a rank that
-                takes part without requests. The call then returns None.
+            inputs: a tensor for every slot, on the device or on the host; None on a rank without
+                requests, where the call returns None.
             host_args: a value for every declared host argument.
-            variant: as for ``can_run``; a decision that names a graph brings its own variant.
-            decision: a decision of ``agree`` or ``can_run``; without it the runner decides itself.
+            variant: as for ``can_run``; the default is the variant of ``decision``.
+            decision: the result of ``agree`` or ``can_run``; by default, the runner decides itself.
             clone: return copies, which later runs do not overwrite.
-            state_slots: with ``state``, the request slot of each request; ``assign`` each slot
-                before its first step.
-            accepted: with steps of several tokens, the number of tokens of its last step that each
-                request accepted, or None for all. The state rolls back to the last of them first.
+            state_slots: the request slot of each request, if the runner declares ``state``. Call
+                ``assign`` for each slot before its first step.
+            accepted: after a step of several tokens, the number of its tokens that each request
+                accepted, or None for all. The state of rejected tokens is discarded first.
 
         Returns:
             the outputs of the step; tensors without rows for an empty batch.
 
         Raises:
-            InputError, InputTypeError, HostArgumentError: bad data; nothing was changed.
+            InputError, InputTypeError, HostArgumentError: invalid data; nothing was changed.
             StateError: the runner is closed, or a bound tensor has moved or has another layout.
             DeviceGraphError: the step cannot run in a graph and the runner is strict.
-            GateTimeoutError: a gate of an earlier step was not opened.
+            GateTimeoutError: a gate of an earlier step was not opened in time.
             DeviceLost: the device is in a sticky error state.
         """
         if current_scope() is not None:
@@ -314,7 +311,7 @@ class Runner:
         state_slots: Sequence[int] | torch.Tensor | None,
         accepted: Sequence[int | None] | None,
     ) -> tuple[Any, tuple[int, ...]]:
-        """Roll the state of the requests back; return the inputs of the step and their slots."""
+        """Roll back the state of the requests; return the complete inputs and the request slots."""
         state = self._require_state("run")
         if inputs is None:
             return None, ()
@@ -330,7 +327,7 @@ class Runner:
     def _require_outside(self, call: str) -> None:
         """Raise StateError inside a step that uses the pool or the buffers of this runner.
 
-        The caller holds the lock of the pool.
+        The caller must hold the lock of the pool.
         """
         if self.pool.occupied:
             self.pool.require_free(f"{call} {self._name}")
@@ -338,13 +335,13 @@ class Runner:
             (busy,) = self._busy
             step = "its own step" if busy is self else f"a step of {busy._name}"
             raise StateError(
-                f"cannot {call} {self._name} inside {step}, which uses its buffers. Do it "
-                f"before or after the step, or make another runner."
+                f"cannot {call} {self._name} inside {step}, which uses its buffers. Call "
+                f"it before or after the step, or make another runner."
             )
 
     @contextlib.contextmanager
     def _between_steps(self, call: str) -> Iterator[None]:
-        """Hold the lock of the pool while an open runner does something outside its steps."""
+        """Hold the pool's lock in the block, which must run between steps of an open runner."""
         with self.pool.lock:
             self._require_outside(call)
             self._require_open(call)
@@ -366,7 +363,7 @@ class Runner:
 
         Raises:
             StateError: the runner declares no state, or is closed.
-            InputError: there is no such request slot. InputTypeError: it is not an integer.
+            InputError: there is no such request slot. InputTypeError: ``slot`` is not an integer.
         """
         with self._state_row("assign", slot) as (state, number):
             state.clear(number)
@@ -376,24 +373,24 @@ class Runner:
 
         Args:
             slot: the request slot.
-            accepted: the number of accepted tokens of its last step; None for all.
+            accepted: the number of accepted tokens of the request's last step; None for all.
 
         Raises:
-            StateError, InputError, InputTypeError: as ``assign``, or as ``run`` for ``accepted``.
+            StateError, InputError, InputTypeError: as in ``assign``, or ``accepted`` is invalid.
         """
         with self._state_row("export_state", slot, used=True) as (state, number):
             return state.export(number, accepted)
 
     def import_state(self, slot: int, rows: Mapping[str, torch.Tensor]) -> None:
-        """Write the state of a request slot, as ``export_state`` returned it.
+        """Load the result of ``export_state`` into a request slot.
 
         Args:
             slot: the request slot.
             rows: a tensor for every state slot, on any device.
 
         Raises:
-            StateError, InputError, InputTypeError: as ``assign``, or a tensor is missing, unknown
-                or does not fit; nothing was changed.
+            StateError, InputError, InputTypeError: as in ``assign``, or a tensor is missing,
+                unknown or does not fit; nothing was changed.
         """
         with self._state_row("import_state", slot) as (state, number):
             state.load(number, rows)
@@ -402,7 +399,7 @@ class Runner:
     def _state_row(
         self, call: str, slot: int, *, used: bool = False
     ) -> Iterator[tuple[StateStore, int]]:
-        """Yield the store of the state and a checked request slot, after the pool's other work."""
+        """Yield the state and a checked request slot, ordered after the pool's earlier work."""
         with self._between_steps(call):
             state = self._require_state(call)
             number = state.check(slot, used=used)
@@ -418,7 +415,7 @@ class Runner:
         return self.state
 
     def _width(self, inputs: Any, variant: Mapping[str, Any] | None) -> int:
-        """Return the tokens per request of a step that can be rolled back, else 0."""
+        """Return the tokens per request of a step that can be rolled back, or 0."""
         if not self._keeps_versions:
             return 0
         shown = self._steps.measured(inputs)
@@ -427,29 +424,30 @@ class Runner:
     # Capture.
 
     def capture(self, *, everything: bool = False, profile: str | None = None) -> None:
-        """Capture the buckets that are not captured yet, largest first; retry failed ones.
+        """Capture the buckets that are not captured yet, largest first, and retry failed ones.
 
-        With ``capture="lazy"`` or ``"background"`` in the configuration, this only learns the
-        outputs of the step. A lazy bucket is captured once enough batches have wanted it, and each
-        call of ``idle`` captures one bucket. With several ranks, only ``idle`` captures them.
+        With ``capture="lazy"`` or ``"background"`` in the configuration, this only runs the step to
+        allocate its outputs. Afterwards each call of ``idle`` captures one bucket, and ``run``
+        captures a lazy bucket that enough batches have needed. With several ranks, only ``idle``
+        captures.
 
-        The autocast settings at this call hold for all captures and steps until the graphs are
-        captured again. If ``idle`` or a step captures first, the settings of the last step hold.
+        The caller's autocast settings apply to all captures and steps until the graphs are captured
+        again. If ``idle`` or ``run`` makes the first capture, the settings of the last step apply.
 
         Every capture starts from pad values in all slots, and buckets share their memory. If memory
-        runs out, the remaining buckets are dropped; their steps run eagerly, counted.
+        runs out, the remaining buckets are dropped, and their batches run eagerly.
 
         Args:
             everything: capture all buckets now, for every ``capture`` setting.
-            profile: folder for a Chrome trace of each capture, warm-up included.
+            profile: folder for a Chrome trace of each capture and its warm-up.
 
         Raises:
             InputTypeError: ``profile`` is not a path.
             OSError: the folder cannot be created.
-            StateError: a profile of torch is running already.
+            StateError: a torch profiler is running already.
             ResourceError: memory or another resource ran out and the runner is strict, or another
                 runner released the memory of the pool.
-            AgreementError: ranks differ, or one failed, is late or gone.
+            AgreementError: ranks have different settings, or a rank failed, is late or has exited.
             Exception: an error of the step in warm-up or capture; earlier captures are kept.
         """
         with self._between_steps("capture"):
@@ -464,21 +462,23 @@ class Runner:
                 self._scheduler.learn_together()
 
     def idle(self, *, ready: bool = True) -> bool:
-        """Capture one bucket while the engine has nothing else to do; return whether it did.
+        """Capture one bucket, or else repeat one check of the key ``verify``.
 
-        If there is none to capture, repeat one check if the key ``verify`` asks for it.
+        Call this while the engine is idle, with ``capture="background"`` or ``"lazy"``. Outputs of
+        earlier runs are overwritten. A call takes at most as long as one capture.
 
-        For ``capture="background"`` and ``"lazy"``. Outputs of earlier runs are overwritten.
-
-        With several ranks, every rank calls it at the same point, as it does ``agree``. All ranks
-        capture the same bucket or none does. One capture is the longest pause.
+        With several ranks, every rank must call this method at the same point, like ``agree``. All
+        ranks capture the same bucket or none does.
 
         Args:
-            ready: False for a rank that has requests to serve; then no rank captures.
+            ready: False on a rank that has requests to serve; then no rank captures.
+
+        Returns:
+            Whether there was something to do.
 
         Raises:
-            AgreementError: a rank did not come, failed, or has other buckets left.
-            Exception: an error of the step; the bucket waits for ``capture``.
+            AgreementError: a rank did not call the method, failed, or has other buckets left.
+            Exception: an error of the step; only ``capture`` retries the bucket.
         """
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
@@ -500,9 +500,9 @@ class Runner:
     def invalidate(self, reason: str = "") -> None:
         """Close all graphs, because captured weights or buffers are no longer valid.
 
-        This does not capture again: steps run eagerly until ``capture`` is called. With
-        ``capture="lazy"`` or ``"background"``, buckets come back as they did at first. Bound
-        tensors are bound again with their present address and layout.
+        Steps run eagerly until ``capture`` is called, or with ``capture="lazy"`` or
+        ``"background"`` until their bucket is captured on demand. Bound tensors are bound again
+        with their current address and layout.
         """
         with self._between_steps("invalidate"):
             self._steps.clear()
@@ -512,10 +512,10 @@ class Runner:
             self.buffers.rebind()
 
     def pin(self, *buckets: int, pinned: bool = True) -> None:
-        """Exempt the executables of ``buckets`` from eviction; without arguments, of all buckets.
+        """Exempt the executables of buckets from eviction.
 
         Args:
-            *buckets: the buckets.
+            *buckets: the bucket sizes; all by default.
             pinned: False to end the exemption.
 
         Raises:
@@ -535,11 +535,11 @@ class Runner:
         """Run eagerly until ``resume``; graphs are kept. Idempotent.
 
         Args:
-            release: "memory" returns the device memory of the pool and of its executables to the
-                device. Steps of other runners on that pool then run eagerly as well.
+            release: "memory" also frees the device memory of the pool and of its executables. Steps
+                of other runners on that pool then run eagerly as well.
 
         Raises:
-            CapabilityError: the pool cannot release memory: set ``releasable`` in the
+            CapabilityError: the pool cannot release memory; set ``releasable`` in the
                 configuration.
             InputError: ``release`` has another value.
         """
@@ -614,10 +614,9 @@ class Runner:
 
     @property
     def effective_policy(self) -> str:
-        """The policy that graphs run under now.
+        """The policy in effect.
 
-        It is ``disabled`` while there is no graph to run, and ``emulated`` if eager steps replace
-        the graphs.
+        ``disabled`` while there is no graph to run, and ``emulated`` if eager steps replace graphs.
         """
         if not self.graphs.captured or self.graphs.suspended or self._closed:
             return "disabled"
@@ -628,23 +627,23 @@ class Runner:
 
         Args:
             timing: include the device time of replays. The first such call starts the timers, which
-                cost every later step some microseconds.
+                add some microseconds to every later step.
         """
         if timing:
             with self._between_steps("time"):
                 for graph in self.graphs:
                     if graph.timing is None:
                         graph.timing = ReplayTimer(self.backend)
-                        self._steps.clear()  # Bound steps have no timer.
+                        self._steps.clear()  # Bind steps again, with the timer.
                     graph.timing.read()
         return self._stats(())
 
     def plan(self, *, sample: bool = False) -> RunnerStats:
-        """Return the statistics of ``stats``, with the rows and bytes of every bucket.
+        """Return ``stats()``, optionally with estimates of the memory that captures will need.
 
         Args:
-            sample: capture the two largest graphs into a temporary pool, unless all graphs are
-                captured, and estimate the rest from them. Outputs of earlier runs are overwritten.
+            sample: unless all graphs are captured, capture the two largest into a temporary pool
+                and estimate the others from them. Outputs of earlier runs are overwritten.
         """
         with self._between_steps("plan"):
             if not sample or len(self.graphs) == len(self.graphs.captured):
@@ -700,35 +699,35 @@ class Runner:
         A case runs a batch eagerly and as a graph from the same state: ``bound`` tensors, tensors
         that the step reaches, and random generators. A replay must equal an eager run of the
         padded batch bit for bit, in outputs and state, also with poisoned padding. It must equal
-        an eager run of the real batch within tolerance, because another number of rows may choose
-        other kernels. If a compiler chose other kernels than eager, every comparison has that
-        tolerance. Padding must not write rows of state that real rows use. Afterwards the state
-        has its contents from before the proof, bit for bit. Outputs of earlier runs are
-        overwritten.
+        an eager run of the real batch within a tolerance, because kernels may depend on the number
+        of rows. If a compiler generated kernels of the graph, that tolerance applies to every
+        comparison. Padding must not write rows of state that real rows use. After the proof, the
+        state is restored bit for bit. Outputs of earlier runs are overwritten.
 
         Integers come from ``sample``, from the sample or the range of their slot, or from the last
-        batch in a graph, with its requests in another order. Other slots keep their pad value.
+        batch in a graph, with its requests in another order. Other integer slots keep their pad
+        value.
 
-        With several ranks, every rank calls it.
+        With several ranks, every rank must call this method.
 
         Args:
-            cases: batch sizes to try per bucket: the full one, the smallest, and between.
-            host_args: sets of host arguments to try. By default those of capture, those of the last
-                run, and the smallest and largest values that ``sample`` draws.
-            sample: functions of a shape and a ``torch.Generator`` on the host that return legal
-                data, by names of slots or host arguments. They override those of the slots.
+            cases: number of batch sizes to try per bucket: the largest, the smallest, and others.
+            host_args: sets of host arguments to try. The default is those of capture, those of the
+                last run, and the smallest and largest values that ``sample`` draws.
+            sample: callables by name of a slot or host argument, in place of the samples of slots.
+                Each takes a shape and a ``torch.Generator`` and returns legal data on the host.
             state: compare state as well as outputs.
             rtol: relative tolerance against the real batch; torch's default if None.
             atol: absolute tolerance against the real batch; torch's default if None.
             snapshot_limit: maximum bytes of copies of the state. In larger tensors, only the rows
-                that a case names in integer slots are restored, and the rest is hashed.
+                whose index an integer slot of the case contains are restored; the rest is hashed.
 
         Returns:
             a report with ``ok``, ``failures``, ``causes`` and ``not_varied``.
 
         Raises:
-            AgreementError: a rank did not come, failed, or proves something else.
-            CaptureError: a case wrote other rows of a tensor above ``snapshot_limit``.
+            AgreementError: a rank did not call the method, failed, or used other arguments.
+            CaptureError: a case wrote a row that was hashed instead of copied.
         """
         with self._between_steps("prove"):
             terms = Terms(
@@ -744,7 +743,7 @@ class Runner:
 
 
 def _common_facts(runner: Runner) -> dict[str, Any]:
-    """Return the settings that all ranks must have in common."""
+    """Return the settings that must be equal on all ranks."""
     return {
         "phase": runner.phase,
         "mode": runner._config.to_dict(everything=True),
@@ -760,20 +759,20 @@ def _common_facts(runner: Runner) -> dict[str, Any]:
 
 
 def _buckets_of(options: Options, counting: ByTokens, capacity: int) -> Buckets:
-    """Return the buckets of a runner, and warn of sizes without one within the padding factor."""
+    """Return the buckets of a runner, and warn about sizes that none of them can hold."""
     config = options.config
     maximum = min(config.max_bs or capacity, capacity)
-    if config.policy == "disabled":  # The listed sizes have no effect.
+    if config.policy == "disabled":
         return Buckets((maximum,))
     buckets = Buckets.of(
         config.buckets, phase=counting.phase, maximum=maximum, multiple_of=config.align
     )
     missing = buckets.uncovered(capacity, config.max_padding)
-    # The default buckets leave out sizes below the smallest one as well; those are no surprise.
+    # Default buckets also leave out sizes below the smallest bucket, but without a warning.
     if missing and missing[-1][0] > buckets[0]:
         logger.warning(
-            "%s: steps of %s %s run eagerly: no bucket of %s holds them with at most %g times "
-            "their rows",
+            "%s: steps of %s %s run eagerly, because no bucket of %s holds them with at most %g "
+            "times their rows",
             options.name,
             spans(missing),
             counting.counts,
@@ -790,7 +789,7 @@ def _pool_with(share: object, pool: Pool | None) -> Pool:
     share._require_open("share its buffers")
     if pool is not None and pool is not share.pool:
         raise ConfigError(
-            f"a runner that shares buffers with {share._name} uses its pool, so that their runs "
-            f"follow each other; leave pool= out"
+            f"a runner that shares buffers with {share._name} must use the same pool, so that "
+            f"their runs never overlap; leave pool= out"
         )
     return share.pool

@@ -1,8 +1,7 @@
 """Declarations of a runner's data: input slots, host slots, output slots, sizes and pad rules.
 
-Rows without a real request hold pad values. In a capture that is every row. In a run it is the rows
-after the real ones, which a ``CopyPlan`` writes. Between the steps of a loop it is the rows of
-finished requests (``pad_rows``).
+Rows without a real request hold pad values: all rows in a capture, the rows after the real ones in
+a run (written by a ``CopyPlan``), and the rows of finished requests in a loop (``pad_rows``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Dim = int | str
 Scalar = int | float | bool
 _ROW_DIMS = ("tokens", "requests", "requests+1")
 STATE_SLOTS = "state_slots"
-"""Name of the runner's input slot with the request slots of a batch."""
+"""Name of the input slot that holds the request slots of a batch."""
 
 _RESERVED = frozenset({"host", "real", "requests", "tokens", "variant", "width"})
 """Attributes of ``Batch`` that a slot of the same name would hide."""
@@ -31,10 +30,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def raw_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype as which data of ``dtype`` is copied and filled.
+    """Return the dtype in which data of ``dtype`` is copied and filled.
 
-    It is an integer of the same size where torch has no grouped copy for ``dtype`` on every device:
-    unsigned integers, and floats of eight or fewer bits.
+    torch has no grouped copy on every device for unsigned integers above 8 bits and for floats of
+    at most 8 bits. For these, return an integer dtype of equal size.
     """
     wide = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
     return dtype if wide or dtype in _COPIED else _INTEGERS.get(dtype.itemsize, dtype)
@@ -47,7 +46,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw_value(value: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return the number whose ``raw_dtype`` has the bits of ``value`` as ``dtype``."""
+    """Return the bits of ``value`` in ``dtype`` as a number of ``raw_dtype(dtype)``."""
     bits = raw_dtype(dtype)
     if bits is dtype or value == 0:
         return value if bits is dtype else 0
@@ -59,10 +58,10 @@ def raw_value(value: Scalar, dtype: torch.dtype) -> Scalar:
 class Pad:
     """A rule for the rows of a slot that belong to no real request.
 
-    Captures, warm-up runs and idle ranks run the step on pad values alone, so they must be legal
-    for every operation of the step. A padded row must never write real state: give index slots a
-    value that points nowhere (``Pad.fill(-1)``, or a reserved row), lengths a sentinel, and
-    cumulative offsets ``Pad.last()``. Use the class methods to make one.
+    Captures, warm-up runs and idle ranks run the step on pad values alone, so pad values must be
+    legal for every operation of the step. A padded row must never write real state: pad indices
+    with -1 or a reserved row, lengths with a sentinel, and cumulative offsets with ``Pad.last()``.
+    Create rules with the class methods.
     """
 
     kind: Literal["fill", "last"]
@@ -109,9 +108,9 @@ class Size:
         return not (self.requests and self.tokens)
 
     def rows(self, dim: str) -> int:
-        """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
-        # torch.compile traces this method. Inductor of torch 2.11 defines a sum of ints, but not an
-        # int that is used unchanged, and it cannot add a bool.
+        """Return the extent of the dimension ``"tokens"``, ``"requests"`` or ``"requests+1"``."""
+        # torch.compile traces this method. Inductor of torch 2.11 needs a sum of ints here: it
+        # fails for an int that is returned unchanged and for a bool that is added.
         extra = 1 if dim == "requests+1" else 0
         return (self.tokens if dim == "tokens" else self.requests) + extra
 
@@ -125,7 +124,7 @@ def require_name(kind: str, name: object) -> None:
     """Raise ConfigError unless ``name`` can be an attribute of a batch."""
     if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
         raise ConfigError(
-            f"{kind} {brief(name)} must be a Python identifier without leading underscore"
+            f"{kind} {brief(name)} must be a Python identifier without a leading underscore"
         )
 
 
@@ -144,18 +143,18 @@ class InputSlot:
             one entry may be a name. Without one the slot has a fixed shape and no padding.
         dtype: Exact dtype of the data. Nothing is converted.
         pad: Rule for padded rows, and for every row during capture.
-        real: Value of every real row, so that the step can distinguish rows from padding. The
-            runner writes it, and callers leave the slot out. It needs a named dim and a constant
+        real: Value of every real row, so that the step can distinguish real rows from padding. The
+            runner writes the slot, and callers leave it out. Requires a named dim and a constant
             pad.
-        sample: For proofs: called with the shape and a ``torch.Generator``, returns new legal data
-            on the host. Without it, floating-point slots get normal random numbers, slots with a
-            range get numbers of that range, and all others keep their pad value. With ``real``,
-            the values of real rows in a proof.
-        low: Smallest legal integer of real rows, by default 0 if ``high`` is given.
-        high: First integer that is too large, as in ``torch.randint``.
+        sample: Callable that takes a shape and a ``torch.Generator`` and returns legal data on the
+            host, for proofs. Without ``sample``, floating-point slots get normal random numbers,
+            slots with a range get numbers of that range, and all others keep their pad value. In a
+            slot with ``real``, ``sample`` replaces the values of real rows in a proof.
+        low: Smallest legal integer in real rows; 0 if only ``high`` is given.
+        high: Exclusive upper bound of integers in real rows, as in ``torch.randint``.
 
     Raises:
-        ConfigError: A name, dimension, dtype, range or pad rule cannot work. It is a ValueError.
+        ConfigError: A name, dimension, dtype, range or pad rule is invalid (a ValueError).
     """
 
     name: str
@@ -196,8 +195,8 @@ class InputSlot:
             self.pad.kind != "fill" or self.axis is None or not _fits(self.real, self.dtype)
         ):
             raise ConfigError(
-                f"input slot {self.name!r} marks real rows with {brief(self.real)}, for which it "
-                f"needs a named dim, Pad.fill(value) or Pad.zero(), and a dtype that holds it"
+                f"input slot {self.name!r} marks real rows with {brief(self.real)}; this requires "
+                f"a named dim, Pad.fill(value) or Pad.zero(), and a dtype that can hold the mark"
             )
         if self.low is not None or self.high is not None:
             self._check_range()
@@ -210,15 +209,15 @@ class InputSlot:
         assert self.high is not None
         if self.dtype.is_floating_point or self.dtype.is_complex or self.row_dim == "requests+1":
             raise ConfigError(
-                f"input slot {name!r} has a range, which is for integers that are independent of "
-                f"each other; declare sample= for floating-point data and for offsets"
+                f"input slot {name!r} has a range, but ranges are only for integers that do not "
+                f"depend on each other; declare sample= for floating-point data and for offsets"
             )
         if self.sample is not None:
             raise ConfigError(f"input slot {name!r} has both a range and sample=; declare one")
         if low >= self.high or not (_fits(low, self.dtype) and _fits(self.high - 1, self.dtype)):
             raise ConfigError(
-                f"input slot {name!r} has the range {low} to {self.high}, which must contain a "
-                f"number and fit into {self.dtype}"
+                f"input slot {name!r} has the range {low} to {self.high}, which must not be empty "
+                f"and must fit into {self.dtype}"
             )
 
     def _drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -233,7 +232,7 @@ class InputSlot:
             )
         if not isinstance(self.pad.value, int | float):
             raise ConfigTypeError(
-                f"input slot {self.name!r} pads with a number, got {brief(self.pad.value)}"
+                f"input slot {self.name!r} must pad with a number, got {brief(self.pad.value)}"
             )
         if not _fits(self.pad.value, self.dtype):
             raise ConfigError(
@@ -254,7 +253,7 @@ class InputSlot:
 
     @property
     def row_shape(self) -> tuple[int | None, ...]:
-        """The dims, with None in the place of the named one."""
+        """The dims, with None in place of the named dim."""
         return tuple(None if isinstance(dim, str) else dim for dim in self.dims)
 
     @property
@@ -277,8 +276,8 @@ class HostSlot:
     """A host argument that is a sequence with one entry per request or token.
 
     Declare it as a value of ``host_args``. The caller passes a sequence of the real length. The
-    step receives a tuple, which can be a key because it is hashable. In a graph the pad rule
-    extends it to the length of the bucket.
+    step receives a tuple, because host arguments must be hashable to form keys. In a graph, the pad
+    rule extends the tuple to the length of the bucket.
 
     Args:
         dim: ``"tokens"``, ``"requests"`` or ``"requests+1"``.
@@ -303,12 +302,12 @@ class HostSlot:
 
 @attrs.frozen
 class OutputSlot:
-    """How a tensor that the step returns grows with the batch.
+    """The kind and position of the rows of an output tensor.
 
     Args:
-        rows: ``"requests"``, ``"tokens"``, or None for a tensor whose shape does not depend on the
-            batch. Callers get real rows only.
-        dim: The dimension that has one entry per row.
+        rows: ``"requests"`` or ``"tokens"``, or None for a tensor whose shape does not depend on
+            the batch. Callers get real rows only.
+        dim: Index of the dimension of the rows.
     """
 
     rows: str | None = attrs.field(default="requests", kw_only=True)
@@ -327,7 +326,7 @@ ROW_PER_TOKEN = OutputSlot(rows="tokens")
 def check_slots(
     slots: Sequence[InputSlot], own: Sequence[InputSlot] = (), state: InputSlot | None = None
 ) -> dict[str, InputSlot]:
-    """Return the slots by name, followed by the runner's ``own``."""
+    """Check the input slots and return them by name, with the runner's ``own`` slots last."""
     by_name: dict[str, InputSlot] = {}
     if isinstance(slots, InputSlot) or not isinstance(slots, Iterable):
         raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {brief(slots)}")
@@ -342,8 +341,8 @@ def check_slots(
         by_name[slot.name] = slot
     if not any(slot.row_dim and slot.real is None for slot in slots):
         raise ConfigError(
-            "a runner needs at least one input slot with a dim 'tokens' or 'requests', from which "
-            "it takes the size of a batch"
+            "a runner takes the size of a batch from its input slots; declare at least one with a "
+            "dim 'tokens' or 'requests'"
         )
     return by_name
 
@@ -351,7 +350,7 @@ def check_slots(
 def _fits(value: Scalar, dtype: torch.dtype) -> bool:
     if dtype is torch.bool or _only_zero(dtype):
         return value == 0 or (dtype is torch.bool and value == 1)
-    # The value is not converted first, because an int may be too large for a float.
+    # Do not convert the value: an int may be too large for a float.
     if dtype.is_floating_point or dtype.is_complex:
         return value != value or abs(value) == math.inf or abs(value) <= torch.finfo(dtype).max
     limits = torch.iinfo(dtype)
@@ -363,14 +362,14 @@ def _only_zero(dtype: torch.dtype) -> str:
     try:
         torch.ones(1, dtype=dtype, device="cpu")
     except (NotImplementedError, RuntimeError):
-        return ": torch converts no numbers to it, so that only 0 works, which clears all bits"
+        return ": torch cannot convert numbers to this dtype, so only 0 (all bits clear) works"
     return ""
 
 
 def pad_rows(tensor: torch.Tensor, pad: Pad, axis: int, real: torch.Tensor) -> None:
     """Write the pad value into every row of ``tensor`` along ``axis`` that is not in ``real``.
 
-    All of it happens on the device, as part of a graph. ``real`` is a bool per row.
+    All work is done on the device, so a graph can contain it. ``real`` contains a bool per row.
     """
     padded = real.logical_not()
     tensor, value = raw(tensor), raw_value(pad.value, tensor.dtype)

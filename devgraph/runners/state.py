@@ -1,9 +1,9 @@
-"""State of requests: rows of fixed size that steps carry from one run to the next.
+"""State of requests: rows of fixed size that persist from one run to the next.
 
 Each state slot has a buffer with a row for every request slot and a scratch row, which padded rows
-read and write. For rollback there are further versions of these rows. With steps of up to W tokens,
-the versions 0 to W - 1 are kept apart, and version W is the current state. After a step of w tokens
-version W - w is the state before the step, and version W - w + n the state after n of its tokens.
+read and write. To roll back steps of up to W tokens, a second buffer holds versions 0 to W - 1 of
+these rows; version W is the current state. After a step of w tokens, version W - w is the state
+before the step, and version W - w + n the state after n of its tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from devgraph.api.errors import (
 from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, as_dims, raw, require_name
 
-_NO_STEP = -1  # number of tokens of a request slot without a step that can be rolled back
+_NO_STEP = -1  # number of tokens if there is no step that can be rolled back
 
 MOST_CACHED = 64
-"""Maximum number of sequences of request slots that are kept on the device."""
+"""Maximum number of sequences of request slots that are cached on the device."""
 
 
 @attrs.frozen
@@ -41,10 +41,10 @@ class StateSlot:
     Args:
         name: Attribute of ``batch.state``.
         shape: Shape of the state of one request.
-        dtype: Dtype of the state, independent of that of the weights.
+        dtype: Dtype of the state, which may differ from that of the weights.
 
     Raises:
-        ConfigError: A name, shape or dtype cannot work. It is a ValueError.
+        ConfigError: A name, shape or dtype is invalid (a ValueError).
     """
 
     name: str
@@ -77,11 +77,11 @@ class StateStore:
         self.width = 0
         """Tokens of the widest step that can be rolled back, or 0."""
         self.earlier: StaticBuffers | None = None
-        """The other versions of the state, by name."""
+        """Versions 0 to W - 1 of the state, by name."""
         self._steps: list[tuple[int, int]] = [(0, _NO_STEP)] * rows
         """For each request slot, the version before its last step and the tokens of that step."""
         self._unassigned = set(range(rows))
-        """Request slots whose row nobody has cleared or loaded."""
+        """Request slots whose row was never cleared or loaded."""
         self._cached: dict[tuple[int, ...], torch.Tensor] = {}
 
     @classmethod
@@ -123,14 +123,14 @@ class StateStore:
             own = self.slots.get(name)
             if own is None:
                 raise ConfigError(
-                    f"state slot {name!r} is not in the runner to share with, but others are; "
-                    f"declare it there too"
+                    f"state slot {name!r} is not in the share= runner, but other state slots of "
+                    f"this runner are; declare it there too"
                 )
             if own != slot:
                 raise ConfigError(
                     f"state slot {name!r} is {slot.dtype} {slot.shape}, but {own.dtype} "
-                    f"{own.shape} in the runner to share with; declare the same state, or give the "
-                    f"state of another model another name"
+                    f"{own.shape} in the share= runner; declare equal slots, or rename one of them "
+                    f"if the state belongs to another model"
                 )
         for unit, needed, available in (
             ("request slots", requests, self.rows),
@@ -138,8 +138,8 @@ class StateStore:
         ):
             if needed > available:
                 raise ConfigError(
-                    f"state needs {needed} {unit}, but the runner to share with has {available}; "
-                    f"make the runner that needs more first, and pass it as share= to the other "
+                    f"state needs {needed} {unit}, but the share= runner has {available}; create "
+                    f"the runner that needs more first, and pass it as share= to the other "
                     f"(state_rows= sets the number of request slots)"
                 )
 
@@ -161,7 +161,7 @@ class StateStore:
 
     @property
     def input(self) -> InputSlot:
-        """The input slot with the request slot of each row. Proofs use request slots in order."""
+        """The input slot with the request slot of each row. Proofs take request slots in order."""
 
         def in_order(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
             return torch.arange(*shape).clamp(max=self.rows)
@@ -180,7 +180,7 @@ class StateStore:
         )
 
     def around(self, forward: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
-        """Return ``forward``, which first keeps the state before the step, for rollback."""
+        """Return a function that saves the state for rollback and then calls ``forward``."""
         earlier = self.earlier
         if earlier is None:
             return forward
@@ -196,15 +196,15 @@ class StateStore:
         return step
 
     def admit(self, slots: Any) -> tuple[int, ...]:
-        """Return the request slots of a batch, checked."""
+        """Check the request slots of a batch and return them."""
         rows = _integers(slots)
         if rows not in self._cached:
             for slot in rows:
                 self.check(slot, used=True)
             if len(set(rows)) < len(rows):
                 raise InputError(
-                    f"state_slots {list(rows)} has a request slot twice; two requests of a batch "
-                    f"cannot use the same row"
+                    f"state_slots {list(rows)} contains a request slot twice; each request of a "
+                    f"batch needs its own"
                 )
             if len(self._cached) >= MOST_CACHED:
                 self._cached.clear()
@@ -212,7 +212,7 @@ class StateStore:
         return rows
 
     def tensor(self, slots: tuple[int, ...]) -> torch.Tensor:
-        """Return admitted request slots on the device."""
+        """Return request slots that ``admit`` has checked, on the device."""
         return self._cached[slots]
 
     def _sent(self, numbers: Sequence[int]) -> torch.Tensor:
@@ -220,17 +220,17 @@ class StateStore:
         return tensor.to(self._backend.device, non_blocking=True)
 
     def roll_back(self, slots: tuple[int, ...], accepted: Any) -> None:
-        """Make the state after the accepted tokens of their last step the current one."""
+        """Restore the state after the accepted tokens of each request's last step."""
         if isinstance(accepted, torch.Tensor) or not isinstance(accepted, Sequence):
             raise InputTypeError(f"accepted must be a list of integers or None: {brief(accepted)}")
         if len(accepted) != len(slots):
             raise InputError(
-                f"accepted has {len(accepted)} entries; it needs one for each of the {len(slots)} "
-                f"requests in state_slots"
+                f"accepted has {len(accepted)} entries, but needs one for each of the "
+                f"{len(slots)} requests in state_slots"
             )
         versions = dict(zip(slots, map(self._version, slots, accepted), strict=True))
         for slot, tokens in zip(slots, accepted, strict=True):
-            if tokens is not None:  # Later tokens are lost when the next step is refused.
+            if tokens is not None:  # Later tokens are lost, even if the next step is refused.
                 self._steps[slot] = versions[slot] - tokens, tokens
         changed = {slot: version for slot, version in versions.items() if version < self.width}
         if not changed or self.earlier is None:
@@ -243,7 +243,7 @@ class StateStore:
             raw(self.buffers[name]).index_copy_(0, targets, rows)
 
     def _version(self, slot: int, accepted: int | None) -> int:
-        """Return the version of a row after ``accepted`` tokens of its last step."""
+        """Return the version of a row after ``accepted`` tokens of the last step."""
         if accepted is None:
             return self.width
         if not self.width:
@@ -255,8 +255,8 @@ class StateStore:
         if whole(f"accepted of request slot {slot}", accepted) > tokens:
             raise InputError(
                 f"{accepted} tokens were accepted in request slot {slot}, but only "
-                f"{max(tokens, 0)} of its last step can be rolled back; pass None for a request "
-                f"without such a step"
+                f"{max(tokens, 0)} tokens of its last step can be rolled back; pass None for a "
+                f"request without such a step"
             )
         return before + accepted
 
@@ -277,7 +277,7 @@ class StateStore:
         if used and number in self._unassigned:
             raise InputError(
                 f"request slot {number} was never assigned; call assign({number}) for a new "
-                f"request, or import_state for one from elsewhere"
+                f"request, or import_state for a request of another runner"
             )
         return number
 
@@ -298,7 +298,7 @@ class StateStore:
         return {n: raw(tensor).clone().view(tensor.dtype) for n, tensor in tensors.items()}
 
     def load(self, slot: int, rows: object) -> None:
-        """Write the state of a request slot, as ``export`` returned it."""
+        """Load the result of ``export`` into a request slot."""
         if not isinstance(rows, Mapping):
             raise InputTypeError(f"state must be a mapping of names to tensors: {brief(rows)}")
         if rows.keys() != self.slots.keys():
@@ -325,7 +325,7 @@ def _integers(values: Any) -> tuple[int, ...]:
         values = values.tolist()
     if values is None:
         raise InputError(
-            "this runner carries state: pass state_slots=, the request slot of each request"
+            "this runner has state; pass state_slots=, the request slot of each request"
         )
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise InputTypeError(

@@ -1,4 +1,4 @@
-"""Steps of a runner: the engine's functions over the static buffers, in a graph or eagerly."""
+"""Steps of a runner: the engine's functions on the static buffers, in a graph or eagerly."""
 
 from __future__ import annotations
 
@@ -32,68 +32,65 @@ from devgraph.runners.outputs import LeaseClock, LeasedTensor, OutputStore
 from devgraph.runners.slots import Size
 from devgraph.runners.state import StateStore
 
-_Replay = Callable[[Mapping[str, Any]], None]  # a replay with the given host arguments
+_Replay = Callable[[Mapping[str, Any]], None]  # replays with the given host arguments
 
 MAX_STEPS = 4096
-"""Maximum number of cached steps. A step takes a few KiB, and binding it again about 20 us."""
+"""Maximum number of cached steps. A step takes a few KiB of memory and about 20 us to bind."""
 
 
 @attrs.define(kw_only=True, eq=False)
 class Step:
-    """The engine's functions with the inputs, outputs and host arguments that they use."""
+    """The engine's functions with their inputs, outputs and host arguments."""
 
     function: Callable[[Batch], Any]
     """The captured part of the step."""
     whole: Callable[[Batch], Any]
     """The whole step, for eager runs."""
     tail: Callable[[Any, Batch], Any] | None
-    """The part after a replay, or None if the graph is the whole step."""
+    """The part that runs eagerly after a replay, or None if the graph is the whole step."""
     inputs: InputArena
     outputs: OutputStore
     host: HostArgs
     clock: LeaseClock
-    """Counts the runs. Each run overwrites the outputs of the previous one."""
+    """A counter of runs, each of which overwrites the outputs of the previous run."""
     options: Options
     backend: Backend
     pool: Pool
-    """The memory of the graphs."""
     gates: Gates
-    """The gates of all graphs and eager steps."""
     state: StateStore | None = None
-    """The state of requests."""
     engine: Sequence[Callable[..., Any]] = ()
     """The engine's own functions, whose state captures and proofs restore."""
     places: Mapping[str, int] = attrs.field(factory=dict)
-    """Addresses of that state at the last capture, by name."""
+    """Addresses of the step's tensors at their first capture, by name."""
     named: NamedState | None = None
-    """The state that the captured functions name, since the first capture."""
+    """The state that the captured functions refer to by name; None before the first capture."""
     guard: Guard | None = None
-    """Detects changes of that state since the captures."""
+    """Detects changes of ``named`` since the captures."""
     types_checked: set[Variant] = attrs.field(factory=set)
-    """Variants whose functions were captured and asked for no exact type of a host argument."""
+    """Captured variants in which no function read the exact type of a host argument."""
     last: GraphStep | None = None
     """The step of the last replay, while the static buffers hold its inputs."""
     last_host: Mapping[str, Any] = attrs.field(factory=dict)
-    """The host arguments of the last replay, as the caller gave them."""
+    """The host arguments that the caller passed to the last replay."""
     live: Live = attrs.field(factory=Live)
-    """The current run, as eager bodies of graphs see it."""
+    """The current run, for eager bodies of graphs."""
     autocast: Autocast | None = None
-    """Autocast settings of the captures and of later runs; before them, those of the last step."""
+    """Autocast settings of the captures and later runs; before a capture, of the last step."""
     captured: bool = False
     """Whether there was a capture."""
     _saved: Snapshot | None = attrs.field(default=None, init=False)
-    """Bound tensors and state of requests as they were before the outermost trial."""
+    """Snapshot of the state before the outermost trial."""
 
     @contextlib.contextmanager
     def names_kept(self, variant: Variant, *, anew: bool) -> Iterator[None]:
-        """Require that the block, which captures a graph, does not change named state.
+        """Require that a capture in the block leaves named state unchanged.
 
         Args:
             variant: variant of the graph.
             anew: whether there is no other graph, so that earlier state does not matter.
 
         Raises:
-            StateError: the state is not that of the earlier captures.
+            StateError: the state differs from the earlier captures.
             CaptureError: the step replaced a tensor.
         """
         if anew:
@@ -111,26 +108,26 @@ class Step:
             self.guard = Guard(watched_in(self.named))
 
     def require_names(self) -> None:
-        """Raise StateError if the state that the step names changed since the captures."""
+        """Raise StateError if named state has changed since the captures."""
         if self.guard is not None and not self.guard.same():
             self.guard.settle()
 
     def forget_names(self) -> None:
-        """Forget the state that the step names, until the next capture."""
+        """Stop checking named state until the next capture."""
         self.named = self.guard = None
         self.types_checked.clear()
 
     def settle_autocast(self) -> None:
         """Fix the autocast settings of all captures and later steps.
 
-        They are those of the last step, or of the caller if there was no step.
+        The settings come from the last step, or from the caller if there was no step.
         """
         if self.autocast is None:
             self.autocast = current_autocast()
         self.captured = True
 
     def called(self, function: Callable[..., Any], *args: Any, **host: Any) -> Any:
-        """Call a function of the engine without gradients, under the autocast of captures."""
+        """Call a function of the engine without gradients, with the autocast of captures."""
         now = current_autocast()
         if not self.captured:
             self.autocast = now
@@ -142,13 +139,12 @@ class Step:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[Snapshot]:
-        """Run the block for no request: without gradients, under the autocast of captures.
+        """Run the block without gradients and with the autocast of captures, then restore state.
 
-        Afterwards random numbers, bound tensors, the state of requests and tensors that the
-        engine's functions reach have their old values, also if the block fails. Parameters are not
-        restored. Bound tensors above the limit are hashed instead; ask
-        ``Snapshot.require_unwritten`` of the value of the block. An inner trial uses the snapshot
-        of the outer one.
+        Random generators, bound tensors, the state of requests and tensors that the engine's
+        functions reach get their old values back, also if the block fails. Parameters are not
+        restored. Tensors above the limit are hashed instead: call ``require_unwritten`` of the
+        snapshot, which the block receives. An inner trial uses the snapshot of the outer trial.
         """
         autocast = current_autocast() if self.autocast is None else self.autocast
         outer = self._saved
@@ -160,7 +156,7 @@ class Step:
             try:
                 saved.restore()
             except Exception as lost:
-                note(error, f"and the changes of the step could not be undone: {lost}")
+                note(error, f"and the state of the step could not be restored: {lost}")
             raise
         else:
             saved.restore()
@@ -168,7 +164,7 @@ class Step:
             self._saved = outer
 
     def roots(self) -> list[tuple[str, Any]]:
-        """Return the objects from which the state of the engine's functions is searched."""
+        """Return the objects from which the search for the state of the engine starts."""
         functions = filter(None, (*self.engine, self.options.prepare))
         return [root for function in functions for root in roots_of(function)]
 
@@ -176,7 +172,7 @@ class Step:
         """Return tensors that the engine's functions reach, bound tensors and the requests' state.
 
         Args:
-            weights: whether parameters are among them.
+            weights: whether to include parameters.
         """
         named = [*self._reached()[0], *self._given()]
         return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]
@@ -210,7 +206,7 @@ class Step:
         return Snapshot(self.backend, given, generators, limit=limit, optional=optional)
 
     def reset_state(self) -> None:
-        """Restore bound tensors and the state of requests after a trial."""
+        """Restore the contents of tensors inside a trial."""
         if self._saved is not None:
             self._saved.restore_contents()
 
@@ -223,13 +219,13 @@ class Step:
     ) -> Any:
         """Run the whole step on copies of ``inputs`` and return its result.
 
-        Raises as ``InputArena.admit`` and ``HostArgs.resolve``, before anything changed.
+        Raises the errors of ``InputArena.admit`` and ``HostArgs.resolve`` before any change.
         """
         host = self.host.resolve(host_args, size, size)
         tensors = self.inputs.eager_views(inputs, size)
         self.clock.now += 1
         if self.gates:
-            self.pool.order()  # Launches of the gates follow each other.
+            self.pool.order()  # Launches with gates must follow each other.
         with self.gates.launch():
             return self.call_eagerly(self.whole, tensors, size, host, options)
 
@@ -248,13 +244,13 @@ class Step:
         self.clock.now += 1
         with self.gates.held_open():
             graph.captured.run(values)
-        graph.used = self.clock.now  # as on the ranks that have requests
+        graph.used = self.clock.now  # All ranks must evict the same graph.
         graph.hits += 1
 
     def empty_result(self, options: Mapping[str, Any], smallest: Size) -> Any:
         """Return the result of a batch without requests: tensors without rows.
 
-        Only a result shows its shapes, so a variant that never ran is run once on pad values.
+        A variant that never ran is first run once on pad values, to learn the shapes of its result.
         """
 
         def run() -> Any:
@@ -273,9 +269,9 @@ class Step:
             return self.called(self.tail, result, batch)
 
     def prepared(self, batch: Batch, host: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
-        """Let the engine plan over ``batch``, and return ``host`` with the planned host arguments.
+        """Call ``prepare`` with ``batch``; return ``host`` and the host arguments it returned.
 
-        Raises as ``HostArgs.resolve``, for a batch of ``size``, or as ``prepare``.
+        Raises the errors of ``prepare`` and, for a batch of ``size``, of ``HostArgs.resolve``.
         """
         prepare = self.options.prepare
         if prepare is None:
@@ -284,7 +280,7 @@ class Step:
             return self.host.completed(host, prepare(batch), size)
 
     def static_batch(self, graph: BucketGraph, host: Mapping[str, Any]) -> Batch:
-        """Return the batch of ``graph``, over the static views."""
+        """Return the batch of ``graph``, which consists of static views."""
         return Batch(
             self.inputs.views(graph.size, self.inputs.graph_slots),
             graph.size,
@@ -297,7 +293,7 @@ class Step:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of requests; 0 if it belongs to the runner to share with."""
+        """Bytes of the state of requests; 0 if the state belongs to another runner."""
         if self.state is None or getattr(self.options.share, "state", None) is self.state:
             return 0
         return self.state.nbytes
@@ -316,7 +312,7 @@ class Step:
     ) -> Any:
         """Call ``function`` with a batch that cannot be read after the call.
 
-        As in a graph, every batch that a step kept shows the slots of the current run.
+        As in a graph, batches kept from earlier steps show the run slots of the current run.
         """
         run_slots = self.inputs.run_slots
         self.live.size = size
@@ -340,7 +336,7 @@ class Step:
 class StaticBatch:
     """The static views of one graph, filled with pad values.
 
-    Slots of the run hold one request of pad values.
+    Run slots, which eager bodies read, hold one request of pad values.
     """
 
     def __init__(self, step: Step, graph: BucketGraph) -> None:
@@ -360,7 +356,7 @@ class StaticBatch:
         self._step.live.size, self._step.live.tensors = self._run_size, self._run_views
 
     def prepared(self, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """Let the engine plan over this batch, and return all host arguments."""
+        """Call ``prepare`` with this batch, and return all host arguments."""
         size = self._graph.size
         host = self._step.host.at_capture(size) if given is None else given
         if self._step.options.prepare is None:
@@ -372,7 +368,7 @@ class StaticBatch:
 
 
 class GraphStep:
-    """A graph bound to batches of one real size, so that a run looks nothing up."""
+    """A graph bound to batches of one real size, so that a run needs no lookups."""
 
     def __init__(self, step: Step, graph: BucketGraph, real: Size, rows: int) -> None:
         assert graph.captured is not None
@@ -382,15 +378,14 @@ class GraphStep:
         self.rows = rows
         self.tail = step.tail
         self.outputs: Callable[[], Any] = step.outputs.views(graph.key.variant, graph.size, real)
-        """Returns the graph's outputs, real rows only."""
+        """Callable that returns the real rows of the graph's outputs."""
         self._step = step
         self._name = step.options.name
         self._planned: Mapping[str, Any] = {}
-        """Host arguments that the engine planned in the last run."""
+        """Host arguments that ``prepare`` returned in the last run."""
         self._run_tensors = inputs.run_views(real)
         self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors).load
         self.replay: _Replay = graph.captured.run
-        """Replays the graph on the loaded batch."""
         if step.options.ranges:
             profiled = torch.profiler.record_function(f"{self._name} {graph.key}")
             self.replay = profiled(self.replay)
@@ -404,9 +399,9 @@ class GraphStep:
         }
 
     def run(self, inputs: Mapping[str, Any], host_args: Mapping[str, Any] | None) -> None:
-        """Load a batch and replay the graph on it. Called under the pool's lock.
+        """Load a batch and replay the graph on it. The caller must hold the pool's lock.
 
-        Raises as ``CopyPlan.load`` and ``HostArgs.resolve``, before anything changed.
+        Raises the errors of ``CopyPlan.load`` and ``HostArgs.resolve`` before any change.
         """
         step, graph = self._step, self.graph
         host: Mapping[str, Any] = {}
@@ -425,7 +420,7 @@ class GraphStep:
         graph.real_rows += self.rows
 
     def _planning(self, replay: _Replay) -> _Replay:
-        """Return a callable that lets the engine plan over the loaded batch before ``replay``."""
+        """Return a callable that calls ``prepare`` with the loaded batch before ``replay``."""
         step, size = self._step, self.graph.size
         batch = step.static_batch(self.graph, {})
 
@@ -438,17 +433,14 @@ class GraphStep:
         return plan_and_replay
 
     def load(self, inputs: Mapping[str, Any]) -> None:
-        """Copy and pad the inputs after the pool's other work.
-
-        From here on eager bodies see this run.
-        """
+        """Copy and pad the inputs after the pool's other work; eager bodies then see this run."""
         step = self._step
         step.pool.order()
         self._copy(inputs)
         step.live.size, step.live.tensors = self.real, self._run_tensors
 
     def loaded(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``inputs``, with loaded data in place of tensors that loading made unusable."""
+        """Return ``inputs``, with static views in place of tensors that loading made invalid."""
         overlaps = self._step.inputs.buffers.overlaps
         return {
             name: self.tensors[name]
@@ -458,7 +450,7 @@ class GraphStep:
         }
 
     def result(self, host_args: Mapping[str, Any] | None) -> Any:
-        """Return the whole step's outputs after a replay, real rows only."""
+        """Return the real rows of the whole step's outputs after a replay."""
         if self.tail is None:
             return self.outputs()
         host = self._step.host.resolve(host_args, self.real, self.real)
@@ -475,7 +467,7 @@ class GraphStep:
 
 
 class BoundSteps:
-    """A cache of the steps that are bound to graphs, by size and variant of the batch."""
+    """A cache of bound steps, by size and variant of the batch."""
 
     def __init__(self, step: Step, graphs: Graphs) -> None:
         self._step = step
@@ -503,14 +495,11 @@ class BoundSteps:
                 f"input {name!r} must be a tensor with the dims {dims}, got {brief(value)}"
             ) from None
         if rows < 0:
-            raise InputError(f"input {name!r} has no rows; it needs one even without requests")
+            raise InputError(f"input {name!r} has no rows; pass one row even without requests")
         return rows
 
     def find(self, inputs: Any, variant: Mapping[str, Any] | None) -> GraphStep | None:
-        """Return the bound step for a batch of this size and variant, or None.
-
-        The result is also None for inputs that ``measured`` refuses.
-        """
+        """Return the bound step for a batch, or None if there is none or the inputs are invalid."""
         try:
             asked = canonical_variant(variant) if variant else ()
             return self._bound.get((*self.measured(inputs), asked, None))
@@ -526,26 +515,26 @@ class BoundSteps:
         size: Size,
     ) -> GraphStep:
         """Return the step of graph ``key`` for batches of ``size``, and bind it if necessary."""
-        # Ranks without requests may ask for another variant than the agreed one.
+        # Ranks without requests may pass a different variant than the agreed one.
         variant = canonical_variant(options) if bucket is None else key.variant
         place = (*shown, variant, bucket)
         step = self._bound.get(place)
         if step is None:
             step = GraphStep(self._step, self._graphs[key], size, self._graphs.rows(size))
-            if self._arena.holds(size):  # Steps of larger batches own memory and are not cached.
+            if self._arena.holds(size):  # Do not cache larger steps, which own memory.
                 if len(self._bound) >= MAX_STEPS:
                     del self._bound[next(iter(self._bound))]
                 self._bound[place] = step
         return step
 
     def clear(self) -> None:
-        """Forget all steps, because decisions may have changed."""
+        """Drop all steps, because decisions may have changed."""
         self._step.last = None
         self._bound.clear()
 
 
 def _lead(arena: InputArena, *, by_requests: bool) -> tuple[str, int, int] | None:
-    """Return name, axis and extra rows of the slot that counts the tokens or the requests."""
+    """Return name, axis and extra rows of the slot whose rows count the tokens or requests."""
     for slot in arena.given.values():
         if slot.axis is not None and slot.by_requests == by_requests:
             return slot.name, slot.axis, slot.shape(Size(0, 0))[slot.axis]

@@ -12,11 +12,11 @@ import attrs
 from devgraph.api.backend import Backend
 
 BOUNDS = tuple(base * 10.0**power for power in range(-5, 1) for base in (1, 2.5, 5))
-"""Upper bounds of the histogram bins in seconds, from 10 us to 5 s. Longer replays are in an extra
-last bin."""
+"""Upper bounds of the histogram bins in seconds, from 10 us to 5 s. A further bin counts longer
+replays."""
 
 MAX_UNREAD = 64
-"""Maximum number of replay events that have not been read."""
+"""Maximum number of unread timing events."""
 
 
 @attrs.frozen(kw_only=True)
@@ -24,15 +24,14 @@ class ReplayTimes:
     """Device time of the replays of one graph."""
 
     count: int
-    """Number of replays."""
     seconds: float
     """Total device time."""
     bins: tuple[int, ...]
-    """Number of replays in each bin of ``BOUNDS``, and in the extra last bin."""
+    """Number of replays in each bin of ``BOUNDS`` and in the further bin."""
 
 
 class ReplayTimer:
-    """A timer for the replays of one graph, by the clock of ``backend``."""
+    """A timer for the replays of one graph."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -55,7 +54,7 @@ class ReplayTimer:
     def read(self) -> None:
         """Count the replays that the device has finished, without blocking.
 
-        The caller holds the lock of the pool.
+        The caller must hold the lock of the pool.
         """
         while self._unread and (seconds := self._unread[0]()) is not None:
             self._unread.popleft()

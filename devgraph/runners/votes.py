@@ -1,9 +1,9 @@
-"""Votes through a page of shared memory: the ranks of one host agree in microseconds.
+"""Votes through a page of shared memory, by which the ranks of one host agree in microseconds.
 
-Each rank owns a row of words and writes nothing else. A word holds a value and the epoch of its
-vote in eight aligned bytes, so it validates itself: a reader that finds the epoch has the value,
-whatever order the processor gives to stores. Rows alternate between two banks. A rank overwrites a
-bank only in the vote after the next, and by then every rank has read it.
+Each rank writes only its own row of words. A word contains a value and the epoch of its vote in
+eight aligned bytes, so a reader that finds the epoch also has the value, in whatever order the
+processor executes stores. Votes alternate between two banks of rows. A rank overwrites a bank only
+after all ranks have posted to the other bank, and have therefore read the first one.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ WIDTH = 8
 """Words in a row: one cache line. A longer vote takes several rounds."""
 
 EPOCHS = 2**24 - 2
-"""Epochs before they start again at 1. An even number, so that the banks still alternate."""
+"""Number of epochs before they restart at 1. It is even, so that the banks still alternate."""
 
 _EPOCH_BITS = 24
 _MASK = 2**_EPOCH_BITS - 1
 _UNUSED = 2**39 - 1
-"""The value of words that a vote does not need: the largest that fits beside an epoch."""
+"""The value of unused words: the largest value that fits next to an epoch."""
 
-_POLLS = 200  # polls without a pause where every rank has a processor, about 200 us for two ranks
+_POLLS = 200  # polls without a pause if every rank has its own processor; 200 us with two ranks
 
-_LOOK_S = 0.1  # seconds between two checks whether the processes of missing ranks still exist
+_LOOK_S = 0.1  # seconds between checks whether the processes of missing ranks still exist
 
 _FOLDER = "/dev/shm"
 
 Finish = Callable[[str], list[int]]
-"""Returns the result of a vote that has begun; receives its tag."""
+"""Receives the tag of a vote that has begun, and returns the result."""
 
 
 def create_page(size: int) -> str:
@@ -43,7 +43,7 @@ def create_page(size: int) -> str:
     path = f"{_FOLDER}/devgraph-{os.getpid()}-{secrets.token_hex(8)}"
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        # A hole in the file would raise nothing here and kill the process that writes to it first.
+        # With a sparse file, lack of memory would kill the first process that writes to the page.
         os.posix_fallocate(file, 0, _bytes_for(size))
     except BaseException:
         os.unlink(path)
@@ -54,15 +54,15 @@ def create_page(size: int) -> str:
 
 
 def _bytes_for(size: int) -> int:
-    """Return the bytes of two banks, each with a row for each rank and one for the result."""
+    """Return the bytes of two banks, each with one row for each rank and one for the result."""
     return 2 * (size + 1) * WIDTH * 8
 
 
 class SharedVotes:
-    """Votes of this rank through the page of its host; called with a tag and values.
+    """A callable that votes for this rank through the page of its host.
 
-    The kernel holds a lock for each rank on its byte of the file, and drops it when the process
-    ends, however it ends.
+    Each rank locks one byte of the file. The kernel releases the lock when the process ends, for
+    whatever reason.
     """
 
     def __init__(
@@ -79,8 +79,9 @@ class SharedVotes:
         self._several_hosts = several_hosts
         self._begin_between_hosts = begin_between_hosts
         self._between: tuple[int, Finish] | None = None
-        """The newest vote among hosts and its epoch: an interrupt must not begin it twice."""
-        self._epoch = 0  # epoch of the last vote that is complete
+        """Epoch and vote of the last vote between hosts, which must not begin again after an
+        interrupt."""
+        self._epoch = 0  # of the last complete vote
         self._polls = _POLLS if size <= (os.cpu_count() or 1) else 1
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -96,16 +97,16 @@ class SharedVotes:
             os.close(self._file)
 
     def __call__(self, tag: str, values: list[int]) -> list[int]:
-        """Return the element-wise minimum of ``values``, of up to 39 bits, over all ranks."""
+        """Return the element-wise minimum over all ranks of ``values``, of up to 39 bits each."""
         lowest: list[int] = []
         for start in range(0, len(values), WIDTH):
             part = values[start : start + WIDTH]
             posted = self._posted(self._rank)
             if posted != self._epoch:
-                # An interrupt ended the wait of a vote that the other ranks count. Its bank is free
-                # only when all of them have posted.
+                # An interrupt ended the wait for a vote in which this rank has already posted. Its
+                # bank must not be reused before all ranks have posted.
                 self._finish(tag, posted)
-            epoch = posted % EPOCHS + 1  # fresh memory holds epoch 0
+            epoch = posted % EPOCHS + 1  # New memory contains epoch 0.
             self._post(self._rank, epoch, part)
             lowest += self._finish(tag, epoch)[: len(part)]
         return lowest
@@ -127,7 +128,7 @@ class SharedVotes:
         return result
 
     def _rows(self, tag: str, epoch: int, first: int, end: int) -> list[list[int]]:
-        """Wait until the rows from ``first`` to ``end`` have ``epoch`` and return their values."""
+        """Wait until the rows ``first`` to ``end - 1`` have ``epoch``, and return their values."""
         start, stop = self._index(epoch, first), self._index(epoch, end)
         words, look = self._words, time.monotonic() + _LOOK_S
         row_words: list[int] = []
@@ -158,7 +159,7 @@ class SharedVotes:
         return (epoch % 2 * (self._size + 1) + row) * WIDTH
 
     def _posted(self, row: int) -> int:
-        """Return the epoch of the newest complete row of a rank, 0 before its first vote."""
+        """Return the epoch of the last complete row of a rank; 0 before its first vote."""
         epochs = []
         for bank in range(2):
             start = self._index(bank, row)
@@ -168,7 +169,7 @@ class SharedVotes:
         return even if odd == 0 or even == odd % EPOCHS + 1 else odd
 
     def _post(self, row: int, epoch: int, values: list[int]) -> None:
-        """Write a row in one copy: an interrupt comes before the copy or after it."""
+        """Write a row in one copy, which an interrupt cannot split."""
         padded = [*values, *[_UNUSED] * (WIDTH - len(values))]
         row_words = array.array("q", [value << _EPOCH_BITS | epoch for value in padded])
         start = self._index(epoch, row)
@@ -186,4 +187,4 @@ class SharedVotes:
                     raise
             else:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-                raise ProcessLookupError("the process of a rank on this host has ended")
+                raise ProcessLookupError("the process of a rank on this host has exited")

@@ -1,6 +1,6 @@
 """The installable conformance suite and the pytest plugin.
 
-A backend passes when this passes::
+Run the suite on a backend with::
 
     pytest --pyargs devgraph.testing.conformance --devgraph-backend NAME -n auto
 

@@ -1,8 +1,8 @@
 """The pytest plugin: the backend under test, its markers, skips and lost devices.
 
-Tests that use the fixture ``devgraph_backend`` carry the name of the backend as a marker, so that
-``-m cuda`` selects them. ``-m`` with only the name of a backend also chooses that backend. A test
-with its own backend marker uses that backend.
+Tests that use the fixture ``devgraph_backend`` get the name of the backend as a marker, so that
+``-m cuda`` selects them. If ``-m`` is only the name of a backend, it also chooses that backend. A
+test with its own backend marker uses that backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CORE = "the contract itself"
 _LOST_EXIT_CODE = 70  # exit status of a worker whose device is lost (EX_SOFTWARE of sysexits.h)
 
 _FAULTS = "devgraph_faults"
-"""Name of the property of a failed test with the rows of docs/faults.md that it guards."""
+"""Name of the report property that lists the rows of docs/faults.md that a failed test covers."""
 
 _missing_key = pytest.StashKey[tuple[str, ...]]()
 
@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--devgraph-report",
         metavar="FILE.json",
         default=None,
-        help="write the results by capability as JSON, and beside it a Markdown table of badges",
+        help="write the results by capability as JSON, and a Markdown table of badges next to it",
     )
     parser.addini("devgraph_backend", "the default of --devgraph-backend (cpu)", default="")
 
@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def devgraph_backend(request: pytest.FixtureRequest) -> Backend:
-    """The backend under test. Under pytest-xdist it is bound to the device of this worker."""
+    """The backend under test, bound to the device of this pytest-xdist worker, if any."""
     plugin = request.config.pluginmanager.get_plugin("devgraph-session")
     assert isinstance(plugin, _Plugin)
     return plugin.backend(plugin.name_for(request.node))
@@ -92,7 +92,7 @@ def devgraph_long(pytestconfig: pytest.Config) -> bool:
 
 
 class _Plugin:
-    """The state of one session: its backend, its markers and the loss of its device."""
+    """The state of one pytest session: its backend, its markers and the loss of its device."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -106,7 +106,7 @@ class _Plugin:
             given = marked
         given = given or str(config.getini("devgraph_backend"))
         self.name: str = given or "cpu"
-        # Sessions of other projects, where this plugin is only installed, must not import torch.
+        # Sessions of other projects must not import torch only because this plugin is installed.
         self._concerned = bool(given) or any(
             "devgraph.testing" in argument.replace(os.sep, ".") for argument in config.args
         )
@@ -117,7 +117,7 @@ class _Plugin:
     # The backend.
 
     def backend(self, name: str) -> Backend:
-        """Return the backend ``name``; bind it to the device of this worker at the first use."""
+        """Return the backend ``name``; the first call binds it to the device of this worker."""
         from devgraph.api.registry import get_backend
 
         backend = get_backend(name)
@@ -129,7 +129,7 @@ class _Plugin:
         return backend
 
     def name_for(self, item: pytest.Item) -> str:
-        """Return the backend of the marker of ``item``, or else the chosen one."""
+        """Return the backend that a marker of ``item`` names, or else the chosen backend."""
         return next((name for name in DEVICE_MARKERS if item.get_closest_marker(name)), self.name)
 
     def pytest_sessionstart(self) -> None:
@@ -211,7 +211,7 @@ class _Plugin:
             self._lost = self._lost or self._lost_reason(item, call.excinfo.value)
             faults = re.match(r"FAULTS ([\d, ]+)", inspect.getdoc(getattr(item, "obj", None)) or "")
             report.user_properties.append((_FAULTS, faults[1].strip(" ,") if faults else ""))
-        if missing and report.failed:  # undeclared capabilities may fail
+        if missing and report.failed:  # Tests of undeclared capabilities may fail.
             path, line, _ = item.location
             report.outcome = "skipped"
             report.longrepr = (path, (line or 0) + 1, f"Skipped: {self._lacks(item, missing)}")
@@ -223,7 +223,7 @@ class _Plugin:
         if report.outcome == "skipped" and self._fail_on_skip:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             report.outcome = "failed"
-            report.longrepr = f"{reason} (--devgraph-fail-on-skip makes a skip a failure)"
+            report.longrepr = f"{reason} (--devgraph-fail-on-skip turns skips into failures)"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -250,15 +250,15 @@ class _Plugin:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         result = yield
         if self._lost and self._worker:
-            # Later tests of this process are meaningless. The reports are sent. A normal exit
-            # would run destructors that wait for the device. xdist starts a new worker.
+            # No later test of this process can pass, and xdist starts a new worker. Do not exit
+            # normally, because destructors would wait for the device.
             os._exit(_LOST_EXIT_CODE)
         if self._lost:
             item.session.shouldfail = f"the device is lost: {self._lost}"
         return result
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Write a table of passed tests for each capability, and the hooks of those that failed."""
+        """Write a table of results by capability, with the hooks of failed capabilities."""
         rows: dict[str, _Row] = {}
         failures: list[dict[str, Any]] = []
         for outcome, reports in terminalreporter.stats.items():
@@ -278,14 +278,14 @@ class _Plugin:
         if self._report is not None:
             self._write_report(self._report, rows, failures)
         write = terminalreporter.write_line
-        terminalreporter.section(f"devgraph: what {self.name!r} proved", sep="-")
+        terminalreporter.section(f"devgraph: results of {self.name!r}", sep="-")
         write(f"{'capability':<20} {'declared':<8} {'proved':>6} {'failed':>6} {'skipped':>7}")
         for name, row in rows.items():
             says = "yes" if row.declared else "no"
             figures = f"{row.proved:>6} {row.failed:>6} {row.skipped:>7}"
             write(f"{name:<20} {says:<8} {figures}  {'; '.join(row.reasons)}".rstrip())
             if row.failed:
-                write(f"{'':<20} implement or mend: {', '.join(_hooks(name))}")
+                write(f"{'':<20} implement or fix: {', '.join(_hooks(name))}")
                 own = [one["faults"] for one in failures if name in one["capabilities"]]
                 if numbers := sorted(set(map(int, re.findall(r"\d+", " ".join(own))))):
                     links = ", ".join(f"#row-{number}" for number in numbers)
@@ -299,7 +299,7 @@ class _Plugin:
     def _write_report(
         self, path: str, rows: Mapping[str, _Row], failures: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the JSON file, and a Markdown table with the same name and the suffix ``.md``."""
+        """Write the JSON file, and a Markdown table of the same name with the suffix ``.md``."""
         import torch
 
         import devgraph
@@ -332,7 +332,7 @@ class _Plugin:
 
 
 def _failure(report: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return a failed test of the capabilities ``names`` as JSON values."""
+    """Describe a failed test of the capabilities ``names`` in JSON values."""
     lines = report.longreprtext.strip().splitlines()
     errors = [line for line in lines if line.startswith("E ")]
     return {

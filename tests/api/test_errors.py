@@ -113,19 +113,19 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "variants of a runner": (lambda: _decode(variants=None), "variants is a list of mappings"),
     "name in a variant": (lambda: _decode(variants=[{3: 4}]), "names must be strings"),
     "variant of a decision": (lambda: _decode().can_run(2, variant=3), "variant is a mapping"),
-    "decision": (lambda: _decode().run({"x": X[:2]}, decision=3), "a decision of can_run or agree"),
-    "decision of a vote": (lambda: _decode().agree("yes"), "a decision of can_run or agree"),
+    "decision": (lambda: _decode().run({"x": X[:2]}, decision=3), "the result of can_run or agree"),
+    "decision of a vote": (lambda: _decode().agree("yes"), "the result of can_run or agree"),
     "bound tensors": (lambda: _decode(bound=[X]), "bound must be a mapping of names"),
     "bound names": (lambda: _decode(bound={1: X}), "bound must be a mapping of names"),
     "epoch": (lambda: _decode(weights_epoch=3), "weights_epoch must be a function: 3"),
     "switch": (lambda: _decode(idle_dummy=3), "idle_dummy: expected true or false, got 3"),
     "name of a runner": (
         lambda: _decode(name=3),
-        "name of a runner must be a string that is not empty, got 3",
+        "name of a runner must be a non-empty string, got 3",
     ),
     "pad of a slot": (
         lambda: dg.InputSlot("x", "tokens", torch.int64, pad=dg.Pad.fill("a")),
-        "pads with a number, got 'a'",
+        "must pad with a number, got 'a'",
     ),
     "pad of a host slot": (lambda: HostSlot("tokens", pad=0), "needs pad=Pad.zero"),
     "budget of a pool": (lambda: BE.make_pool().limit("x"), "must be a number, got 'x'"),
@@ -158,7 +158,7 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "cases": (lambda: _capture().prove(cases=1.5), "cases must be an int, got 1.5"),
     "capacity": (
         lambda: dg.DecodeRunner(len, [SLOT], backend="cpu", max_requests=10**12),
-        "about 31250000000 decode buckets by default; name them",
+        "about 31250000000 decode buckets by default; list the buckets",
     ),
     "shape of a view": (
         lambda: dg.StaticBuffers({"x": ((2,), torch.float32)}, device="cpu").view("x", (-1,)),

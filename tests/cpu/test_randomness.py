@@ -167,7 +167,7 @@ def test_generator_of_the_caller_that_the_step_seeds_is_refused() -> None:
     def step() -> torch.Tensor:
         return torch.rand(8, generator=generator.manual_seed(3))
 
-    with pytest.raises(CaptureError, match="a generator of the caller's that it seeds"):
+    with pytest.raises(CaptureError, match="a generator of the caller that the step seeds"):
         record(step)
 
 

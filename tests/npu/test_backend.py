@@ -36,8 +36,8 @@ def test_complete_host_has_no_problem():
             {"torch_npu": None, "torch": "2.15.0+cpu"},
             ["torch==2.14.* torch-npu==2.14.*", "none is known for torch 2.15", "install CANN"],
         ),
-        ({"torch": "2.15.0"}, ["does not belong to torch 2.15.0: install torch==2.13.*"]),
-        ({"torch_npu": "2.12.1"}, ["does not belong", "torch-npu==2.13.*", "torch==2.12.*"]),
+        ({"torch": "2.15.0"}, ["does not match torch 2.15.0: install torch==2.13.*"]),
+        ({"torch_npu": "2.12.1"}, ["does not match", "torch-npu==2.13.*", "torch==2.12.*"]),
         (
             {"missing_libraries": ("libascendcl.so",)},
             ["libascendcl.so", "source set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"],

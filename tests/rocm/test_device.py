@@ -111,7 +111,7 @@ def test_stale_recording_is_detected_by_the_first_replay(be: Any, monkeypatch: A
     monkeypatch.setattr(be.verification, "updates", True)  # what it becomes is undone
     monkeypatch.setattr(be.runtime, "write", lambda updates, executable: None)
     graph.update(n=40)
-    with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
+    with pytest.raises(dg.UpdateError, match="with earlier parameters"):
         graph.replay()
     assert graph.state == "dirty"
     monkeypatch.undo()

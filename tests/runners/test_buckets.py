@@ -86,8 +86,8 @@ def test_missing_buckets_mean_the_defaults():
     [
         ([0, 2], "at least 1, got 0"),
         ([4, -3], "got -3"),
-        ([4, 17], "17 is over the capacity of 16"),
-        ([], "empty list"),
+        ([4, 17], "17 is above the capacity of 16"),
+        ([], "buckets is empty"),
     ],
 )
 def test_a_bad_bucket_is_refused_with_its_value(bad, text):
@@ -106,7 +106,7 @@ def test_a_bucket_of_another_kind_is_refused(bad):
 
 def test_a_misaligned_bucket_is_refused_with_its_value():
     """FAULTS 6."""
-    with pytest.raises(dg.ConfigError, match="6 is not a multiple of 4"):
+    with pytest.raises(dg.ConfigError, match="6 is not a multiple of the alignment 4"):
         Buckets.of([4, 6], phase="decode", maximum=16, multiple_of=4)
 
 

@@ -131,7 +131,7 @@ def test_configuration_bounds_budgets_and_items():
     assert runner.stats().graph_steps == 2
     assert {bucket.requests for bucket in runner.plan().buckets} == {2}
     assert runner.stats().requested == "full"
-    with pytest.raises(dg.ConfigError, match="encoder bucket 64 is over the capacity of 32"):
+    with pytest.raises(dg.ConfigError, match="encoder bucket 64 is above the capacity of 32"):
         encoder_of(config={"buckets": [64]})
     with pytest.warns(dg.DeviceGraphWarning, match=r"encoder\.lazy_hits=5 has no effect"):
         encoder_of(config={"lazy_hits": 5})
@@ -248,11 +248,11 @@ X = dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())
     ("options", "text"),
     [
         ({"inputs": None}, "list of InputSlot objects, got None"),
-        ({"budgets": []}, "an empty list: name at least one size, or switch"),
+        ({"budgets": []}, "buckets is empty; list at least one size, or switch"),
         ({"budgets": [0]}, "at least 1, got 0"),
-        ({"budgets": None}, "have no defaults: list them"),
+        ({"budgets": None}, "have no defaults; list them"),
         ({"max_items": 0}, "max_items: expected at least 1"),
-        ({"outputs": dg.OutputSlot(rows=None)}, "rows=None belongs to no item"),
+        ({"outputs": dg.OutputSlot(rows=None)}, "rows=None, but must have rows of items"),
         ({"inputs": [dg.InputSlot("n", (3,), torch.int64, pad=dg.Pad.zero()), X]}, "dims \\(3,\\)"),
         (
             {"inputs": [dg.InputSlot("n", ("requests",), torch.int64, pad=dg.Pad.zero())]},
@@ -262,7 +262,7 @@ X = dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())
             {"inputs": [X, dg.InputSlot("offsets", ("tokens",), torch.int64, pad=dg.Pad.zero())]},
             "'offsets' is declared twice",
         ),
-        ({"variants": [{"width": 2}]}, "width is for decode"),
+        ({"variants": [{"width": 2}]}, "width is only for decode"),
         ({"data_parallel": "dp"}, "must be a process group of torch.distributed, got 'dp'"),
     ],
 )

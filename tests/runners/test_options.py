@@ -55,7 +55,7 @@ def test_ranges_are_yes_or_no() -> None:
 
 @pytest.mark.parametrize("name", ["", 3])
 def test_a_name_that_is_not_a_text_is_refused(name: Any) -> None:
-    with pytest.raises(dg.ConfigTypeError, match="the name of a runner must be a string"):
+    with pytest.raises(dg.ConfigTypeError, match="the name of a runner must be a non-empty string"):
         double_runner(name=name)
 
 

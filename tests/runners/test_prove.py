@@ -63,7 +63,7 @@ def test_ranged_tokens_whose_rows_all_write_the_scratch_row_are_no_failure():
     runner.run(cache_inputs(1))  # later cases of one request have these rows, and others pad values
     report = runner.prove(cases=3)
     assert report.ok, str(report)
-    assert "rows within a batch, which write one row of state" in report.not_varied
+    assert "rows within a batch (they write the same row of state)" in report.not_varied
 
 
 def test_data_of_no_real_batch_is_named_as_a_cause():
@@ -252,7 +252,7 @@ def test_rows_that_are_written_in_any_order_are_no_failure(reads, with_sample):
     runner = decode_of(step, (X, rows), bound={"cache": step.cache})
     report = runner.prove(cases=3)
     assert report.ok, str(report)
-    note = "rows within a batch, which write one row of state"
+    note = "rows within a batch (they write the same row of state)"
     assert (note in report.not_varied) is (reads and not with_sample)
     step.factor = 2.0
     assert not runner.prove(cases=3).ok

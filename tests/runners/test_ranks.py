@@ -157,7 +157,7 @@ def test_missing_ranks_are_named_within_the_timeout():
     )
     for rank in (0, 2):
         assert isinstance(results[rank], dg.AgreementError)
-        assert "for ranks 1, 3, which did not come" in str(results[rank])
+        assert "for ranks 1, 3, which did not arrive" in str(results[rank])
 
 
 def fail_capture(monkeypatch, should_fail):
@@ -683,7 +683,7 @@ def test_a_rank_that_does_not_come_to_a_capture_is_named():
 
     for error in in_ranks(3, work)[:2]:
         assert isinstance(error, dg.AgreementError)
-        assert "for rank 2, which did not come" in str(error)
+        assert "for rank 2, which did not arrive" in str(error)
 
 
 def test_ranks_with_different_buckets_left_are_refused():
@@ -729,7 +729,7 @@ def test_a_rank_at_another_vote_is_told():
 
     for error in in_ranks(2, work):
         assert isinstance(error, dg.AgreementError)
-        assert "another rank votes on another tag" in str(error)
+        assert "another rank votes on a different tag" in str(error)
 
 
 def test_a_first_look_at_the_outputs_that_fails_is_heard_by_all_ranks():
@@ -804,7 +804,7 @@ def test_waiting_for_a_device_names_the_rank_that_is_gone_on_every_rank():
     for rank in (0, 1, 3):
         assert isinstance(results[rank], dg.AgreementError)
         assert "for 'step'" in str(results[rank])
-        assert "for rank 2, which did not come" in str(results[rank])
+        assert "for rank 2, which did not arrive" in str(results[rank])
 
 
 def test_a_stuck_device_is_told_from_a_rank_that_is_gone():
@@ -837,7 +837,7 @@ def test_a_failed_vote_names_the_rank_that_is_gone():
         assert f"the vote 'step/vote' failed on rank {rank} (connection closed" in str(
             results[rank]
         )
-        assert "for rank 1, which did not come" in str(results[rank])
+        assert "for rank 1, which did not arrive" in str(results[rank])
 
 
 def test_a_warm_up_that_never_ends_on_a_device_is_noticed():
@@ -853,7 +853,7 @@ def test_a_warm_up_that_never_ends_on_a_device_is_noticed():
 
     results = in_ranks(2, work, timeout_s=0.3)
     assert isinstance(results[0], dg.AgreementError)
-    assert "for rank 1, which did not come" in str(results[0])
+    assert "for rank 1, which did not arrive" in str(results[0])
 
 
 def test_the_barrier_after_a_warm_up_waits_for_the_device_on_this_thread():
@@ -1011,7 +1011,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(prepared):
     """FAULTS 30."""
     for error in survivors(prepared.run("missing", timeout_s=TIMEOUT_S), 2):
         assert error.startswith("AgreementError")
-        assert "for rank 2, which did not come" in error
+        assert "for rank 2, which did not arrive" in error
 
 
 def test_a_rank_out_of_memory_at_its_third_bucket_leaves_common_buckets(prepared):
@@ -1058,14 +1058,14 @@ def test_a_rank_that_does_not_vote_is_named(prepared, scenario, stuck, end, path
     for error in survivors(found):
         assert error.startswith("AgreementError")
         assert "decode/vote" in error
-        assert "for rank 1, which did not come" in error
+        assert "for rank 1, which did not arrive" in error
 
 
 def test_a_device_that_waits_for_a_rank_that_left_is_noticed(prepared):
     """FAULTS 30."""
     (error,) = survivors(prepared.run("stuck_device", timeout_s=TIMEOUT_S, size=2), 1)
     assert error.startswith("AgreementError: rank 0 waited ")
-    assert "for rank 1, which did not come" in error
+    assert "for rank 1, which did not arrive" in error
 
 
 def test_ranks_meet_in_a_collective_between_segments(prepared):
@@ -1086,7 +1086,7 @@ def test_ranks_prove_a_step_with_a_collective_together(prepared):
 def test_a_rank_that_proves_alone_says_so_after_the_timeout(prepared):
     (error,) = survivors(prepared.run("prove_alone", timeout_s=TIMEOUT_S, size=2), 1)
     assert error.startswith("AgreementError")
-    assert "for rank 1, which did not come" in error
+    assert "for rank 1, which did not arrive" in error
 
 
 def test_ranks_share_the_items_of_an_encoder_out_by_tokens(prepared):

@@ -80,8 +80,8 @@ def test_listed_buckets_are_kept_and_what_they_leave_out_is_said(
     assert runner.can_run(3).reason == "over_largest_bucket"
     said = [one.message for one in caplog.records if "run eagerly" in one.message]
     assert said == [
-        "decode: steps of 3 to 8 requests run eagerly: no bucket of [1, 2] holds them with at most "
-        "2 times their rows"
+        "decode: steps of 3 to 8 requests run eagerly, because no bucket of [1, 2] holds them with "
+        "at most 2 times their rows"
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_rank_without_requests_replays_the_decided_bucket():
     assert runner.run(None, decision=runner.agree(None)) is None
     assert runner.run(None, decision=Decision(Reason.VOTED_EAGER)) is None
     assert runner.stats().eager == {"empty_batch": 1, "voted_eager": 1}
-    with pytest.raises(dg.InputTypeError, match="pass decision="):
+    with pytest.raises(dg.InputTypeError, match="pass the result of agree"):
         runner.run(None)
 
 
@@ -233,7 +233,7 @@ def test_runner_is_refused_inside_its_own_step(kit: Kit, policy: str) -> None:
 
 def test_what_cannot_be_shared_is_refused_or_stays_its_own():
     first = double_runner(max_requests=4)
-    with pytest.raises(dg.ConfigError, match="the runner of the larger batches first"):
+    with pytest.raises(dg.ConfigError, match="the runner with the larger batches first"):
         double_runner(share=first, max_requests=8)
     with pytest.raises(dg.ConfigError, match="leave pool= out"):
         double_runner(share=first, pool=first.backend.make_pool())

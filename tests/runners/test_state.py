@@ -127,18 +127,18 @@ def test_rollback_that_cannot_be_is_refused_before_anything_changed():
         rows(runner, 1, 1, 1, state_slots=[0], **wide)
         for accepted, text in (
             ([4], "4 tokens were accepted in request slot 0, but only 3"),
-            ([1, 1], "accepted has 2 entries; it needs one for each of the 1"),
+            ([1, 1], "accepted has 2 entries, but needs one for each of the 1"),
             ([-1], "must be at least 0"),
             ([1.5], "must be an int"),
             (2, "accepted must be a list"),
         ):
             with pytest.raises(dg.InputError, match=text):
                 rows(runner, 1, state_slots=[0], accepted=accepted)
-        with pytest.raises(dg.InputError, match="but only 0 of its last step"):
+        with pytest.raises(dg.InputError, match="but only 0 tokens of its last step"):
             rows(runner, 1, state_slots=[1], accepted=[1])
         assert rows(runner, 4, state_slots=[0], accepted=[2]) == [2]
         runner.assign(0)
-        with pytest.raises(dg.InputError, match="but only 0 of its last step"):
+        with pytest.raises(dg.InputError, match="but only 0 tokens of its last step"):
             rows(runner, 1, state_slots=[0], accepted=[1])
     with runner_of() as runner, pytest.raises(dg.InputError, match="steps of several tokens"):
         rows(runner, 1, state_slots=[0], accepted=[1])
@@ -267,8 +267,8 @@ def test_request_slot_that_was_never_assigned_is_refused():
 @pytest.mark.parametrize(
     ("slots", "kind", "text"),
     [
-        (None, dg.InputError, "this runner carries state: pass state_slots="),
-        ([0, 0], dg.InputError, "a request slot twice"),
+        (None, dg.InputError, "this runner has state; pass state_slots="),
+        ([0, 0], dg.InputError, "contains a request slot twice"),
         ([0, 4], dg.InputError, "there is no request slot 4: the state has 4"),
         ([0, -1], dg.InputError, "at least 0, got -1"),
         ([0, "a"], dg.InputTypeError, "state_slots must be integers"),
@@ -346,9 +346,9 @@ def test_runner_has_more_request_slots_than_a_batch_has_requests():
 def test_shared_state_is_the_same_or_refused():
     with runner_of() as runner:
         for state, options, text in (
-            ([dg.StateSlot("total", (4,), torch.float64)], {}, "'total' is .* in the runner to"),
+            ([dg.StateSlot("total", (4,), torch.float64)], {}, "'total' is .* in the share="),
             (STATE, {"max_requests": 5}, "needs 5 request slots, but .* has 4"),
-            ([*STATE, dg.StateSlot("more", (), torch.int8)], {}, "'more' is not in the runner"),
+            ([*STATE, dg.StateSlot("more", (), torch.int8)], {}, "'more' is not in the share="),
         ):
             with pytest.raises(dg.ConfigError, match=text):
                 decode_of(
@@ -359,7 +359,7 @@ def test_shared_state_is_the_same_or_refused():
         with pytest.raises(dg.ConfigError, match="needs 3 tokens of a step to roll back"):
             runner_of(share=runner, variants=[{"width": 3}], max_requests=1)
         rows(runner, 5, state_slots=[1])
-        with pytest.raises(dg.InputError, match="but only 0 of its last step"):
+        with pytest.raises(dg.InputError, match="but only 0 tokens of its last step"):
             rows(wide, 1, 1, state_slots=[1], accepted=[0])
         own = [dg.StateSlot("draft", (3,), torch.float64)]
         with decode_of(

@@ -81,7 +81,7 @@ def test_rank_that_is_killed_between_two_words_ends_the_others_with_an_error():
     assert reports[2] == {"status": -9}
     for rank in (0, 1):
         assert reports[rank] == {
-            "error": "ProcessLookupError: the process of a rank on this host has ended"
+            "error": "ProcessLookupError: the process of a rank on this host has exited"
         }
 
 

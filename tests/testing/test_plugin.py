@@ -204,7 +204,7 @@ def test_session_ends_with_what_was_proved_and_what_to_implement(run):
             "capability *declared *proved *failed *skipped*",
             "the contract itself *yes * 1 * 0 * 0",
             "region_update *yes * 0 * 1 * 0",
-            "*implement or mend: DeviceGraph._record, DeviceGraph._apply",
+            "*implement or fix: DeviceGraph._record, DeviceGraph._apply",
             "streams *no * 1 * 0 * 1  backend 'fake' does not declare streams",
         ]
     )

@@ -17,7 +17,7 @@ from devgraph.api.backend import Backend, poison
 from devgraph.api.prove import compare
 
 declares = pytest.mark.devgraph_capability
-"""Mark that names the capabilities a test needs: ``@declares("rng")``."""
+"""Marker with the capabilities that a test needs: ``@declares("rng")``."""
 
 BREAKING = ("breakable", pytest.param("piecewise", marks=declares("piecewise")))
 """Parameters: the policies that break a step at its marks."""
@@ -30,14 +30,14 @@ def same(got: Any, want: Any, what: str = "the result") -> None:
     """Fail unless all tensors in ``got`` equal those in ``want`` bit for bit."""
     ours, theirs = pytree.tree_leaves(got), pytree.tree_leaves(want)
     if len(ours) != len(theirs):
-        pytest.fail(f"{what} has {len(ours)} leaves and should have {len(theirs)}")
+        pytest.fail(f"{what} has {len(ours)} leaves, but should have {len(theirs)}")
     for a, b in zip(ours, theirs, strict=True):
         if isinstance(b, torch.Tensor):
             message = compare(b, a)
             if message:
                 pytest.fail(f"{what} {message}")
         elif a != b:
-            pytest.fail(f"{what} is {a!r} and should be {b!r}")
+            pytest.fail(f"{what} is {a!r}, but should be {b!r}")
 
 
 def copied(tree: Any) -> Any:
@@ -60,7 +60,7 @@ class Kit:
         return out
 
     def refill(self, tensor: torch.Tensor, seed: int) -> None:
-        """Overwrite ``tensor`` with reproducible noise of another seed."""
+        """Overwrite ``tensor`` with reproducible noise."""
         generator = torch.Generator().manual_seed(seed)
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -82,7 +82,7 @@ class Kit:
     ) -> tuple[dg.DeviceGraph, Any]:
         """Capture ``body`` without a policy and return the graph and the result of ``body``.
 
-        A ``warm`` run comes first, because libraries initialise at their first use.
+        With ``warm``, run ``body`` first, because libraries initialize on first use.
         """
         if warm:
             body()
@@ -105,7 +105,7 @@ class Kit:
         seed: int = 100,
         **host_args: Any,
     ) -> None:
-        """Replay with fresh data in ``args`` and fail unless it equals ``fn`` run eagerly.
+        """Replay with fresh data in ``args`` and fail unless the result equals that of ``fn``.
 
         ``fn`` must not write its arguments.
         """
@@ -117,7 +117,7 @@ class Kit:
         self.same(got, want, f"the replay with {host_args}" if host_args else "the replay")
 
     def works(self, pool: dg.Pool) -> None:
-        """Fail unless eager work, random numbers and new captures in ``pool`` are right."""
+        """Fail unless eager work, random numbers and new captures in ``pool`` work."""
         assert not dg.is_capturing()
         assert gc.isenabled()
 
@@ -138,9 +138,9 @@ class Kit:
     # Host arguments, memory and streams.
 
     def usable(self, policy: str, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the values that replays may use; the first one is that of the capture.
+        """Return the ``values`` that replays may use, of which the first is that of the capture.
 
-        Without region update, a full graph has no other value.
+        Without region update, a full graph can only replay the value of its capture.
         """
         updates = policy != "full" or self.backend.capabilities.region_update
         return values if updates else values[:1]
@@ -157,20 +157,20 @@ class Kit:
 
     @property
     def streams(self) -> Any:
-        """The module of torch for this device, such as ``torch.cuda``."""
+        """The torch module of this device, such as ``torch.cuda``."""
         return torch.get_device_module(self.device)
 
     def side_stream(self) -> Any:
-        """Return a stream that is not used for captures.
+        """Return a stream that is not the capture stream.
 
-        Torch hands out streams of a small pool in turn, so a new one can be the capture stream.
+        torch takes streams from a small pool in turn, so a new stream may be the capture stream.
         """
         stream = self.streams.Stream()
         taken = stream == getattr(self.backend, "capture_stream", None)
         return self.streams.Stream() if taken else stream
 
     def own_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context whose work does not queue behind that of the current stream."""
+        """Return a context whose work does not wait for work on the current stream."""
         if not self.backend.capabilities.streams:
             return contextlib.nullcontext()
         return cast(contextlib.AbstractContextManager[Any], self.streams.stream(self.side_stream()))
@@ -190,8 +190,8 @@ def mixed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Model:
     """A step with state.
 
-    All values are small integers, so the result is the same bits for any order of summation and
-    any number of padded rows.
+    All values are small integers, so results are bitwise equal for any order of summation and any
+    number of padded rows.
     """
 
     def __init__(self, kit: Kit) -> None:
@@ -215,7 +215,7 @@ class Model:
         return self.step(self.cache, batch.ids, batch.rows)
 
     def summed(self, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the tokens of each request; ``starts`` are its offsets."""
+        """Return the sum over the tokens of each request; ``starts`` are the offsets."""
         position = torch.arange(hidden.shape[0], device=hidden.device)
         inside = (position >= starts[:-1, None]) & (position < starts[1:, None])
         return torch.where(inside[:, :, None], hidden, 0.0).sum(1)
@@ -248,7 +248,7 @@ def runner_of(
     kind: type[Any] = dg.DecodeRunner,
     **options: Any,
 ) -> Any:
-    """Return a captured runner, by default for four requests with the input ``X``."""
+    """Return a captured runner, by default a decode runner for four requests."""
     if kind is not dg.EncoderRunner:
         options.setdefault("max_requests", 4)
     runner = kind(forward, list(slots), backend=kit.backend, progress=False, **options)
@@ -278,7 +278,7 @@ def check_run(
 ) -> None:
     """Run a batch and fail unless outputs and state equal those of an eager step.
 
-    ``lengths`` are the tokens of each request, or the number of requests of one token.
+    ``lengths`` are the numbers of tokens per request, or the number of requests of one token.
     """
     inputs = batch_of(kit, lengths if isinstance(lengths, int) else sum(lengths), seed)
     state = model.cache.clone()

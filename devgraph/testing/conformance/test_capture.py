@@ -1,4 +1,4 @@
-"""Captures record without running; replays use current data and fresh random numbers."""
+"""Captures record without execution; replays use current data and fresh random numbers."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_replays_draw_what_eager_steps_draw(
     kit.backend.set_rng_state(state)
     for index, want in enumerate(eager):
         kit.same(captured.replay(), want, f"replay {index}")
-    same(torch.rand(4, device=kit.device), after, "what is drawn after the replays")
+    same(torch.rand(4, device=kit.device), after, "the random numbers after the replays")
 
 
 def test_random_numbers_are_replayed_or_refused(kit: Kit, pool: dg.Pool) -> None:

@@ -18,21 +18,21 @@ PATIENCE = 60.0
 """Seconds after which an unfinished thread counts as stuck."""
 
 UNDECLARED_PATIENCE = 5.0
-"""Seconds for threads beside a capture, if the backend does not declare that they may work."""
+"""``PATIENCE`` for threads during a capture, without the capability ``concurrent_threads``."""
 
 
 def _together(*works: Callable[[], Any], patience: float = PATIENCE) -> list[Any]:
     """Run each function in its own thread and return the results.
 
-    A thread that is stuck for ``patience`` seconds fails the test and is not joined. It may wait
-    for a capture that the caller holds open.
+    A thread that is stuck for ``patience`` seconds fails the test. It is not joined, because it may
+    be waiting for a capture that the caller holds open.
     """
     results: list[Future[Any]] = [Future() for _ in works]
 
     def run(work: Callable[[], Any], result: Future[Any]) -> None:
         try:
             result.set_result(work())
-        except BaseException as error:  # raised by the caller
+        except BaseException as error:  # result() raises it in the caller.
             result.set_exception(error)
 
     for work, result in zip(works, results, strict=True):
@@ -44,7 +44,7 @@ def _together(*works: Callable[[], Any], patience: float = PATIENCE) -> list[Any
 
 
 def _beside_a_capture(kit: Kit, work: Callable[[], Any]) -> Any:
-    """Run ``work`` in a thread beside an open capture, check the capture, return the result."""
+    """Run ``work`` in a thread during a capture, check the capture, and return the result."""
     x = kit.tensor(64)
     known = kit.backend.capabilities.concurrent_threads
     graph = kit.backend.make_graph()
@@ -73,7 +73,7 @@ def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
     def step(x: torch.Tensor, out: torch.Tensor) -> None:
         for k in range(4):
             x = scaled(x * 0.5 + k) + 1
-        out.copy_(x)  # the next replay of another graph would overwrite memory of the pool
+        out.copy_(x)  # Replays of other graphs overwrite results in the pool.
 
     works = []
     for index in range(3):
@@ -128,7 +128,7 @@ def test_graph_may_be_captured_in_one_thread_and_closed_in_another(kit: Kit) -> 
 
 
 def _forked(kit: Kit, x: torch.Tensor, side: Any, *, join: bool = True) -> torch.Tensor:
-    """Run half of the work on ``side``; join it at the end if ``join``."""
+    """Run half of the work on ``side``, and join it at the end if ``join`` is set."""
     main = kit.streams.current_stream()
     h = x * 2
     side.wait_stream(main)
@@ -154,7 +154,7 @@ def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
 @declares("streams")
 @pytest.mark.parametrize("raised", ["wait_stream", "from the body"])
 def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool, raised: str) -> None:
-    """FAULTS 15. An exception of the body is raised instead of the error about the stream."""
+    """FAULTS 15. An exception of the body has precedence over the error about the stream."""
     side = kit.side_stream()
     x = kit.tensor(64)
     _forked(kit, x, side)
@@ -190,7 +190,7 @@ def test_capture_from_the_default_stream_runs_on_another_and_is_joined(
     default = kit.streams.default_stream()
     stream = {"none": None, "default": default, "own": kit.side_stream()}[given]
     x = kit.tensor(64)
-    x.add_(1)  # in flight on the current stream
+    x.add_(1)  # The capture must wait for this work on the current stream.
     graph = kit.backend.make_graph()
     with kit.backend.capture_context(graph, stream=stream):
         seen = kit.streams.current_stream()

@@ -1,4 +1,4 @@
-"""Gates: waits for the host inside a step, and signals to it."""
+"""Gates: a step waits for the host and signals to the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layers(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def beside(act: Callable[[], Any]) -> Iterator[None]:
-    """Run ``act`` on another thread during the block, and raise its error after it."""
+    """Run ``act`` on another thread during the block, then raise its error, if any."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -87,8 +87,8 @@ def test_gates_opened_before_a_launch_let_it_pass(kit: Kit, policy: str) -> None
 
 
 def fill_late(gated: Gated, rows: torch.Tensor, order: list[int]) -> None:
-    """Copy rows of the cache in this order, and open the gate of each after its copy."""
-    # Copies must not queue behind the replay, so they have a stream of their own.
+    """Copy rows of the cache in ``order``, and open the gate of each row after its copy."""
+    # Use a separate stream, because copies must not wait for the replay.
     with gated.kit.own_stream():
         for layer in order:
             gated.cache[layer].copy_(rows[layer])

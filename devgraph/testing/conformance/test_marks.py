@@ -22,7 +22,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 @dg.no_graph(fake=torch.empty_like)
 def summed_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Read the host, which no capture can."""
+    """Read device data on the host, which a capture forbids."""
     return x + float(x.detach().cpu().sum())
 
 
@@ -57,7 +57,7 @@ def test_replay_equals_eager_and_breaks_without_work_leave_no_segment(
 
 
 class Layer(torch.nn.Module):
-    """Run three operations, the second of them in a mark."""
+    """Run three operations, the second in a marked function."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = doubled(x + 1)

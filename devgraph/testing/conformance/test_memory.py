@@ -1,4 +1,4 @@
-"""Results that share memory, and flat memory over replays, captures and failures."""
+"""Results that share memory, and constant memory over replays, captures and failures."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_expanded_results_and_outputs_equal_eager(kit: Kit, policy: str, copies:
 
 
 HOST_SLACK = 24 * 2**20
-"""Growth in bytes that is no leak: caches of allocators and of the interpreter."""
+"""Growth in bytes that does not count as a leak: caches of allocators and of the interpreter."""
 
 
 def host_bytes() -> int:
@@ -182,8 +182,8 @@ def host_bytes() -> int:
 def taken(kit: Kit) -> tuple[int, int]:
     """Return the bytes of this process on the host and on the device.
 
-    The device figure is that of torch's allocator, because other processes may use the device. It
-    is 0 on a CPU.
+    The bytes on the device are those of torch's allocator, because other processes may use the
+    device; 0 on a CPU.
     """
     gc.collect()
     kit.backend.synchronize()
@@ -195,9 +195,9 @@ def taken(kit: Kit) -> tuple[int, int]:
 def require_flat(
     kit: Kit, cycle: Callable[[], object], times: int, *, warm: int = 5, device_slack: int = 8
 ) -> None:
-    """Run ``times`` cycles after a warm-up and fail if the host or the device grows past its slack.
+    """Run ``times`` cycles after a warm-up; fail if memory grows by more than ``HOST_SLACK`` bytes.
 
-    The slack of the device is in MiB.
+    ``device_slack`` is the limit for the device, in MiB.
     """
     for _ in range(warm):
         cycle()
@@ -254,7 +254,7 @@ def test_memory_is_flat_over_many_captures(
 def test_memory_is_given_back_with_the_pool(kit: Kit, devgraph_long: bool) -> None:
     """FAULTS 37."""
     if kit.backend.keeps_memory:
-        pytest.skip("an earlier test left a capture that this backend cannot end: memory is kept")
+        pytest.skip("this backend could not end the capture of an earlier test and keeps memory")
     x = kit.tensor(1 << 18)
 
     def cycle() -> None:
@@ -265,7 +265,7 @@ def test_memory_is_given_back_with_the_pool(kit: Kit, devgraph_long: bool) -> No
         del captured, pool
         gc.collect()
 
-    # If pools leaked, 25 of at least 1 MiB each would exceed both slacks.
+    # If pools leaked, 25 pools of at least 1 MiB each would exceed both limits.
     require_flat(kit, cycle, 100 if devgraph_long else 25, warm=3)
 
 

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 class Buckets:
     """A step captured for several row counts in one pool, largest first.
 
-    Each bucket has an input of its own. Intermediate results of all buckets share the pool.
+    Each bucket has its own input. Intermediate results of all buckets share the pool.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Buckets:
 
 
 def deep(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Make many temporaries of the size of ``x``."""
+    """Allocate many temporaries of the size of ``x``."""
     for k in range(4):
         x = torch.tanh(x @ w) * 0.5 + x + k
     return x
@@ -77,7 +77,7 @@ def halved(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Run breaks that read results of earlier segments and of each other."""
+    """Run breaks that read results of earlier segments and breaks."""
     residual = x * 3
     for k in range(3):
         h = torch.tanh(x @ w)
@@ -91,7 +91,7 @@ def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def partly(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Run a break that writes part of a tensor of a segment."""
+    """Run a break that writes part of a segment's tensor."""
     out = torch.zeros_like(x)
     write_first_row(x @ w, out)
     return out + x
@@ -124,10 +124,7 @@ def test_buckets_are_right_in_every_order_after_all_are_captured(
 def test_output_survives_replays_of_the_other_buckets(
     kit: Kit, pool: dg.Pool, policy: str, step: Callable[..., Any]
 ) -> None:
-    """FAULTS 35. A later capture reuses freed memory of an earlier one.
-
-    The next replay of the earlier graph writes that memory, so no output may lie there.
-    """
+    """FAULTS 35. Outputs must not lie in memory that the capture of another graph has freed."""
     sizes = (40, 20, 10)
     buckets = Buckets(kit, pool, step, sizes, policy)
     for size in sizes:
@@ -146,7 +143,7 @@ def prefix_mean(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
 
 @dg.no_graph(fake=torch.empty_like)
 def scaled_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Read the host, which no capture can."""
+    """Read device data on the host, which a capture forbids."""
     return x / max(1.0, float(x.detach().abs().max().cpu()))
 
 
@@ -169,7 +166,7 @@ COMPILED = [pytest.param(True, dtype, marks=pytest.mark.slow) for dtype in DTYPE
 def test_every_bucket_of_one_compilation_is_right_in_any_order(
     kit: Kit, compiled: bool, dtype: torch.dtype
 ) -> None:
-    """FAULTS 35. Undeclared compilers are not tried."""
+    """FAULTS 35. Tests declared compilers only."""
     sizes = (16, 8, 5)
     for compiler in set(kit.backend.capabilities.compilers) - {"eager"} if compiled else {"eager"}:
         options: dict[str, Any] = {"compiler": compiler, "host_args": {"length": 3}}
@@ -244,8 +241,8 @@ def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_many_buckets_cost_little_more_than_the_largest(
     kit: Kit, policy: str, step: Callable[..., Any]
 ) -> None:
-    """The peak is at most 1.2x the largest bucket plus outputs and 2 MiB of allocator rounding."""
-    largest = 1 << 14  # 2 MiB for each tensor: large compared to allocator rounding
+    """The limit is 1.2x the largest bucket, plus outputs and 2 MiB of allocator rounding."""
+    largest = 1 << 14  # Tensors of 2 MiB are large compared to allocator rounding.
     sizes = tuple(range(largest // 16, largest + 1, largest // 16))
 
     def to_one_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -311,7 +308,7 @@ def test_memory_that_dies_in_a_segment_is_whole_for_the_work_before_it_dies(
     def step(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         older = rows + 1
         first = looked_up(table, older.clone())
-        newer = older * 2 - older  # reads memory that the next result may reuse
+        newer = older * 2 - older  # Reads memory that the next result may reuse.
         del older
         zeros = torch.zeros_like(rows)
         return first + looked_up(table, newer) + zeros

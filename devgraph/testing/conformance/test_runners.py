@@ -149,7 +149,7 @@ def test_padded_rows_change_neither_outputs_nor_state(kit: Kit, policy: str) -> 
     model = Model(kit)
     runner = decoder(kit, model, config=policy)
     for seed, count in enumerate((3, 5, 7, 6, 8, 5, 3)):
-        poison(model.cache[SCRATCH])  # reads of padded rows do not reach real rows
+        poison(model.cache[SCRATCH])  # Data that padded rows read must not affect real rows.
         check_run(kit, runner, model, count, seed)
     assert runner.stats().padded_rows > 0
     assert runner.stats().eager == {}
@@ -197,7 +197,7 @@ ROWS_OF_CACHE = slot("rows", ("tokens",), torch.int64, dg.Pad.fill(LAST_ROW))
 
 
 class Planned:
-    """A step that gathers rows by a plan; ``prepare`` writes the plan for the whole bucket."""
+    """A step that gathers rows by a plan, which ``prepare`` writes for the whole bucket."""
 
     def __init__(self, kit: Kit) -> None:
         self.table: torch.Tensor = kit.tensor(VOCAB, WIDTH)
@@ -206,7 +206,7 @@ class Planned:
 
     def prepare(self, batch: Any) -> None:
         self.planned.append((batch.tokens, batch.real.tokens))
-        rows = [3 * one % VOCAB for one in batch.ids.tolist()]  # on the host, like a planner
+        rows = [3 * one % VOCAB for one in batch.ids.tolist()]  # Planners run on the host.
         self.plan[: batch.tokens].copy_(torch.tensor(rows))
 
     def forward(self, batch: Any) -> torch.Tensor:
@@ -271,7 +271,7 @@ def test_emulated_graphs_give_what_graphs_give(kit: Kit, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy: str) -> None:
-    """Poison stands for data of the other runner; a run reads only its own inputs."""
+    """Poison replaces data of the other runner, which a run must not read."""
     y = slot("y", ("tokens",), torch.float32, dg.Pad.zero())
     target = runner_of(
         kit, lambda batch: batch.x * 2 + batch.y[:, None], [X, y], config=policy, max_requests=8
@@ -299,7 +299,7 @@ def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy:
 
 
 class Generating:
-    """Steps that update a cache, choose the next token, and end at a token or a row."""
+    """Steps that update a cache, choose the next token, and end at a certain token or row."""
 
     def __init__(self, kit: Kit, width: int = 1) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -326,7 +326,7 @@ class Generating:
     def one_by_one(
         self, inputs: dict[str, torch.Tensor], steps: int
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """Return the results of single steps for each request until it is done, then zeros."""
+        """Return results of single steps, one request at a time, with zeros after its end."""
         ids, rows = (inputs[name].view(-1, self.width) for name in ("ids", "rows"))
         tokens = ids.new_zeros(steps, *ids.shape)
         sums, taken = self.cache.new_zeros(steps, len(ids)), [0] * len(ids)
@@ -419,14 +419,14 @@ LEFT = slot("left", ("requests",), torch.int64, dg.Pad.zero())
 
 
 class Counting:
-    """A step that counts its runs until no request has steps ``left``."""
+    """A step that counts its runs, for requests with ``left`` remaining steps."""
 
     def __init__(self, kit: Kit) -> None:
         self.turns = torch.zeros(1, dtype=torch.int64, device=kit.device)
 
     def forward(self, batch: Any) -> dict[str, torch.Tensor]:
         self.turns.add_(1)
-        # Temporary memory must not overlap rows that are already written.
+        # Temporary memory must not overlap output rows of earlier steps.
         grown = (batch.x.repeat(1, 4).cumsum(1) * 2).view(-1, 4, WIDTH)[:, 0] - batch.x.cumsum(1)
         return {"grown": grown, "odd": batch.left % 2 == 1}
 
@@ -527,7 +527,7 @@ def test_a_loop_draws_as_single_steps_do(kit: Kit) -> None:
     for _ in range(2):
         drawn.append(single.run({"x": drawn[-1]}, clone=True))
     kit.backend.set_rng_state(rng)
-    kit.same(looped.run({"x": x}).outputs, torch.stack(drawn), "what was drawn")
+    kit.same(looped.run({"x": x}).outputs, torch.stack(drawn), "the random numbers")
 
 
 @declares("region_update")
@@ -566,14 +566,14 @@ def test_replays_are_timed_from_when_somebody_asks(kit: Kit) -> None:
 
 
 def encode(batch: Any) -> torch.Tensor:
-    """Sum the rows of each item. Integers make the sum independent of neighbours and padding."""
+    """Sum the rows of each item; with integer values, sums are exact."""
     x = torch.where(batch.item_ids[:, None] >= 0, batch.x, 0)
     same_item: torch.Tensor = batch.item_ids[:, None] == batch.item_ids[None]
     return same_item.to(x.dtype) @ x
 
 
 def check_items(kit: Kit, runner: dg.EncoderRunner, lengths: tuple[int, ...]) -> None:
-    """Run items of these lengths and fail unless each result equals that of the item alone."""
+    """Run items of these lengths and fail unless each output depends only on its item."""
     items = [kit.tensor(n, WIDTH, seed=i).round() for i, n in enumerate(lengths)]
     outputs = runner.run([{"x": item} for item in items])
     for item, output in zip(items, outputs, strict=True):

@@ -75,7 +75,7 @@ def test_destructors_raise_nothing_in_any_order(kit: Kit, policy: str) -> None:
     for order in ("graph first", "pool first", "together"):
         pool = kit.backend.make_pool()
         captured = kit.capture(lambda x: x * 2 + 1, x, policy=policy, pool=pool)
-        keep = captured.replay()  # in flight when its graph is dropped
+        keep = captured.replay()  # The replay is in flight when its graph is dropped.
         if order == "graph first":
             del captured
             gc.collect()
@@ -100,7 +100,7 @@ import sys
 import torch
 import devgraph as dg
 
-for plugin in sys.argv[2:]:  # one of them may have registered the backend
+for plugin in sys.argv[2:]:  # A plugin may register the backend.
     importlib.import_module(plugin)
 try:
     backend = dg.get_backend(sys.argv[1])
@@ -148,7 +148,7 @@ def test_interpreter_exits_silently_with_graphs_in_flight(
         check=False,
     )
     if done.returncode == 77:
-        pytest.skip("this backend is registered in this process only")
+        pytest.skip("this backend is not registered in new processes")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
@@ -177,7 +177,7 @@ UPDATED = [
 
 @pytest.mark.parametrize("how", ["nothing", "replay", "bound", *UPDATED])
 def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
-    """Engines freeze their heap after the start, so cyclic garbage would stay."""
+    """Engines freeze their heap after startup, so cyclic garbage would never be collected."""
     x, out = kit.tensor(4), kit.tensor(4)
 
     def make() -> dg.DeviceGraph:
@@ -193,7 +193,7 @@ def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
             graph.update(n=3)
         return graph
 
-    make()  # torch may import modules here, and exceptions inside them keep frames
+    make()  # The first call may import modules of torch, whose exceptions keep frames alive.
     gc.disable()
     try:
         graph = make()
@@ -250,7 +250,7 @@ def test_exception_in_a_captured_body_is_raised_unchanged(
 
 
 def _failing_step(where: str, raised: BaseException) -> Callable[..., Any]:
-    """Return a step of two segments and a break that raises ``raised`` at ``where``."""
+    """Return a step of two segments and a break, which raises ``raised`` at ``where``."""
     warm: list[int] = []
 
     @dg.region()
@@ -366,7 +366,7 @@ def test_host_read_in_a_captured_body_is_refused(kit: Kit, pool: dg.Pool, name: 
     """FAULTS 23."""
     x = kit.tensor(8)
     read = HOST_READS[name]
-    read(x)  # libraries initialise
+    read(x)  # Libraries initialize on first use.
     graph = kit.backend.make_graph(pool)
     with pytest.raises(Exception) as caught, kit.backend.capture_context(graph):
         read(x * 2)

@@ -20,7 +20,7 @@ WIDTH = 16
 
 @dg.region(host_args=("n",))
 def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Sum ``n`` columns; every value runs the same kernels with other arguments."""
+    """Sum ``n`` columns; ``n`` changes arguments of kernels, but not the kernels."""
     return x[:, :n].sum(1, keepdim=True) * 2
 
 
@@ -92,7 +92,7 @@ def test_unchanged_key_runs_no_host_code(kit: Kit) -> None:
 
 
 def test_reset_forgets_what_was_recorded(kit: Kit, pool: dg.Pool) -> None:
-    """A key of the first capture is not a key of the second."""
+    """Recordings of the first capture must not be used for the second."""
     x = kit.tensor(4, WIDTH)
     graph, _ = kit.record(lambda: head(x * 2, n=3), pool=pool, host_args={"n": 3})
     graph.update(n=5)
@@ -117,7 +117,7 @@ def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
     def other(x: torch.Tensor, *, n: int) -> torch.Tensor:
         return head(x * 3, n=n) - 1
 
-    for _ in range(3):  # the address or id of a dead graph may be reused
+    for _ in range(3):  # A new graph may have the address or id of a freed one.
         second = kit.capture(other, x, host_args={"n": 2}, pool=pool)
         for n in (5, 2):
             kit.check(second, other, x, n=n)
@@ -125,7 +125,7 @@ def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
 
 
 def test_invalidated_runner_forgets_what_it_recorded(kit: Kit, pool: dg.Pool) -> None:
-    """FAULTS 10. New captures do not use the old weights."""
+    """FAULTS 10. New captures must not use the old weights."""
     weight = [kit.tensor(WIDTH, WIDTH)]
 
     @dg.region(host_args=("n",))
@@ -172,7 +172,7 @@ def test_two_graphs_of_a_pool_are_updated_apart(kit: Kit, pool: dg.Pool) -> None
 
 
 def test_region_temporaries_do_not_touch_what_the_graph_holds(kit: Kit, pool: dg.Pool) -> None:
-    """Memory that is free after the capture is in use inside a replay."""
+    """Memory that is free after the capture is in use during a replay."""
 
     @dg.region(host_args=("n",))
     def scratchy(x: torch.Tensor, *, n: int) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _uneven(n: int) -> int:
 
 @dg.region(host_args=("n",))
 def uneven(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Run one kernel more from ``n`` = 8 on."""
+    """Run two more kernels if ``n`` is at least 8."""
     h = x[:, :n].sum(1, keepdim=True)
     for _ in range(_uneven(n)):
         h = h * 1.5
@@ -208,7 +208,7 @@ def uneven(x: torch.Tensor, *, n: int) -> torch.Tensor:
 
 
 def uneven_behind_head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Call a region that accepts any ``n``, then one that does not."""
+    """Call a region that accepts any ``n``, then a region that does not."""
     h = x * 2
     return head(h, n=n) * 10 + uneven(h, n=n)
 
@@ -296,7 +296,7 @@ def test_failed_step_raises_the_original_and_the_next_is_right(kit: Kit, step: A
 def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own_values(
     kit: Kit,
 ) -> None:
-    """FAULTS 20. Replay n uses update n, also if another thread updates."""
+    """FAULTS 20. A replay with a value uses that value, even if another thread updates."""
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
     keys = (2, 5, 7, 11)
@@ -306,7 +306,7 @@ def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own
     def work(start: int) -> None:
         for turn in range(40):
             n = keys[(start + turn) % len(keys)]
-            with captured.pool.lock:  # the next replay overwrites the outputs
+            with captured.pool.lock:  # The next replay overwrites the outputs.
                 got = captured.replay(n=n).clone()
             kit.same(got, want[n], f"the replay of thread {start} with n={n}")
 
@@ -316,7 +316,7 @@ def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own
 
 
 def test_thread_whose_first_act_is_a_key_used_before_gets_its_results(kit: Kit) -> None:
-    """The second use may build an executable in a thread that has not used the device before."""
+    """The replay may build an executable in a thread that has not used the device before."""
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
     captured.replay(n=5)
