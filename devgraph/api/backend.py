@@ -1,4 +1,4 @@
-"""Backend: how a capture is made, replayed and updated on a vendor's device."""
+"""Backend: captures, replays and updates on a vendor's device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from devgraph.api.session import session
 
 
 class Backend(Device):
-    """A vendor's device. Subclasses give identity, capabilities and a graph class.
+    """A vendor's device. Subclasses define its name, capabilities and graph class.
 
     ``make_graph`` and ``capture_context`` have the signatures of PyTorch's device-graph proposal.
     """
@@ -31,22 +31,22 @@ class Backend(Device):
     """Class of the graphs that ``make_graph`` returns."""
 
     compiled_piece_type: type[Any] | None = None
-    """Class of compiled pieces of a step in a form that a capture can record.
+    """Class that wraps a compiled piece of a step so that a capture can record it.
 
-    It receives a compiled function of tensors and its ``torch.fx.GraphModule``. None: a capture can
-    record the function itself.
+    It is called with a compiled function of tensors and its ``torch.fx.GraphModule``. None if a
+    capture can record the function itself.
     """
 
     needs: Mapping[str, str] = {}
-    """Requirements of declared capabilities, by capability.
+    """Requirements by capability.
 
-    The class declares the capabilities of the vendor, the instance those of its node.
+    The class declares the capabilities of the vendor, an instance those of its machine.
     """
 
     unproven: str = ""
-    """The predicate of a sentence about missing evidence, such as "never ran on hardware"."""
+    """Missing evidence as the predicate of a sentence, such as "never ran on hardware"."""
     recommended_mode: Mapping[str, str] = {}
-    """Policies by phase that are better here than the default mode's."""
+    """Policies by phase that suit this backend better than those of the default mode."""
 
     extensions: Mapping[str, Callable[..., Any]] = {}
     """Functions that only some vendors have, by name. Callers request the names that they know."""
@@ -58,16 +58,16 @@ class Backend(Device):
     def fence(self, stream: Any = None) -> Callable[[], bool]:
         """Return a callable that reports, without blocking, whether the work so far has finished.
 
-        It covers ``stream``; None is the current stream. The base class has no streams: its work
-        finishes in the call.
+        The work is that of ``stream``, by default the current stream. The base class has no
+        streams: all work has finished when a call returns.
         """
         return lambda: True
 
     def stopwatch(self) -> Callable[[], Callable[[], float | None]]:
         """Start timing the current stream and return a callable that stops it.
 
-        That callable returns another, which reports the seconds without blocking, or None until
-        the device has finished. The base class has no streams and measures host time.
+        Stopping returns a callable that reports the seconds without blocking, or None until the
+        device has finished. The base class has no streams and measures host time.
         """
         begin = time.perf_counter()
 
@@ -78,7 +78,7 @@ class Backend(Device):
         return stop
 
     def make_gate_channel(self, gates: Gates) -> GateChannel:
-        """Return the device's side of ``gates``; here the host waits, between segments."""
+        """Return the device's side of ``gates``; in the base class the host waits in breaks."""
         return HostGates(gates, self.fence)
 
     @property
@@ -137,19 +137,19 @@ class Backend(Device):
         """Capture the device work of the block into ``graph`` without running it.
 
         A tensor that outlives the block lies in the pool's memory: replays of earlier graphs of
-        the pool may overwrite it. ``dg.capture`` gives its outputs memory of their own.
+        the pool may overwrite it. ``dg.capture`` copies its outputs to separate memory.
 
         Args:
             graph: an empty graph of this backend.
             stream: the stream to capture on; None and the default stream mean the pool's own.
-            pool: the pool to allocate from, if it is not the graph's.
+            pool: the pool to allocate from instead of the graph's.
             capture_error_mode: which threads' unsafe calls make the capture fail: "global",
                 "thread_local" or "relaxed".
             host_args: host arguments of regions in the block and their values at capture.
 
         Yields:
-            the tracked host arguments by name, to hand to regions. A plain value that equals the
-            declared one is accepted as well.
+            the tracked host arguments by name, to pass to regions. Regions also accept a plain
+            value that equals the declared value.
 
         Raises:
             StateError: the graph is not empty.
@@ -184,7 +184,7 @@ def own_pool(backend: Backend, pool: Pool | None, *, releasable: bool = False) -
 
 def poison(tensor: torch.Tensor) -> None:
     """Fill ``tensor`` with values that no correct result contains."""
-    if tensor.dtype is torch.float4_e2m1fn_x2:  # has no kernels
+    if tensor.dtype is torch.float4_e2m1fn_x2:  # fill_ does not support it
         tensor = tensor.view(torch.uint8)
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))

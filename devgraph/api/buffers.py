@@ -33,15 +33,15 @@ from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, ten
 from devgraph.api.trees import leaves_of
 
 CHECKED = 4
-"""Number of tensors whose addresses a replay compares; it compares the identities of all."""
+"""Number of tensors whose addresses a replay compares. Identities are compared for all tensors."""
 
 AGAIN = "capture again (in a runner: invalidate() and capture())"
 """Remedy for a graph that would use old state."""
 
 _ALIGNMENT = 256
-"""Alignment of buffers in bytes, like that of device allocators.
+"""Alignment of buffers in bytes: that of device allocators.
 
-Kernels that vectorise by address then behave as on separate tensors.
+Kernels that vectorise by address then behave as on separately allocated tensors.
 """
 
 
@@ -60,7 +60,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     Raises:
         InputError: a shape or dtype cannot be allocated (a ValueError).
         InputTypeError: ``specs`` has another type.
-        ResourceError: the device has not enough memory.
+        ResourceError: the device does not have enough memory.
     """
 
     def __init__(
@@ -99,8 +99,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.start = min(first for first, _ in self._ranges)
         """Address of the first byte."""
         self.stop = max(last for _, last in self._ranges)
-        """Address after the last byte. The range may contain memory that is not part of the
-        buffers."""
+        """Address after the last byte. The range may contain other memory."""
 
     @property
     def device(self) -> torch.device:
@@ -134,15 +133,15 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def bind(self, name: str, tree: Any) -> None:
         """Register tensors of the caller that graphs use in place, such as a KV cache.
 
-        They are kept alive. ``check`` raises if their memory moves, their layout changes, or their
-        container holds another tensor.
+        The tensors are kept alive. ``check`` raises if their memory moves, their layout changes, or
+        their container holds another tensor.
 
         Args:
             name: name of the tree in errors.
             tree: a tensor, a tree of tensors (a cache per layer), a module, whose parameters and
                 buffers are bound, or a function without arguments that returns a tree
                 (``lambda: model.cache``). Modules and functions are compared at each run, in
-                about 0.1 us a tensor. A tensor of a tree is named ``name[0]`` or ``name['key']``.
+                about 0.1 us per tensor. A tensor of a tree is named ``name[0]`` or ``name['key']``.
 
         Raises:
             InputError: the name is taken.
@@ -160,7 +159,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             raise
 
     def rebind(self) -> None:
-        """Look up the bound tensors again; later checks compare with these."""
+        """Look up the bound tensors again; later checks compare with the result."""
         self.bound = {k: t for name, tree in self._trees.items() for k, t in bound_in(name, tree)}
         named = ((f"bound tensor {name!r}", tensor) for name, tensor in self.bound.items())
         self._guard = Guard([Bound(named, self._trees)])
@@ -193,7 +192,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
 
 class Bound:
-    """Tensors that graphs use in place, with their places."""
+    """Tensors that graphs use in place, and the places that hold them."""
 
     def __init__(
         self,
@@ -254,14 +253,14 @@ class Bound:
         for holder, size, path in self._sizes:
             if len(holder) != size:
                 raise StateError(
-                    f"{path} has {len(holder)} entries and had {size} at capture, which are in "
-                    f"the graph. Capture again."
+                    f"{path} has {len(holder)} entries and had {size} at capture, and the graph "
+                    f"uses the entries of capture. Capture again."
                 )
         for name, *source in self._sources:
             if not _returns(*source):
                 raise StateError(
-                    f"bound {name!r} returns other tensors than at capture, and the graph would "
-                    f"use the old ones. Write new data into those with copy_(), or {AGAIN}."
+                    f"bound {name!r} returns other tensors than at capture, but the graph uses the "
+                    f"old tensors. Write new data into them with copy_(), or {AGAIN}."
                 )
 
     def _require_same(self, entries: Iterable[Entry]) -> None:
@@ -278,14 +277,15 @@ class Bound:
                     else entry.path
                 )
                 raise StateError(
-                    f"{what} among the bound tensors is not the tensor of capture any more: the "
-                    f"graph would use the old one. Write new data into that tensor with copy_(), "
+                    f"{what} among the bound tensors is no longer the tensor of capture, but the "
+                    f"graph uses the old tensor. Write new data into the old tensor with copy_(), "
                     f"or {AGAIN}."
                 )
             if not same_value(now, entry.value):
                 raise StateError(
-                    f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, which "
-                    f"is in the graph. Make it a host argument of a marked function, or {AGAIN}."
+                    f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, and "
+                    f"the graph uses the value of capture. Make it a host argument of a marked "
+                    f"function, or {AGAIN}."
                 )
 
     def _look_closely(self) -> None:
@@ -294,9 +294,9 @@ class Bound:
             if _look(tensor) != look:
                 raise StateError(
                     f"{what} has moved or has another layout: it was {_text(*look)} and is "
-                    f"{_text(*_look(tensor))}. Graphs use the memory as it was: write new data "
-                    f"into it with copy_(), undo what changed it in place (t_(), resize_(), ...), "
-                    f"or capture again."
+                    f"{_text(*_look(tensor))}. Graphs use the old memory and layout: write new "
+                    f"data with copy_(), undo the in-place change (t_(), resize_(), ...), or "
+                    f"capture again."
                 )
         if all(type(tensor) in _PLAIN for tensor in self.tensors):
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
@@ -306,7 +306,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def term_of(entry: Entry) -> Term:
-    """Return the term that a place holds the value of the entry, or an equal number or text."""
+    """Return the term that a place holds the value of ``entry`` or an equal number or string."""
     holder, key, value = entry.holder, entry.key, entry.value
     place: tuple[Any, ...] = (entry.now,)
     read = "{}()"
@@ -325,11 +325,11 @@ def term_of(entry: Entry) -> Term:
 
 
 _RENEWED = (numbers.Number, str, tuple)
-"""Types whose equal values are often other objects."""
+"""Types whose equal values are often distinct objects."""
 
 
 def _returns(source: Callable[[], Any], tree: Any, then: Sequence[torch.Tensor]) -> bool:
-    """Whether ``source`` returns the same tree, whose entries are compared, or the same tensors."""
+    """Whether ``source`` still returns ``tree``, or tensors like ``then``."""
     now = source()
     if now is tree:
         return True
@@ -375,14 +375,14 @@ def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
             layout = f" of layout {leaf.layout}" if isinstance(leaf, torch.Tensor) else ""
             raise InputTypeError(
                 f"bound buffer {path!r} must be a tensor at a fixed address, a list or dictionary "
-                f"of such, a module, or a function that returns them, got {brief(leaf)}{layout}"
+                f"of tensors, a module, or a function that returns one, got {brief(leaf)}{layout}"
             )
 
 
 def _zeros(nbytes: int, device: torch.device | str) -> torch.Tensor:
     try:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, TypeError) as error:  # CPU allocator; over 64 bits
+    except (RuntimeError, TypeError) as error:  # TypeError: the size exceeds 64 bits
         if not isinstance(error, (TypeError, torch.OutOfMemoryError)) and "alloc" not in str(error):
             raise
         what = str(error).partition("\n")[0]

@@ -1,9 +1,9 @@
 """``graphed``: a callable that runs in graphs, one for each kind of its arguments.
 
-The first call with a key runs eagerly and the second one captures. The key has the structure of the
-arguments, the shape, dtype, device and layout of each tensor, the value of everything else, and the
-grad mode and autocast of the call. With gradients, a forward and a backward graph run behind one
-autograd function (``training.py``).
+The first call with a key runs eagerly and the second call captures. The key consists of the
+structure of the arguments, the shape, dtype, device and layout of each tensor, all other values,
+and the grad mode and autocast of the call. With gradients, a forward and a backward graph run
+behind one autograd function (``training.py``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _RECENT = 4
 """Number of recent keys whose calls are recognised without computing a key."""
 
 _FLOAT_KEYS = 4
-"""Number of keys that differ only in floats after which a warning names the float."""
+"""Number of keys that differ only in a float at which a warning names that float."""
 
 
 class EagerReason(str, enum.Enum):
@@ -103,7 +103,7 @@ class EagerReason(str, enum.Enum):
     IN_CAPTURE = "in_capture"
     """The call is part of another capture, which records it, or of its warm-up."""
     TRACED = "traced"
-    """The call is under a mode of torch or a transform of ``torch.func``."""
+    """A mode of torch or a transform of ``torch.func`` is active."""
     SWITCHED_OFF = "switched_off"
     """The call is inside ``with step.eager()``."""
     BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
@@ -128,20 +128,20 @@ class _Options:
 
 @attrs.define(eq=False)
 class _Entry:
-    """The calls of one key."""
+    """The state of one key."""
 
     calls: int = 0
     graph: _Inference | TrainingGraphs | None = None
     reason: EagerReason | None = None
-    """Reason for which the key always runs eagerly."""
+    """Reason why the key always runs eagerly."""
     has_gradients: bool = False
     """Whether results of the first call required gradients."""
     written: list[torch.Tensor] = attrs.field(factory=list)
-    """Parameters that the step writes, as an optimiser in it does."""
+    """Parameters that the step writes, for example in an optimiser."""
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
-    """Makes a call whose arguments have this key, or returns ``_OTHER``; see ``_repeat_of``."""
+    """Runs a call with this key, or returns ``_OTHER`` for another key; see ``_repeat_of``."""
     eager_seconds: list[float] = attrs.field(factory=list)
     graph_seconds: list[float] = attrs.field(factory=list)
 
@@ -192,8 +192,8 @@ class Graphed:
         """Compute the key of a call, and make the call."""
         if self._closed:
             raise StateError(
-                f"{self!r} is closed. Call dg.ungraphed(module) to give a module its forward back, "
-                f"or make a new one with dg.graphed()."
+                f"{self!r} is closed. Call dg.ungraphed(module) to restore a module's forward, or "
+                f"make a new graphed callable with dg.graphed()."
             )
         if identity.token is not self._process:
             identity.require(self._process, "call a graphed function")
@@ -248,7 +248,7 @@ class Graphed:
         needs_gradient: tuple[bool, ...],
         settings: Settings,
     ) -> None:
-        """Keep the entry, so that its next calls are recognised without computing a key."""
+        """Keep the entry, so that later calls are recognised without computing a key."""
         others = [other for other in self._recent if other is not entry]
         if entry.repeat is None or len(others) < len(self._recent):  # another setting of torch
             is_known = not self._host_names
@@ -268,9 +268,8 @@ class Graphed:
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
         """Return a callable for calls whose arguments are tensors and constants, without trees.
 
-        It compares tensors and settings in one call of torch each. It does not refer to the
-        ``Graphed``, so that dropping the last reference frees the graphs. The result is None if
-        this call has arguments of other kinds.
+        The callable does not refer to the ``Graphed``, so that dropping the last reference frees
+        the graphs. Return None if this call has arguments of other kinds.
         """
         flat, names, graph = (*args, *kwargs.values()), (*kwargs,), entry.graph
         places = [index for index, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
@@ -347,9 +346,9 @@ class Graphed:
     # Keys.
 
     def _named_constants(self) -> tuple[Any, ...]:
-        """Return the plain values that the function names, which are part of the key.
+        """Return the plain values that the function uses by name, which are part of the key.
 
-        If it names another tensor or object than at the last call, all graphs are dropped.
+        If a tensor or object that it uses by name was replaced, all graphs are dropped.
         """
         if self._names.same() and self._constants_same():
             return self._constants
@@ -368,7 +367,7 @@ class Graphed:
         return constants
 
     def _name(self) -> NamedState:
-        """Look for the state that the function names."""
+        """Search the state that the function uses by name."""
         self._named = NamedState(roots_of(self._fn), _is_plain)
         self._names = Guard([self._named])
         return self._named
@@ -420,7 +419,7 @@ class Graphed:
         tensors: list[torch.Tensor],
         with_gradients: bool,
     ) -> Any:
-        """Make a call that runs eagerly, is timed, or captures first."""
+        """Run a call that is eager or timed, or that captures first."""
         options = self._options
         if entry is None:
             entry = self._entries.setdefault(key, _Entry())
@@ -444,7 +443,7 @@ class Graphed:
             if with_gradients and entry.calls == 1:
                 entry.has_gradients = any(t.requires_grad for t in tensors_of(result))
             return result
-        if entry.graph is not None:  # it is still timed
+        if entry.graph is not None:  # still timed
             with entry.graph.lock:
                 if not self._weights_hold():
                     self._drop_all("recaptures")
@@ -469,8 +468,7 @@ class Graphed:
                     raise
                 entry.reason = EagerReason.CAPTURE_FAILED
                 warnings.warn(
-                    f"{self!r} runs eagerly for these arguments, because they cannot be captured: "
-                    f"{error}",
+                    f"{self!r} runs eagerly for these arguments, which cannot be captured: {error}",
                     DeviceGraphWarning,
                     stacklevel=3,
                 )
@@ -508,8 +506,8 @@ class Graphed:
                 path for path, leaf in self._named_leaves(args, kwargs) if isinstance(leaf, float)
             ]
             warnings.warn(
-                f"{', '.join(names)} of {self!r} changes with the calls, and each value needs a "
-                f"graph of its own. Pass a tensor, or name it in host_args= if only marked "
+                f"{', '.join(names)} of {self!r} changes between calls, and each value needs a "
+                f"graph of its own. Pass a tensor, or declare it in host_args= if only marked "
                 f"functions use it.",
                 DeviceGraphWarning,
                 stacklevel=4,
@@ -528,7 +526,7 @@ class Graphed:
         seconds.append(time.perf_counter() - started)
 
     def _judge(self, entry: _Entry) -> None:
-        """Keep a graph that reaches ``min_speedup``, or close it for good."""
+        """Keep a graph that reaches ``min_speedup``, or close it permanently."""
         eager, graph = map(statistics.median, (entry.eager_seconds, entry.graph_seconds))
         assert self._options.min_speedup is not None
         if eager < graph * self._options.min_speedup:
@@ -577,7 +575,8 @@ class Graphed:
         static_inputs = StaticInputs(args, kwargs)
         if entry.has_gradients:
             parameters = [p for p in self._parameters() if p.requires_grad]
-            # Activations live from the forward to the backward graph, so they need a pool alone.
+            # Activations live from the forward to the backward graph, so no other graph may share
+            # their pool.
             pool = backend.make_pool()
             graph = TrainingGraphs(
                 self._fn, static_inputs, pool, parameters, clone=self._options.clone
@@ -599,9 +598,9 @@ class Graphed:
             if captured.gates:
                 captured.close()
                 raise CaptureError(
-                    f"{self!r} has marks of gates ({', '.join(captured.gates)}), which nobody "
-                    f"could open: graphs of a graphed callable come and go. Capture the step with "
-                    f"dg.capture or a runner, whose gates hold for all graphs."
+                    f"{self!r} has gate marks ({', '.join(captured.gates)}), which cannot be "
+                    f"opened, because a graphed callable creates and closes graphs on demand. "
+                    f"Capture the step with dg.capture or a runner, which have gates."
                 )
             entry.graph = _Inference(captured, static_inputs, clone=self._options.clone)
         self._counts["captures"] += 1
@@ -658,7 +657,7 @@ class Graphed:
         return Report.merged(reports)
 
     def invalidate(self) -> None:
-        """Close all graphs; calls are captured again at the second call with a key."""
+        """Close all graphs. Each key is captured again at its second call."""
         for entry in self._entries.values():
             if entry.graph is not None:
                 entry.graph.close()
@@ -681,15 +680,15 @@ class Graphed:
             self._switched_off -= 1
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Return the graphed method of one instance, which is kept in its ``__dict__``."""
+        """Return the graphed method of an instance, which is stored in its ``__dict__``."""
         if instance is None:
             return self
         name = f"_graphed_{getattr(self._fn, '__name__', id(self))}"
         space = getattr(instance, "__dict__", None)
         if space is None:
             raise InputTypeError(
-                f"{type(instance).__name__} has __slots__ and no __dict__, in which the graphs of "
-                f"its graphed method live. Graph a function instead: dg.graphed(instance.method)."
+                f"{type(instance).__name__} has __slots__ and no __dict__ to hold the graphs of "
+                f"its graphed method. Graph a function instead: dg.graphed(instance.method)."
             )
         if name not in space:
             module = instance if isinstance(instance, torch.nn.Module) else None
@@ -714,7 +713,7 @@ _OTHER = object()
 """Returned by a ``repeat`` for a call with another key."""
 
 _NO_TIMES: list[float] = []
-"""Stands for the times of an entry that is not, or no longer, timed."""
+"""The times of an entry that is not, or no longer, timed."""
 
 
 class _Float(str):
@@ -724,7 +723,7 @@ class _Float(str):
 
 
 def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
-    """Append the part of the key of ``node``, and its tensors in order."""
+    """Append the key of ``node`` to ``key`` and its tensors to ``tensors``."""
     kind = type(node)
     if kind is torch.Tensor or isinstance(node, torch.Tensor):
         if isinstance(node, torch.nn.Parameter):
@@ -841,25 +840,25 @@ def graphed(
     """Return a callable that runs ``fn_or_module`` in graphs, one for each kind of arguments.
 
     For a module, the callable also becomes its ``forward``; ``ungraphed`` undoes that. Without
-    ``fn_or_module`` this is a decorator, for functions and for methods, each instance of which has
-    graphs of its own.
+    ``fn_or_module`` this is a decorator of functions and methods. Each instance has graphs of its
+    own for a method.
 
-    A key is captured at its second call. Parameters and buffers that were replaced are noticed, and
-    the key is captured again; in-place changes need nothing.
+    A key is captured at its second call, and again after a parameter or buffer was replaced.
+    In-place changes need no new capture.
 
     Args:
         fn_or_module: a function, a bound method or a module.
         backend: name of the backend, or a backend.
         policy: "full", "breakable" or "piecewise". Gradients need "full".
-        max_graphs: number of keys with graphs; the least recently used one is closed.
+        max_graphs: maximum number of graphs, above which the least recently used graph is closed.
         warmup: eager runs before each capture.
         min_speedup: minimum ratio of eager time to graph time, such as 1.05. The first calls of a
             key are timed, and a graph below the ratio is closed. None keeps all graphs.
         host_args: names and capture values of host arguments; see ``capture``.
         pool: memory to share with other captures; None makes a pool.
-        strict: raise if a call after the first of a key cannot run in a graph.
-        clone: return copies of the outputs. False returns the static outputs, which the next call
-            with the same key overwrites.
+        strict: whether to raise if a call cannot run in a graph, except the first with its key.
+        clone: whether to return copies of the outputs. The next call with the same key overwrites
+            the outputs themselves.
 
     Raises:
         InputError: an argument is out of range. InputTypeError: an argument has a wrong type.

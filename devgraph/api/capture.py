@@ -53,9 +53,9 @@ class Captured:
     ``replay(**host_args)`` equals ``fn(*args, **host_args)`` on the current data of the bound
     tensors. ``replay(*inputs, **host_args)``, or a call of the capture, first copies new inputs
     into the bound tensors. ``outputs`` are the same tensors in every replay. The next replay of
-    this capture overwrites them, and no other capture of the pool does. Only tensors in containers
-    that torch's pytrees know count as outputs. An object of an unregistered class is returned as it
-    is, and replays of other captures overwrite the tensors in it as well.
+    this capture overwrites them; replays of other captures do not. Only tensors in containers that
+    are registered with torch's pytree are outputs. An object of another class is returned
+    unchanged, and replays of other captures may overwrite its tensors.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float, gates: Gates) -> None:
@@ -98,7 +98,7 @@ class Captured:
         )
         named = job.owned.watch_named(regions=self.policy == "full")
         self.gradients = Gradients(job.owned.gradients)
-        """The gradients to which replays add."""
+        """The gradients that replays accumulate."""
         self._guard = Guard([*self._watched, *named], outside)
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
 
@@ -198,11 +198,11 @@ class Captured:
         )
 
     def run(self, host: Mapping[str, Any]) -> None:
-        """Replay without the checks of ``replay``, which the caller has made.
+        """Replay without the checks of ``replay``.
 
-        The capture must be open, and belong to this process. The caller is outside of captures,
-        holds the pool's lock, has called ``pool.order()``, passes a value of the declared type for
-        every host argument, and passes errors to ``raise_if_lost``.
+        The capture is open and belongs to this process. The caller is outside of captures, holds
+        the pool's lock, has called ``pool.order()``, passes a value of the declared type for every
+        host argument, and passes errors to ``raise_if_lost``.
         """
         if self._marks:
             with self.gates.launch(self._marks):
@@ -230,7 +230,7 @@ class Captured:
 
     @property
     def launch(self) -> Callable[[], None] | None:
-        """``run`` without host arguments if it consists of one launch, else None."""
+        """A callable for ``run`` without host arguments if it is a single launch, else None."""
         return None if self._plan.marks or self._broken or self._waits else self._plan.run
 
     def _require_open(self) -> None:
@@ -278,8 +278,8 @@ class Captured:
                 takes a shape and a ``torch.Generator`` on the host. Without a function,
                 floating-point data is random, and integers keep their values.
             state: whether state is compared as well.
-            rtol: relative tolerance for results of a compiler with other kernels than eager; by
-                default that of torch for the dtype. Other results must be equal bit for bit.
+            rtol: relative tolerance for results of a compiler whose kernels differ from eager; by
+                default torch's tolerance for the dtype. Other results must be equal bit for bit.
             atol: absolute tolerance for the same results.
             snapshot_limit: maximum bytes of copies of the state. Larger tensors are hashed.
 
@@ -287,7 +287,7 @@ class Captured:
             A report with ``ok``, ``failures``, ``causes`` and ``not_varied``.
 
         Raises:
-            CaptureError: a case replaced a tensor, or wrote one above ``snapshot_limit``.
+            CaptureError: a case replaced a tensor, or wrote a tensor above ``snapshot_limit``.
         """
         terms = Terms(
             cases=cases,
@@ -413,8 +413,8 @@ def capture(
     """Capture ``fn(*args, **kwargs, **host_args)``.
 
     The tensors in the arguments are bound: their addresses are in the graph, and new data is
-    written into them. After the call, these tensors, and the buffers and random generators in reach
-    of the step, have their old values. Parameters keep the values that the step wrote. A
+    written into them. After the call, these tensors, and the buffers and random generators that the
+    step can reach, have their old values. Parameters keep the values that the step wrote. A
     ``DeviceGraphWarning`` names Python state that the step changed.
 
     Args:
@@ -427,27 +427,27 @@ def capture(
         backend: a backend or its name.
         host_args: names and capture values of the host arguments.
         warmup: number of runs of the step before the capture, on the capture stream. Two, as torch
-            recommends, suffice for libraries with a lazy set-up. "piecewise" runs the compiled
-            step, at least once. The last run allocates the outputs if other captures share the
-            pool. With 0 runs, a replay of an earlier capture overwrites them.
+            recommends, suffice for libraries that initialise lazily. "piecewise" runs the compiled
+            step at least once. If other captures share the pool, the last run allocates the
+            outputs. With 0 runs, replays of earlier captures overwrite the outputs.
         pool: graph memory to share with other captures; None makes a new pool.
-        compiler: compiler of the pieces of "piecewise". Other policies take none.
+        compiler: compiler of the pieces of "piecewise". Other policies accept only None.
         capture_error_mode: see ``Backend.capture_context``.
-        before_break: called before the eager body of each break of a breakable capture, such as a
-            barrier of ranks.
+        before_break: called before the eager body of each break of a breakable capture, for example
+            a barrier of ranks.
         after_warmup: called after each warm-up run, for example to restore state.
         check: whether replays wait for the device after each segment. A device error is then raised
             by its segment, and the notes of the error name that segment.
-        name_nodes: whether to note the nodes of each marked function, for ``explain`` and for
-            ``ranges`` of the graphs in ``segments``. With a module, the nodes of its submodules are
-            noted too; they are hooked during the capture. Pieces of "piecewise" call no submodules.
+        name_nodes: whether to record the nodes of each marked function, for ``explain`` and for
+            ``ranges`` of the graphs in ``segments``. With a module, hooks also record the nodes of
+            its submodules. Pieces of "piecewise" call no submodules.
         budget: budget of policy "full" for new host arguments in replays.
         bound: further state of the graph by name: trees of tensors, modules, and functions that
             return such trees (``lambda: model.cache``). Every replay compares the tensors, in about
-            0.1 us each, and refuses to run if one was replaced.
-        snapshot_limit: maximum bytes of copies of tensors in arguments and in ``bound``, and of
-            buffers of modules. The copies restore their values. Larger tensors in arguments and in
-            ``bound`` are hashed, and must not be written.
+            0.1 us each, and raises StateError if one was replaced.
+        snapshot_limit: maximum bytes of the copies that restore tensors in arguments and ``bound``,
+            and buffers of modules, after the capture. Larger tensors in arguments and ``bound`` are
+            hashed, and must not be written.
         gate_timeout: seconds after which a closed gate makes a replay invalid. By default the value
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
         gates: gates to share with other captures of the pool. They have their own timeout.

@@ -1,4 +1,4 @@
-"""Device: exclusive access for captures, and whether the device still works."""
+"""Device: exclusive access for captures, and detection of a lost device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class CaptureLock:
         self.recording = False
         """Whether a session is open."""
         self.buried: list[object] = []
-        """Objects to free after the capture: freeing their memory in it would abort the process."""
+        """Objects to free after a capture, because freeing them during it would abort the process.
+        """
 
     @property
     def is_held_here(self) -> bool:
@@ -39,10 +40,7 @@ class CaptureLock:
 
 
 class Device(abc.ABC):
-    """A vendor's device as pools, graphs and sessions see it; the base of every backend.
-
-    Vendors override its methods. Services that no vendor overrides are functions of this module.
-    """
+    """The base of every backend: the methods that pools, graphs and sessions need."""
 
     name: str = ""
     capabilities: Capabilities = Capabilities()
@@ -53,16 +51,16 @@ class Device(abc.ABC):
         self.after_fork()
         identity.devices.add(self)
         self.lost = ""
-        """Reason for which the device is lost; empty while it works."""
+        """Reason why the device is lost; empty while it works."""
         self.keeps_memory = False
-        """Whether memory of graphs is never freed."""
+        """Whether memory of graphs stays allocated until the process ends."""
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         """Live graphs, whose ``give_up`` is called when the device is lost."""
         self.gate_sets: weakref.WeakSet[Any] = weakref.WeakSet()
         """``Gates`` at which the device waits; ``synchronize`` raises their errors."""
 
     def after_fork(self) -> None:
-        """Replace the capture lock: the child process has no other thread that could hold it."""
+        """Replace the capture lock, because its owner may be a thread of the parent process."""
         self.capture_lock = CaptureLock()
 
     @property
@@ -91,7 +89,7 @@ class Device(abc.ABC):
         """Run the block on a stream that can be captured.
 
         The block runs after the earlier work of the current stream and before its later work. The
-        base class has no streams and runs the block in place.
+        base class has no streams.
         """
         yield
 
@@ -103,11 +101,11 @@ class Device(abc.ABC):
     def exclusive(self) -> Iterator[None]:
         """Prevent captures of other threads during the block; may be nested.
 
-        Use it before waiting for the whole device: during a capture, drivers refuse to wait and
-        invalidate the capture.
+        A wait for the whole device needs exclusive access, because drivers refuse such a wait
+        during a capture and invalidate the capture.
 
         Raises:
-            CaptureBusyError: another thread captures for too long.
+            CaptureBusyError: another thread's capture does not finish in time.
         """
         if self.capture_lock.is_held_here:
             yield
@@ -124,18 +122,18 @@ class Device(abc.ABC):
     def keep_memory(self) -> None:
         """Stop freeing memory of graphs for the rest of the process.
 
-        The device is lost, or a capture that could not be ended counts as under way.
+        The device is lost, or the driver considers a capture active that could not be ended.
         """
         self.keeps_memory = True
 
     def lost_reason(self, error: BaseException) -> str | None:
-        """Return the reason if ``error`` means that the device is lost; otherwise None."""
+        """Return the reason if ``error`` means that the device is lost, else None."""
         return None
 
     def shortage(self, error: BaseException) -> str | None:
-        """Return the exhausted resource that ``error`` reports; otherwise None.
+        """Return the exhausted resource that ``error`` reports, or None.
 
-        torch reports exhausted memory itself, with an error of its own.
+        Exhausted memory is not included: torch raises its own error for it.
         """
         return None
 
@@ -149,7 +147,7 @@ class Device(abc.ABC):
 
 @contextlib.contextmanager
 def locked(device: Device, lock: Any) -> Iterator[None]:
-    """Hold ``lock``, which a capture of another thread may hold."""
+    """Hold ``lock`` in the block, after a limited wait for a capture that may hold it."""
     with acquiring(lock, device.capture_lock_timeout) as acquired:
         if not acquired:
             who = getattr(device.capture_lock.owner, "name", "")
@@ -165,7 +163,8 @@ def acquiring(lock: Any, seconds: float = 0) -> Iterator[bool]:
     """Hold ``lock`` during the block if it is free within ``seconds``; yield whether it was."""
     acquired: list[bool] = []
     try:
-        # One call acquires the lock and records that: an interrupt may come between two calls.
+        # A single call acquires the lock and records it, because an interrupt between two calls
+        # would leave the lock acquired.
         acquired.extend(map(lock.acquire, (True,), (seconds,)))
         yield acquired[0]
     finally:
@@ -182,7 +181,7 @@ def require_alive(device: Device) -> None:
 def raise_if_lost(device: Device, error: BaseException) -> None:
     """Raise DeviceLost from ``error`` if it means that the device is lost.
 
-    From then on every graph of the device refuses to launch, and every capture to begin.
+    Afterwards no graph of the device can be launched, and no capture can begin.
     """
     reason = device.lost_reason(error)
     if reason is not None and not isinstance(error, DeviceLost):

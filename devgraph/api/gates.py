@@ -1,8 +1,7 @@
 """Gates: points of a step where the device waits for the host, and signals to the host.
 
-Each replay is one *epoch* of all gates (each turn, if the step is a loop). ``Gates`` keeps the
-epochs on the host. A ``GateChannel`` of the backend makes the device wait and signal; the numbers
-that it sees are those of launches.
+Each replay, or each turn of a loop, is one *epoch* of all gates. ``Gates`` counts the epochs on the
+host. A ``GateChannel`` of the backend makes the device wait and signal; it counts launches.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ from devgraph.api.marks.source import user_line
 logger = logging.getLogger(__name__)
 
 TIMEOUT_VARIABLE = "DEVGRAPH_GATE_TIMEOUT"
-"""Environment variable with the seconds of ``gate_timeout`` if nothing else gives them."""
+"""Environment variable with the default of ``gate_timeout`` in seconds."""
 
 _MOST_ERRORS = 64
 """Number of invalid replays that are remembered for ``Gate.wait``."""
 
 Fence = Callable[[], bool]
-"""Whether the work before an ``open_after`` has finished."""
+"""A callable that reports whether the work before an ``open_after`` has finished."""
 
 
 class GateChannel(Protocol):
     """The device's side of the gates of one capture or runner.
 
-    A *place* is the number of a mark: of one name in one turn. Launches have numbers from 1 and
-    follow each other on the device.
+    A *place* is the number of one name in one turn. Launches are numbered from 1 and run one after
+    another on the device.
     """
 
     delayed: bool
-    """Whether waits happen on the device, so that the host must notice forgotten gates."""
+    """Whether waits happen on the device, so that the host must detect forgotten gates."""
 
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
-        """Begin a launch on the current stream; the waits at ``opened`` pass in it.
+        """Begin a launch on the current stream, in which the places ``opened`` do not wait.
 
-        ``launch`` is None for a launch that is not an epoch: all of its gates are open.
+        ``launch`` is None for a launch that is not an epoch and waits nowhere.
         """
 
     def end(self, launch: int) -> None:
@@ -92,7 +91,7 @@ class GateChannel(Protocol):
         """
 
     def clear(self) -> None:
-        """Close all places before the next launch, because the last one did not use them all."""
+        """Close all places before the next launch, because the last launch did not use them all."""
 
     def finished(self) -> int:
         """Return the number of the last launch that has ended."""
@@ -108,13 +107,13 @@ class _Launch:
     """Timeout of each place that waits."""
     opened: dict[int, Fence | None]
     unwritten: set[int]
-    """Places at which the device waits and that the channel has not been told to open."""
+    """Places at which the device waits and that the channel has not opened."""
     grows: bool
-    """Whether the step is eager, so that its waits are not known beforehand."""
+    """Whether the step is eager, so that its waits are not known in advance."""
     begun: bool = False
-    """Whether the channel knows the launch; an eager step begins with its first mark."""
+    """Whether the channel has begun the launch; an eager step begins with its first mark."""
     since: float | None = None
-    """Time from which timeouts count: no earlier launch has a closed gate."""
+    """Start of the timeouts: the time since which no earlier launch has a closed gate."""
 
     @property
     def closed(self) -> list[int]:
@@ -150,7 +149,7 @@ class RecordedMarks:
 
 
 class Gate:
-    """One gate by name; all methods may be called from any thread."""
+    """A named gate; all methods may be called from any thread."""
 
     def __init__(self, gates: Gates, name: str, number: int) -> None:
         self._gates = gates
@@ -175,7 +174,7 @@ class Gate:
             epoch: the replay, counted from 1. If its gate is open, nothing happens.
 
         Raises:
-            GateError: that replay is over.
+            GateError: that replay has finished.
         """
         return self._gates.open(self, epoch, None)
 
@@ -190,15 +189,15 @@ class Gate:
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
         """Wait until the step has signalled, and return the epoch.
 
-        Without ``epoch`` the call waits for the replay after the one of its last call. It skips
-        replays that have ended, except for the last one.
+        Without ``epoch`` the call waits for the replay after that of its last call. It skips
+        replays that have finished, except the most recent replay.
 
         Args:
             timeout: maximum seconds to wait; by default ``gate_timeout`` of the capture or runner.
             epoch: the replay, counted from 1.
 
         Raises:
-            GateTimeoutError: no signal came in time, or the replay is invalid, because one of its
+            GateTimeoutError: no signal arrived in time, or the replay is invalid because one of its
                 gates was not opened.
             GateError: the replay ended without the signal.
         """
@@ -214,8 +213,8 @@ class Gates(Mapping[str, Gate]):
     Args:
         backend: the backend of the step.
         owner: name of the capture or runner in messages.
-        timeout: seconds until a gate counts as forgotten; None takes the environment's.
-        turns: number of turns of the step.
+        timeout: seconds until a gate counts as forgotten; by default from the environment.
+        turns: number of turns of the step's loop.
     """
 
     def __init__(
@@ -230,7 +229,7 @@ class Gates(Mapping[str, Gate]):
         self._channel: GateChannel | None = None
         self._launched = 0
         self._ahead: dict[int, dict[int, Fence | None]] = {}
-        """Opened places of launches to come, by launch."""
+        """Opened places of future launches, by launch."""
         self._launches: dict[int, _Launch] = {}
         """Launches that may not have ended."""
         self._now: _Launch | None = None
@@ -240,14 +239,14 @@ class Gates(Mapping[str, Gate]):
         """The errors of the last invalid launches, by launch."""
         self._unseen: GateTimeoutError | None = None
         self.untold: GateTimeoutError | None = None
-        """The last error, until other ranks know of it."""
+        """The last error, until it is reported to other ranks."""
         self._watch: threading.Thread | None = None
         self.recorded = RecordedMarks()
         """The marks of the last recording."""
         self._unopened: list[int] = []
         self._records = False
         self.complete = False
-        """Whether a capture has shown all names."""
+        """Whether a capture has defined all names."""
         self.breaks = not backend.capabilities.gates
         """Whether marks break a capture, because the backend has no gates inside a graph."""
 
@@ -316,8 +315,8 @@ class Gates(Mapping[str, Gate]):
         if recording or (launch is None and self._records):
             if (kind, place) in recorded.marks:
                 raise CaptureError(
-                    f"dg.{kind}({name!r}) occurs twice in a capture, at {user_line()}: names are "
-                    f"unique in a step. Add the number of the layer to the name."
+                    f"dg.{kind}({name!r}) occurs twice in a capture, at {user_line()}: names must "
+                    f"be unique in a step. Add the number of the layer to the name."
                 )
             recorded.marks.add((kind, place))
         if recording:
@@ -363,7 +362,7 @@ class Gates(Mapping[str, Gate]):
             self._records = False
 
     def open_recorded(self) -> None:
-        """Let the waits that were recorded since the last call pass once."""
+        """Open the waits that were recorded since the last call, for one launch."""
         places, self._unopened = self._unopened, []
         if self._now is None and places:
             self.channel.begin(None, places, False)
@@ -372,7 +371,7 @@ class Gates(Mapping[str, Gate]):
         """Wait on the host until ``place`` is open in the launch that runs.
 
         Raises:
-            GateTimeoutError: nobody opened it in time.
+            GateTimeoutError: the place was not opened in time.
         """
         launch = self._now
         if launch is None or self._held_open:
@@ -392,7 +391,7 @@ class Gates(Mapping[str, Gate]):
 
     @contextlib.contextmanager
     def held_open(self) -> Iterator[None]:
-        """Let all waits pass in the block. Its replays do not count as epochs."""
+        """Keep all gates open in the block. Its replays do not count as epochs."""
         self._held_open += 1
         try:
             yield
@@ -403,8 +402,8 @@ class Gates(Mapping[str, Gate]):
     def launch(self, recorded: RecordedMarks | None = None) -> Iterator[None]:
         """Run one step in the block, under the lock of its pool.
 
-        Without ``recorded``, the marks of a capture, the step is eager. It is an epoch only if it
-        has marks.
+        The step is eager without ``recorded``, the marks of a capture. An eager step is an epoch
+        only if it has marks.
 
         Raises:
             GateTimeoutError: a gate of an earlier replay was not opened.
@@ -473,10 +472,9 @@ class Gates(Mapping[str, Gate]):
             del self._launches[number]
 
     def _issue(self) -> None:
-        """Tell the channel of opened places, in the order of launches, and start the watch.
+        """Open places in the channel, in the order of launches, and start the watch.
 
-        Places of a launch wait until all places of earlier ones are open: the channel serves them
-        in this order.
+        Places of a launch are opened only after all places of earlier launches.
         """
         for launch in self._launches.values():
             if launch.since is None:
@@ -510,7 +508,8 @@ class Gates(Mapping[str, Gate]):
                 why = f" ({error})" if error else ""
                 raise GateError(
                     f"gate {gate.name!r} of {self.owner} cannot be opened for replay {epoch}, "
-                    f"which is over{why}. The last replay was {self.epoch}: open a later one."
+                    f"which is over{why}. The last replay was {self.epoch}: open the gate for a "
+                    f"later replay."
                 )
             if self._needs(gate, epoch):
                 if launch is None:
@@ -587,7 +586,7 @@ class Gates(Mapping[str, Gate]):
             if time.monotonic() > deadline:
                 raise GateTimeoutError(
                     f"replay {epoch} of {self.owner} did not signal {gate.name!r} within "
-                    f"{seconds:g} s. Launch it before, or wait longer (timeout=)."
+                    f"{seconds:g} s. Launch the replay before the wait, or wait longer (timeout=)."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
@@ -621,7 +620,7 @@ class Gates(Mapping[str, Gate]):
         return error
 
     def _watch_gates(self) -> None:
-        """Open forgotten gates after their timeout; ends when no launch waits."""
+        """Open forgotten gates after their timeout, until no launch waits."""
         while True:
             with self._state:
                 self._prune()
@@ -713,7 +712,7 @@ def _timeout(given: float | None) -> float:
     """Return a timeout in seconds, from the environment if it is None.
 
     Raises:
-        InputError: it is not a positive number.
+        InputError: the timeout is not a positive number.
     """
     if given is None:
         text = os.environ.get(TIMEOUT_VARIABLE) or "30"

@@ -29,7 +29,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Inputs:
-    """The bound arguments of a capture, which take the new inputs of replays."""
+    """The bound arguments of a capture, which receive the inputs of replays."""
 
     def __init__(self, owned: Owned, host: Collection[str]) -> None:
         self._host = host
@@ -60,8 +60,8 @@ class Inputs:
         for target, source in pairs:
             if new.setdefault(id(target), source) is not source:
                 raise InputError(
-                    f"one bound tensor ({brief(target)}) is several arguments of the step, and "
-                    f"different data was given for them. Capture with a tensor for each."
+                    f"the bound tensor {brief(target)} is passed as several arguments of the step, "
+                    f"and different data was given for them. Capture with a tensor for each."
                 )
         if len(new) > 1:
             self._require_agreement([target for target, _ in pairs], new)
@@ -69,9 +69,9 @@ class Inputs:
         return pairs, host
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:
-        """Raise InputError if data that the step writes shares memory, unlike the bound tensors.
+        """Raise InputError if inputs share memory that the step writes, and bound tensors do not.
 
-        Eager code would see its writes in the other data, but a replay would not.
+        In eager code, both inputs would change; in a replay, only one.
         """
         for target, source in [pair for pair in pairs if id(pair[0]) in self._written]:
             for other, given in pairs:
@@ -81,8 +81,8 @@ class Inputs:
                     and not self._share_memory(target, other)
                 ):
                     raise InputError(
-                        f"the inputs {brief(source)} and {brief(given)} share memory, the step "
-                        f"writes one of them, and the bound tensors have memory for each. Pass a "
+                        f"the inputs {brief(source)} and {brief(given)} share memory, and the step "
+                        f"writes one of them, but the bound tensors do not share memory. Pass a "
                         f"clone(), or capture with tensors that share memory in this way."
                     )
 
@@ -92,9 +92,9 @@ class Inputs:
             is_other = now != then and bound.keys() == value.keys()
             if is_other and name in self._iterated:
                 raise InputError(
-                    f"input {name!r} has the keys {brief(now)} and had {brief(then)} at capture. "
-                    f"The step reads it whole, and the graph does the work of those in their "
-                    f"order. Put them into that order, or capture again."
+                    f"input {name!r} has its keys in the order {brief(now)}, and in the order "
+                    f"{brief(then)} at capture. The step iterates over them, so the graph keeps "
+                    f"the order of capture. Pass the keys in that order, or capture again."
                 )
         return _pairs(name, bound, value)
 
@@ -119,9 +119,9 @@ class Inputs:
                     continue
                 if self._share_memory(one, other):
                     raise InputError(
-                        f"the bound tensors {brief(one)} and {brief(other)} share memory, and "
-                        f"their new data does not share it in the same way. Capture with memory "
-                        f"for each."
+                        f"the bound tensors {brief(one)} and {brief(other)} share memory, but "
+                        f"their new data does not share memory in the same way. Capture with "
+                        f"separate memory for each."
                     )
 
     def _named(self, name: str, given: int) -> Any:
@@ -159,7 +159,7 @@ def write(pairs: Sequence[Pair]) -> None:
 
 
 def write_back(pairs: Sequence[Pair], written: Collection[int]) -> None:
-    """Copy bound tensors that the step wrote (``written`` has their ids) into the given ones."""
+    """Copy bound tensors that the step wrote (``written`` has their ids) into the inputs."""
     for target, source in pairs:
         if source is not target and id(target) in written:
             _copy(source, target)
@@ -195,14 +195,15 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
         own, held = _attributes(value), _attributes(bound)
         if own.keys() != held.keys() or not all(same_value(own[key], held[key]) for key in held):
             raise InputError(
-                f"input {name!r} has the attributes {own} and had {held} at capture, which are in "
-                f"the graph. Pass changing values as arguments, or capture again."
+                f"input {name!r} has the attributes {own} and had {held} at capture, and the graph "
+                f"uses those of capture. Pass changing values as arguments, or capture again."
             )
         if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
             raise InputError(
-                f"input {name!r} has strides {value.stride()}, and windows that overlap are bound, "
-                f"with strides {bound.stride()}. One place in memory would receive several values. "
-                f"Pass windows with the bound strides, such as those of unfold()."
+                f"input {name!r} has strides {value.stride()}, but the bound tensor has "
+                f"overlapping windows with strides {bound.stride()}, so that one address would "
+                f"receive several values. Pass windows with the same strides, such as those of "
+                f"unfold()."
             )
         return [(bound, value)]
     children = children_of(bound)
@@ -229,7 +230,7 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _other_structure(where: str, bound: Any, value: Any) -> InputError:
     return InputTypeError(
-        f"input {where!r} is {brief(value)}, and {brief(bound)} is bound. Pass the same structure."
+        f"input {where!r} is {brief(value)}, but {brief(bound)} is bound. Pass the same structure."
     )
 
 
@@ -239,14 +240,14 @@ def _other_value(where: str, bound: Any, value: Any) -> InputError:
     if is_object and type(bound) is type(value):
         return InputError(
             f"input {where!r} is not the {type(bound).__name__} of capture, and a replay "
-            f"cannot copy its contents: register it with torch.utils._pytree."
-            f"register_pytree_node, or hand its tensors over."
+            f"cannot copy its contents: register the class with torch.utils._pytree."
+            f"register_pytree_node, or pass the tensors themselves."
         )
     if children_of(value) is not None:
         return _other_structure(where, bound, value)
     return InputError(
-        f"input {where!r} is {brief(value)} and was {brief(bound)} at capture. The graph keeps "
-        f"that value. Capture again, or make it a host argument of a marked function."
+        f"input {where!r} is {brief(value)} and was {brief(bound)} at capture. The graph uses the "
+        f"value of capture. Capture again, or make it a host argument of a marked function."
     )
 
 
@@ -255,12 +256,12 @@ def _misfit(where: str, target: torch.Tensor, source: Any) -> InputError:
         is_tensor = isinstance(source, torch.Tensor)
         way = f"x.to({target.dtype})" if is_tensor else f"torch.as_tensor(x, dtype={target.dtype})"
         return InputTypeError(
-            f"input {where!r} is {brief(source)}, and {brief(target)} is bound. A replay copies "
-            f"new data into the bound tensor and converts nothing: pass a tensor of "
+            f"input {where!r} is {brief(source)}, but {brief(target)} is bound. A replay copies "
+            f"new data into the bound tensor without conversion: pass a tensor of "
             f"{target.dtype}, such as {way}"
         )
     return InputError(
-        f"input {where!r} is {brief(source)}, and {brief(target)} is bound: a replay copies new "
-        f"data into the bound tensor, whose shape, dtype and device stay. Capture again for "
-        f"others, or use a runner, which pads batches to captured sizes."
+        f"input {where!r} is {brief(source)}, but {brief(target)} is bound: a replay copies new "
+        f"data into the bound tensor, whose shape, dtype and device are fixed. Capture again, or "
+        f"use a runner, which pads batches to captured sizes."
     )

@@ -1,4 +1,4 @@
-"""Modes and settings of torch at a capture, restored wherever its Python code runs again."""
+"""Modes and settings of torch at a capture, restored when Python code of the step runs again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 """Device type and dtype of each enabled autocast."""
 
 tracer = torch._C._get_dispatch_mode
-"""Returns the mode of this thread that traces with tensors without memory, or None."""
+"""Return this thread's tracing mode for the key ``FAKE`` or ``PROXY``, or None."""
 FAKE, PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -76,7 +76,7 @@ _UNGUARDED: tuple[Callable[[], Any], ...] = (
     _dispatches,
     *(get for get, _ in _SWITCHES[:5]),
 )
-"""Settings that blocks switch and that ``GlobalStateGuard`` does not compare."""
+"""Settings that context managers switch and ``GlobalStateGuard`` does not compare."""
 
 
 def _unknown() -> bool:
@@ -93,7 +93,7 @@ class Stack:
     pop: Callable[[], Any]
 
     def users(self) -> tuple[Any, ...]:
-        """Return the user's modes on the stack, without those of a recording."""
+        """Return the user's modes on the stack, without devgraph's own."""
         return tuple(mode for mode in self.read() if not _is_own(mode)) if self.height() else ()
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class Stack:
             yield
             return
         below = list(itertools.takewhile(_is_own, before))
-        above = filter(_is_own, before[len(below) :])  # guards see operations first
+        above = filter(_is_own, before[len(below) :])  # devgraph's guards see operations first
         self.rebuild([*below, *modes, *above])
         try:
             yield
@@ -149,7 +149,7 @@ STACKS = (
 
 
 class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode of devgraph, not of the user; subclasses receive each operation."""
+    """Base of devgraph's own dispatch modes; subclasses receive each operation."""
 
     is_devgraph_mode = True
 
@@ -178,7 +178,7 @@ class Settings:
     switches: tuple[Any, ...]
     stacks: tuple[tuple[Any, ...], ...]
     _same: Callable[[], bool] = _unknown
-    """Whether these settings are in force, after ``hold`` found them so."""
+    """A fast form of ``hold``, set by its first call that returns True."""
 
     @staticmethod
     def current() -> Settings:
@@ -202,10 +202,7 @@ class Settings:
     __hash__ = None  # type: ignore[assignment]
 
     def key(self) -> Any:
-        """Return a hashable value that equal settings share, or None under modes of the user.
-
-        Default devices are part of the value.
-        """
+        """Return a hashable form with default devices, or None if the user has other modes."""
         if not all(isinstance(mode, DeviceContext) for stack in self.stacks for mode in stack):
             return None
         switches = (tuple(v) if isinstance(v, list) else v for v in self.switches)
@@ -224,7 +221,7 @@ class Settings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Run the block under these settings; those of the whole process change for all threads."""
+        """Run the block under these settings; process-wide settings change for all threads."""
         grad = torch.is_grad_enabled()
         try:
             with contextlib.ExitStack() as stack:

@@ -23,26 +23,26 @@ from devgraph.api.tensors import Memory
 logger = logging.getLogger(__name__)
 
 _SMALL = 1024
-"""Bytes, or elements of a set, that a replay compares. Larger contents are left to ``prove()``."""
+"""Maximum bytes, or elements of a set, that a replay compares; ``prove()`` compares larger ones."""
 
 
 _EACH, _TURN = 32, 8
-"""Numbers of entries of dictionaries that a replay compares, and of those of inner modules.
+"""Numbers of dictionary entries that a replay compares: outside of inner modules, and in them.
 
-If there are more, the others take turns. All cells, entries of lists and members of classes, and
-the lengths of all containers, are compared each time.
+Further entries take turns. All cells, entries of lists and members of classes, and the lengths of
+all containers, are compared each time.
 """
 
 
 class NamedState:
-    """The places that a step names, with their values at capture.
+    """The places that a step reads by name, with their values at capture.
 
-    A replay compares identities. If an object was replaced, the places are searched again, and an
-    equal object passes: one with the same tensors, equal plain values and the same code.
+    A replay compares identities. If an object was replaced, the places are searched again. The new
+    object is accepted if it has the same tensors, equal plain values and the same code.
 
     Args:
         roots: pairs of a name and an object from which the state of the step is searched.
-        is_changed: whether the step itself changed a place. Such places are not compared.
+        is_changed: returns whether the step itself changed a place. Such places are not compared.
         regions: whether regions are part of the graph.
 
     Attributes:
@@ -114,9 +114,9 @@ class NamedState:
         for mapping, keys in self._orders:
             if [*mapping] != keys:
                 raise StateError(
-                    f"a {type(mapping).__name__} that the step reads whole has the keys "
-                    f"{brief([*mapping])} and had {brief(keys)} at capture, and the graph does the "
-                    f"work of those in their order. Put them back, or {AGAIN}."
+                    f"a {type(mapping).__name__} that the step iterates over has the keys "
+                    f"{brief([*mapping])} and had {brief(keys)} at capture, and the graph uses the "
+                    f"keys of capture in their order. Restore them, or {AGAIN}."
                 )
         try:
             self._bound.check()
@@ -128,7 +128,7 @@ class NamedState:
         if not self._memory.is_kept():
             moved = {*map(id, self._memory.moved())}
             path = next((e.path for e in self._held if id(e.value) in moved), "a named tensor")
-            raise StateError(_stale(f"{path} has other memory than at capture"))
+            raise StateError(_stale(f"{path} no longer has its memory of capture"))
         for entry, content in self._contents:
             if content_of(entry.value) != content:
                 _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
@@ -137,14 +137,13 @@ class NamedState:
                 _refuse(entry, f"has the initial seed {now} and had {seed} at capture")
 
     def constants(self) -> tuple[Any, ...]:
-        """Return hashable values of the plain places; StateError if one holds an object."""
+        """Return the plain values, hashable; raise StateError if a place holds another object."""
         return tuple([_constant(entry, entry.now()) for entry in self.plain])
 
     def require_kept(self) -> None:
-        """Restore tensors that the step has replaced since, and raise CaptureError for them.
+        """Restore tensors that the step replaced, and raise CaptureError for them.
 
-        Other places that the step changed are no longer compared, and the log names their plain
-        values.
+        Other changes of the step are logged, if the values are plain, and no longer compared.
         """
         tensors = [entry for entry in self._held if isinstance(entry.value, torch.Tensor)]
         replaced = [entry for entry in tensors if entry.now() is not entry.value]
@@ -182,7 +181,7 @@ class NamedState:
             others = after.get(entry.path)
             now = others.pop(0).value if others else entry.now()
             if isinstance(entry.value, torch.Tensor) and entry.value is not now:
-                raise StateError(_stale(f"{entry.path} is not the tensor of capture any more"))
+                raise StateError(_stale(f"{entry.path} is no longer the tensor of capture"))
             if not is_alike(entry.value, now):
                 _refuse(entry, f"is {brief(now)} and was {brief(entry.value)} at capture")
         for entry, content in self._contents:
@@ -197,7 +196,7 @@ class NamedState:
 
 def _constant(entry: Entry, value: Any) -> Any:
     if isinstance(value, float):
-        return value.hex()  # Text differs for -0.0 and 0.0, and nan equals itself.
+        return value.hex()  # The text differs for -0.0 and 0.0, and is equal for NaN.
     if not isinstance(value, PLAIN):
         _refuse(entry, f"is {brief(value)} and was {brief(entry.value)} at capture")
     return type(value), value
@@ -221,15 +220,15 @@ def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
 
 def _stale(what: str) -> str:
     return (
-        f"{what}: the graph would use the old one. Write new data into that tensor with copy_(), "
-        f"or {AGAIN}."
+        f"{what}, but the graph uses the old tensor. Write new data into the old tensor with "
+        f"copy_(), or {AGAIN}."
     )
 
 
 def _refuse(entry: Entry, what: str) -> NoReturn:
     raise StateError(
-        f"{entry.path} {what}, which is in the graph. Keep changing numbers in a tensor, make the "
-        f"value a host argument of a marked function, or {AGAIN}."
+        f"{entry.path} {what}, and the graph uses the state of capture. Keep changing numbers in a "
+        f"tensor, make the value a host argument of a marked function, or {AGAIN}."
     )
 
 
@@ -263,9 +262,9 @@ def is_alike(old: Any, new: Any) -> bool:
 
 
 def content_of(value: Any) -> Any:
-    """Return the length of a list, or the contents of a small set, array or byte string.
+    """Return the length of a list or large set, or the contents of a small set or array.
 
-    Return None for all other values, and for large contents.
+    Return None for all other values.
     """
     if isinstance(value, list | deque):
         return len(value)

@@ -1,4 +1,4 @@
-"""State that a capture owns: the arguments, and everything that it restores afterwards."""
+"""State that a capture owns: the arguments, and the state that is restored after the capture."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _TRAINING = operator.attrgetter("training")
 
 
 class Owned:
-    """The state of one step: its arguments, the trees in ``bound=``, and all that it can reach.
+    """The state of one step: its arguments, the trees in ``bound=``, and everything in its reach.
 
     Args:
         fn: the step.
@@ -99,7 +99,7 @@ class Owned:
                 elif is_iterator(leaf):
                     raise InputTypeError(
                         f"{path} is a {type(leaf).__name__}, which one run of the step exhausts, "
-                        f"and a capture runs it several times. Hand over a list."
+                        f"but a capture runs the step several times. Pass a list."
                     )
                 elif not isinstance(leaf, PLAIN):
                     self._inner.append((path, leaf))
@@ -113,24 +113,24 @@ class Owned:
         self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
         self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
         self.roots = [*self._inner, *roots_of(fn)]
-        """The objects from which the state of the step is searched, as pairs with their names."""
+        """Pairs of a name and an object from which the state of the step is searched."""
         self.written: set[int] = set()
         self._state: dict[str, tuple[Any, Any]] = {}
         self._watch: Watch | None = None
-        """The places that the step can reach, during a run that is captured."""
+        """The places that the step can reach, during a run in a scope."""
         self._refuse: Callable[[list[Change]], None] = raise_rebinding
-        """Takes the changes before an eager body."""
+        """Called with the changes that the step made before an eager body."""
         self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
-        """Plain values that the step changed before the call of a mark, with the call."""
+        """Plain values that the step changed before it called a mark, with that call."""
         self._created: dict[str, torch.Tensor] | None = None
-        """Tensors that the first run of the step made for later ones."""
+        """Tensors that the first run of the step made for later runs."""
         self._keeper: Callable[[Iterable[tuple[str, torch.Tensor]]], Snapshot] | None = None
-        """Saves the tensors that the first run made, and restores the state before it."""
+        """Saves the tensors that the first run made, and restores the state before that run."""
         self._after_first: Snapshot | None = None
         self._weights: list[tuple[torch.Tensor, int]] = []
         """Parameters and their versions before the first run."""
         self._before: set[int] = set()
-        """Identities of the tensors in reach before the first run."""
+        """Identities of the tensors that the step could reach before the first run."""
         self._values: dict[tuple[int, Any], tuple[Any, Any]] = {}
         """The values of named places before the first run, with their contents."""
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -149,7 +149,7 @@ class Owned:
         return self.tensors[self._given : self._in_arguments]
 
     def reached(self) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
-        """Return the tensors that the step reaches now, parameters included, and generators."""
+        """Return the tensors (including parameters) and generators that the step reaches now."""
         places = [*entries(self.roots)]
         values = itertools.chain((leaf for _, leaf in self._inner), (e.value for e in places))
         generators = {id(v): v for v in values if isinstance(v, torch.Generator)}
@@ -161,7 +161,7 @@ class Owned:
         return tensors, [*generators.values()]
 
     def everything(self) -> list[tuple[str, torch.Tensor]]:
-        """Return bound and reached tensors, parameters included, each with its name."""
+        """Return the bound and the reached tensors (including parameters), each with its name."""
         return [*self.tensors, *self._bound_tensors, *self.reached()[0]]
 
     @contextlib.contextmanager
@@ -169,8 +169,8 @@ class Owned:
         """Yield the arguments for one run, with copies of the caller's containers.
 
         A run inside a capture must not replace, add or remove an entry or an attribute that holds
-        a tensor, except in eager bodies. Runs before the capture may do so, because many steps set
-        themselves up in the first one. No run may change the containers in arguments.
+        a tensor, except in eager bodies. Runs before the capture may do so, because many steps
+        initialise themselves in their first run. No run may change the containers in arguments.
 
         Args:
             strict: whether this run must not change such places either, although it is not
@@ -196,7 +196,7 @@ class Owned:
             yield tuple(copied[:count]), dict(zip(self._kwargs, copied[count:], strict=True))
             changes = before_bodies
             if watch:
-                # Runs in a scope note no plain values: eager bodies hide some of their changes.
+                # Runs in a scope note no plain values, because eager bodies hide some changes.
                 notes = (self._note_state,) if scope is None else ()
                 changes = [*before_bodies, *watch.changes(*notes)]
             if watch and self._settings:
@@ -225,10 +225,10 @@ class Owned:
 
     @contextlib.contextmanager
     def eager_body(self, mark: Mark, args: tuple[Any, ...]) -> Iterator[None]:
-        """Allow assignments in the block, which runs a body that every replay runs again.
+        """Allow assignments in the block, the eager body of ``mark``, because replays repeat them.
 
         Raises:
-            CaptureError: the captured step rebound a tensor before.
+            CaptureError: the captured step rebound a tensor before the body.
         """
         if self._watch is not None:
 
@@ -266,14 +266,14 @@ class Owned:
         self.is_unsettled = False
         assert self._after_first is not None
         if any(tensor._version != version for tensor, version in self._weights):
-            return  # an optimiser, whose parameters are not restored either
+            return  # an optimiser changes parameters, which are not restored either
         for name, tensor, now, saved, _ in self._after_first.parts():
             if _is_near(now, saved):
                 continue
             if id(tensor) in self._before:
                 raise CaptureError(
                     f"the step exchanges tensors: {name} holds another tensor after each run, as "
-                    f"with two buffers that take turns, but a replay always uses the tensor of "
+                    f"with two alternating buffers, but a replay always uses the tensor of "
                     f"capture. Copy the new contents into one buffer with copy_()."
                 )
             raise CaptureError(
@@ -349,10 +349,10 @@ class Owned:
                     snapshot.restore()
                     parameters.restore_contents()
             except Exception as lost:
-                note(error, f"and the contents of the arguments could not be restored: {lost}")
+                note(error, f"the contents of the arguments could not be restored: {lost}")
             raise
         finally:
-            self._keeper = None  # it keeps the copies of the snapshot
+            self._keeper = None  # frees the copies of the snapshot
         self.gradients = [
             (leaf, leaf.grad)
             for (leaf, grad), version in zip(leaves, versions, strict=True)
@@ -376,7 +376,7 @@ class Owned:
             warnings.warn(text_of_changes(changes), DeviceGraphWarning, stacklevel=4)
 
     def _restore_created(self) -> None:
-        """Restore the tensors that the first run made to their values after it, with a warning."""
+        """Restore the values that the first run gave to tensors it made, with a warning."""
         created, snapshot = self._created or {}, self._after_first
         self._created, self._after_first = {}, None
         written = [] if snapshot is None else snapshot.written(created.values())
@@ -385,9 +385,9 @@ class Owned:
         snapshot.restore()
         names = [path for path, tensor in created.items() if any(t is tensor for t in written)]
         warnings.warn(
-            f"the first warm-up run made {', '.join(names)}, and later runs wrote it. It has its "
-            f"values after the first run, and replays continue from these. Make it before the "
-            f"capture, so that the capture restores its values.",
+            f"the first warm-up run made {', '.join(names)}, and later runs wrote to it. Its "
+            f"values after the first run were restored, and replays continue from them. Make it "
+            f"before the capture, so that the capture restores its values.",
             DeviceGraphWarning,
             stacklevel=5,
         )
@@ -395,7 +395,7 @@ class Owned:
     def watch(self) -> tuple[list[Watched], list[Watched]]:
         """Return the state that replays and proofs compare: given by the caller, and found."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
-        # Functions among the arguments are for the step. Only those in ``bound`` return trees.
+        # Only functions in ``bound`` return trees. The step calls functions in its arguments.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
         count = self._in_arguments
         named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
@@ -419,7 +419,7 @@ class Owned:
         return given, found
 
     def watch_named(self, *, regions: bool) -> list[Watched]:
-        """Return the state that replays compare but proofs do not, because they report its changes.
+        """Return the state that replays compare. Proofs report its changes instead.
 
         Args:
             regions: whether regions are part of the graph.
@@ -452,17 +452,17 @@ def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) 
 
 
 def require_place(path: str, tensor: torch.Tensor) -> None:
-    """Raise InputTypeError if a tensor has no memory of its own with a fixed address."""
+    """Raise InputTypeError if a tensor has no memory of its own at a fixed address."""
     kind = type(tensor).__name__
     if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise InputTypeError(
-            f"{path} is a {kind} of a tracer or of a transform of torch.func (vmap, grad, ...), "
-            f"which has no memory. Capture and replay outside of it."
+            f"{path} is a {kind} of a tracer or of a transform of torch.func (vmap, grad, ...) "
+            f"and has no memory. Capture and replay outside of the tracer or transform."
         )
     if is_traceable_wrapper_subclass(tensor):
         raise InputTypeError(
             f"{path} is a {kind}, a tensor subclass that wraps others and has no memory of its "
-            f"own. Hand over the tensors that it wraps, and put it together in the step."
+            f"own. Pass the tensors that it wraps, and create the {kind} in the step."
         )
     if tensor.is_meta:
         raise InputTypeError(
@@ -471,19 +471,19 @@ def require_place(path: str, tensor: torch.Tensor) -> None:
         )
     if not has_place(tensor):
         raise InputTypeError(
-            f"{path} has layout {tensor.layout}{' (nested)' * tensor.is_nested}, and a replay "
-            f"needs tensors at fixed addresses. Bind its parts, and put it together in a function "
+            f"{path} has layout {tensor.layout}{' (nested)' * tensor.is_nested}, but a replay "
+            f"needs tensors at fixed addresses. Pass its parts, and create it in a function "
             f"marked @dg.no_graph."
         )
 
 
 def refuse_fakes(what: str) -> None:
-    """Raise CaptureError where torch traces with tensors that have no memory."""
+    """Raise CaptureError if torch is tracing with tensors that have no memory."""
     if any(tracer(key) is not None for key in (FAKE, PROXY)):
         raise CaptureError(
-            f"cannot {what} under FakeTensorMode, or while make_fx traces: tensors have no memory "
-            f"there. Leave it (torch.compile and torch.export trace in it), or mark the caller so "
-            f"that it is not traced (torch.compiler.disable)."
+            f"cannot {what} under FakeTensorMode or make_fx (torch.compile and torch.export use "
+            f"them), because tensors have no memory there. Leave the mode, or exclude the caller "
+            f"from tracing with torch.compiler.disable."
         )
 
 
@@ -518,19 +518,19 @@ class Gradients:
                 leaf.grad = gradient
             elif leaf.grad is not gradient:
                 raise StateError(
-                    f"the gradient of {brief(leaf)} is not the tensor of capture any more, and "
-                    f"the graph adds to that one. Write into it with copy_(), set it to None, or "
-                    f"{AGAIN}."
+                    f"the gradient of {brief(leaf)} is no longer the tensor of capture, but the "
+                    f"graph adds to the old tensor. Write into the old tensor with copy_(), set "
+                    f"the gradient to None, or {AGAIN}."
                 )
 
 
 class Weights:
-    """The parameters and buffers of modules, which assignments replace.
+    """The parameters and buffers of modules, which assignments can replace.
 
     torch reports every assignment of a tensor to a module, but neither an assignment of None nor a
     deletion. After a report a replay compares all tensors. Otherwise it compares the addresses of a
-    few tensors and, in rotation, a part of the entries, so that its cost on a device does not grow
-    with the number of modules.
+    few tensors and, in rotation, a part of the entries. The cost of a replay on a device therefore
+    does not grow with the number of modules.
 
     Args:
         modules: the modules.
@@ -566,12 +566,9 @@ class Weights:
         self.terms = [*self._compared()]
 
     def _compared(self) -> Iterator[Term]:
-        """Yield the terms of a guard.
-
-        They become false after an assignment to any module, or a new hook of any kind.
-        """
+        """Yield terms that become false after an assignment to any module or a new hook."""
         terms = [*map(self._term_of, self.modules)]
-        # Comparing unequal tensors of several elements raises, which counts as false.
+        # A comparison of unequal tensors with several elements raises, which counts as false.
         terms[CHECKED:CHECKED] = [("{} == {}", pair) for pair in self._tables_held]
         yield from by_turns(terms, CHECKED, _TURN)
         yield "{}[0] == {}[0]", (_assignments, self._seen)
@@ -606,24 +603,24 @@ class Weights:
                 self._refuse(repr(f"{path}.{key}" if path else key))
         for table, children in self._children:
             if dict(table.items()) != children:
-                raise StateError(f"a module of the step has other submodules {_AGAIN}")
+                raise StateError(f"a module of the step has other submodules than at capture{_OLD}")
         if [*map(_kind_of, self.modules)] != self._kinds:
             raise StateError(
-                "a module of the step has another class or another forward than at capture, and "
-                "the graph does the work of that one. Capture again."
+                "a module of the step has another class or another forward than at capture, but "
+                "the graph runs the old forward. Capture again."
             )
         training, hooks = self._modes
         if self._has_modes and self.training() != training:
             raise StateError(
                 "a module of the step was captured in training mode and is in evaluation mode "
-                "now, or the other way round: the graph does the work of the mode of capture. "
-                "Call train() or eval() on it, or capture again."
+                "now, or vice versa, but the graph uses the mode of capture. Call train() or "
+                "eval() on the module, or capture again."
             )
         if self._hooks_now() != self._hooks or [*map(len, self._tables)] != hooks:
             raise StateError(_OTHER_HOOKS)
         if not self._memory.is_kept():
             self._refuse("a parameter or buffer")
-        # New terms are made only if they are needed, because other modules are assigned to as well.
+        # Assignments to other modules need no new terms.
         try:
             same = all(itertools.starmap(operator.eq, self._tables_held))
         except RuntimeError:  # of tensors with several elements
@@ -634,8 +631,8 @@ class Weights:
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(
-            f"{what} of a module is not the tensor of capture any more, or has other memory "
-            f"{_AGAIN}"
+            f"{what} of a module is no longer the tensor of capture, or its memory was replaced"
+            f"{_OLD}"
         )
 
 
@@ -646,16 +643,16 @@ def _kind_of(module: torch.nn.Module) -> tuple[type, Any]:
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _TURN = 4
-"""Number of such tables of modules that one replay compares."""
+"""Number of modules or tables that a replay compares in rotation."""
 
-_AGAIN = (
-    "than at capture: the graph would use the old one. Write new data into it with copy_() (as "
+_OLD = (
+    ", but the graph uses the old one. Write new data into the old tensors with copy_() (as "
     "load_state_dict() without assign=True does), or capture again."
 )
 
 _OTHER_HOOKS = (
-    "a module of the step has other forward hooks than at capture, and the graph does the work of "
-    "those. Capture again."
+    "a module of the step has other forward hooks than at capture, but the graph contains the work "
+    "of the old hooks. Capture again."
 )
 
 _assignments = [0]
@@ -682,7 +679,7 @@ _ABSENT = object()
 
 
 class _Arrays:
-    """NumPy arrays, whose numbers are in the graph."""
+    """NumPy arrays, whose values are constants of the graph."""
 
     def __init__(self, arrays: Iterable[tuple[str, Any]]) -> None:
         self._held = [(path, array, array.tobytes()) for path, array in arrays]
@@ -692,8 +689,8 @@ class _Arrays:
         for path, array, held in self._held:
             if array.tobytes() != held:
                 raise StateError(
-                    f"{path} is a NumPy array whose numbers changed since the capture, and the "
-                    f"graph uses those of capture. Hand a tensor to the step instead "
+                    f"{path} is a NumPy array whose values changed since the capture, but the "
+                    f"graph uses those of capture. Pass a tensor to the step instead "
                     f"(torch.from_numpy), or capture again."
                 )
 
@@ -713,7 +710,7 @@ def _is_written(named: Iterable[tuple[str, torch.Tensor]]) -> bool:
 
 
 def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether contents are equal, or may differ by rounding. Bytes may be anything."""
+    """Whether contents are equal except for rounding. Contents of ``uint8`` are not compared."""
     if one.dtype is torch.uint8 or same_bytes(one, other):
         return True
     if not (one.is_floating_point() or one.is_complex()):
@@ -732,7 +729,10 @@ def _receiver(fn: Any) -> Any:
 
 
 def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return the objects to search for the state of a step; devgraph's own steps have none."""
+    """Return the named objects from which the state of a step is searched.
+
+    devgraph's own steps have none.
+    """
     target = fn
     while isinstance(target, functools.partial):
         target = target.func
@@ -749,9 +749,9 @@ def raise_rebinding(changes: Iterable[Change]) -> None:
 
 
 def without_history(outputs: Any) -> Any:
-    """Return outputs that take no part in autograd: a replay has no backward.
+    """Return the outputs without autograd history, because a replay has no backward.
 
-    Leaves that the step returns unchanged, such as parameters, stay.
+    Leaf tensors, such as parameters, are returned unchanged.
     """
     return pytree.tree_map_only(
         torch.Tensor,

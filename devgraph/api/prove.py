@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
 
 Draw = Callable[[tuple[int, ...], torch.Generator], Any]
-"""Returns legal data of a shape, drawn with a generator of the host."""
+"""A function that returns legal data of a shape, drawn with a host generator."""
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 _Compare = Callable[[torch.Tensor, torch.Tensor], str]
@@ -33,7 +33,7 @@ _DRAWS = 16
 
 @attrs.frozen(kw_only=True)
 class Terms:
-    """The cases that a proof runs, and the way in which it compares."""
+    """The cases of a proof, and the settings of its comparison."""
 
     cases: int
     host_args: Sequence[Mapping[str, Any]] | None = None
@@ -43,7 +43,7 @@ class Terms:
     atol: float | None = None
     snapshot_limit: int = DEFAULT_LIMIT
     quick: bool = False
-    """Compare with eager on the padded batch only, without poisoned padding and parameters."""
+    """Compare with eager on the padded batch only, without poisoned padding; skip parameters."""
 
     def __attrs_post_init__(self) -> None:
         whole("cases", self.cases)
@@ -66,7 +66,7 @@ class Case:
     changed: bool = False
     """Whether host arguments differ from those of capture."""
     updated: bool = False
-    """Whether host arguments return to those of capture after others."""
+    """Whether host arguments return to those of capture after other values."""
     filled: tuple[str, ...] = ()
     """Slots whose real rows hold pad values, because no legal data is known for this size."""
 
@@ -123,11 +123,11 @@ class Report:
     """Whether graphs were compared bit for bit; else within tolerance, because a compiler chose
     other kernels."""
     not_varied: tuple[str, ...] = ()
-    """Inputs, slots and host arguments that had the same data in all cases, because a proof does
-    not make up integers. Declare ``sample=`` or a range for them."""
+    """Inputs, slots and host arguments that had the same data in all cases, because a proof invents
+    no integers. Declare ``sample=`` or a range for them."""
     near: tuple[str, ...] = ()
     """Outputs and state that were compared within torch's tolerance, because two eager runs from
-    the same state differ by their last bits."""
+    the same state differ in the last bits."""
     tried: tuple[Case, ...] = ()
     replaced: tuple[str, ...] = ()
     """Tensors whose memory differs from the capture, by name."""
@@ -169,10 +169,10 @@ class Report:
 
     def __str__(self) -> str:
         if not self.cases:
-            return "nothing was compared: no graph is captured, or no case was asked for"
+            return "nothing was compared: no graph is captured, or no case was requested"
         notes = [f"not varied: {', '.join(self.not_varied)}"] if self.not_varied else []
         if self.near:
-            notes.append(f"within tolerance, as eager repeats itself: {', '.join(self.near)}")
+            notes.append(f"within tolerance, like two eager runs: {', '.join(self.near)}")
         if self.ok:
             how = "bit for bit" if self.exact else "within tolerance"
             return "; ".join([f"{self.cases} cases: graphs equal eager {how}", *notes])
@@ -188,10 +188,10 @@ def _causes(report: Report) -> Iterator[str]:
         kinds[failure.kind].append(failure)
     yield from dict.fromkeys(failure.message for failure in kinds["padding"])
     if unstable := kinds["eager"]:
-        moved = f" (Python state moved: {', '.join(report.moved)})" if report.moved else ""
+        moved = f" (changed Python state: {', '.join(report.moved)})" if report.moved else ""
         yield (
             f"eager differs from itself in {_where(unstable)}: the step reads Python state or "
-            f"memory that nothing wrote, or draws from a generator that is not registered{moved}"
+            f"uninitialised memory, or draws from an unregistered generator{moved}"
         )
     if sized := kinds["size"]:
         yield (
@@ -203,9 +203,8 @@ def _causes(report: Report) -> Iterator[str]:
     if filled and all(filled):
         names = sorted({name for names in filled for name in names})
         yield (
-            f"the data of no real batch: {', '.join(names)} holds pad values in "
-            f"{_count(report.failures)}. Declare sample= or a range, or run batches of these sizes "
-            f"before the proof"
+            f"no real data: {', '.join(names)} holds pad values in {_count(report.failures)}. "
+            f"Declare sample= or a range, or run batches of these sizes before the proof"
         )
     wavering = {failure.where for failure in unstable}
     if failures := [failure for failure in kinds["graph"] if failure.where not in wavering]:
@@ -227,9 +226,9 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
 
     causes = {
         f"replaced weight or cache: {', '.join(report.replaced)} has other memory than at capture, "
-        "and graphs use the old one": report.replaced,
-        "only the first replay of a case differs, and a repetition from the same state does not: "
-        "the step reads memory before it is written, or leaves work on a side stream that is not "
+        "but graphs use the old memory": report.replaced,
+        "only the first replay of a case differs, not a second replay from the same state: the "
+        "step reads memory before it is written, or leaves work on a side stream that is not "
         "joined": not any(failure.lasting for failure in failures),
         f"only with changed host arguments ({values}): a value of capture is in the graph, or "
         "updates are lost. Read host arguments in marked functions": only("changed"),
@@ -237,7 +236,7 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "another region": only("updated"),
         "every case, and the step draws random numbers: a replay does not draw where eager "
         "does": report.draws and always,
-        "outputs that are other outputs: the graph writes both into the same memory "
+        "outputs that equal other outputs: the graph writes both into the same memory "
         f"({failures[0].where} {failures[0].message})": all(_EQUALS in f.message for f in failures),
         "only padded batches: real rows read padded rows": only("padded"),
         "only state differs: a write of the step is lost, happens twice, or goes to other "
@@ -248,8 +247,8 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "setting of torch, or a tensor that was replaced": (
             always and all(failure.complete for failure in failures)
         ),
-        "only some rows or outputs: a branch of capture is in the graph, or memory is shared with "
-        "other work": True,
+        "only some rows or outputs: a branch taken at capture is in the graph, or memory is shared "
+        "with other work": True,
     }
     cause = next(cause for cause, holds in causes.items() if holds)
     return f"{cause} ({_where(failures)} differs in {_count(failures)} of {report.cases})"
@@ -272,7 +271,7 @@ def _count(failures: Iterable[Failure]) -> str:
 
 
 def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill a floating-point tensor with noise of the kind of data that it holds.
+    """Fill a floating-point tensor with noise that resembles its data.
 
     Values between 0 and 1 stay in that range, and other non-negative values stay non-negative,
     because operators check probabilities and variances. Integers and bools keep their values,
@@ -301,7 +300,7 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
 def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
     """Return "" if the tensors are equal bit for bit, else the difference as text.
 
-    0.0 and -0.0 differ, and NaNs are equal where all their bits are.
+    0.0 and -0.0 differ. NaNs are equal if all their bits are equal.
     """
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return (
@@ -410,8 +409,8 @@ class State:
     def changes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Return the state that differs from the start, by name.
 
-        Each entry has a copy of the contents, the contents at the start, and the numbers of rows
-        if only rows are known.
+        Each value consists of a copy of the contents, the contents at the start, and the row
+        numbers if only rows are saved.
         """
         changed = {}
         for name, tensor, now, saved, rows in self.snapshot.parts():
@@ -436,8 +435,8 @@ class RunResult:
 Run = Callable[[], NamedTensors]
 
 Rows = Callable[[torch.Tensor, "torch.Tensor | None"], Sequence[int]]
-"""Returns positions in a tensor; the second argument has the numbers of its rows if only some rows
-of the state are known."""
+"""A function that returns positions in a tensor. Its second argument has the row numbers if only
+some rows of the state are saved."""
 
 
 def no_rows(tensor: torch.Tensor, numbers: torch.Tensor | None) -> Sequence[int]:
@@ -488,20 +487,19 @@ class Comparison:
         want: RunResult | None = None,
         got: RunResult | None = None,
     ) -> list[Failure]:
-        """Return the failures of a case; a difference repeats both runs.
+        """Return the failures of a case. If results differ, both runs are repeated.
 
         Args:
             case: the case.
             eager: the eager run.
             graph: the replay.
-            exact: whether they are equal bit for bit.
-            shared: the rows that several rows of the batch write. They are left out if eager
-                differs from itself.
+            exact: whether the results must be equal bit for bit.
+            shared: the rows that several rows of the batch write. These rows are not compared if
+                eager differs from itself.
             scratch: the rows that several rows of the batch write and no real row uses. A device
-                may write them in any order, so that only the fact that both runs write them is
-                compared.
-            want: result of the eager run, if it ran before.
-            got: result of the replay, if it ran before.
+                may write them in any order, so only whether both runs write them is compared.
+            want: result of the eager run, if known.
+            got: result of the replay, if known.
         """
 
         def how(name: str) -> _Compare:
@@ -578,7 +576,7 @@ class Comparison:
 
 
 def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:
-    """Return the outputs of a replay that equal another one, unlike those of eager."""
+    """Return the outputs of a replay that equal another output, unlike in eager."""
     expected, twins = dict(want), {}
     for (name, one), (twin, other) in itertools.permutations(got, 2):
         if not compare(one, other) and compare(expected[name], expected[twin]):
@@ -600,10 +598,10 @@ def host_sets(
     given: Sequence[Mapping[str, Any]] | None,
     further: Iterable[Mapping[str, Any]],
 ) -> list[tuple[dict[str, Any], bool, bool]]:
-    """Return the host arguments of cases.
+    """Return the sets of host arguments of cases.
 
     Each set comes with two booleans: whether it differs from the values of capture, and whether it
-    returns to those values after others.
+    returns to those values after other values.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)
@@ -631,7 +629,7 @@ def extremes(draw: Draw, like: Any, generator: torch.Generator) -> list[Any]:
 
 
 def require_samples(sample: object, names: Iterable[str]) -> Mapping[str, Draw]:
-    """Check ``sample=`` of a proof, whose names are among ``names``."""
+    """Return ``sample=`` of a proof, whose keys must be in ``names``."""
     if sample is None:
         return {}
     if not isinstance(sample, Mapping) or not all(map(callable, sample.values())):
@@ -670,11 +668,12 @@ class _Prover:
         ]
         now = owned.everything()
         self.replaced = replaced(captured.places, addresses(now))
-        # Each case changes the contents of replaced tensors: their old memory may hold equal ones.
+        # Each case changes the contents of replaced tensors, because their old memory may hold
+        # equal contents.
         self._renewed = [(name, leaf) for name, leaf in now if name in self.replaced]
         arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
         reached, generators = owned.reached()
-        # Of two names of a tensor, the last counts.
+        # The last name of a tensor takes precedence.
         self._state = [*optimizer_state(owned.roots), *reached, *arguments]
         given = sum(leaf.nbytes for _, leaf in self._inputs)
         self.state = State(job.backend, self._state, owned.roots, generators, limit=limit + given)
@@ -735,7 +734,7 @@ def copies_of(outputs: Any) -> NamedTensors:
 
 
 def _named_tensors(outputs: Any) -> NamedTensors:
-    """Return the tensors of outputs by name; tensors that wrap others are taken apart."""
+    """Return the tensors in outputs by name, and the inner tensors of wrapper subclasses."""
     named: NamedTensors = []
     for path, leaf in leaves_of("", outputs):
         name = f"output {path or 0}"
@@ -763,7 +762,7 @@ def prove(captured: Any, job: Job, terms: Terms) -> Report:
     ]
     sets = host_sets(declared, terms.host_args, further)
     for values, *_ in sets:
-        job.spec.fill(values)  # Refuses what is missing or unknown before anything runs.
+        job.spec.fill(values)  # refuses missing and unknown names before anything runs
     prover = _Prover(captured, job, sample, terms.snapshot_limit)
     comparison = Comparison(prover.state, job.backend, terms.near, with_state=terms.state)
     failures: list[Failure] = []

@@ -32,13 +32,13 @@ from devgraph.api.tensors import has_place
 from devgraph.api.trees import children_of, fields_of
 
 _MOST = 4000
-"""Maximum number of objects of one walk, without modules of torch."""
+"""Maximum number of objects that a walk visits, not counting torch modules."""
 
 _MOST_NAMED = 300
-"""Maximum number of objects of a search for named places."""
+"""Maximum number of objects that a search for named places visits."""
 
 _MOST_SPACES = 32
-"""Maximum number of compared mappings that belong to children of containers of modules."""
+"""Number of compared mappings above which those below module containers are skipped."""
 
 _MODULES = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _DEEPEST = 8
@@ -60,7 +60,7 @@ ABSENT = _Absent()
 
 
 class Entry(NamedTuple):
-    """A place and the value that it held at the search."""
+    """A place and its value at the time of the search."""
 
     path: str
     holder: Any
@@ -121,7 +121,7 @@ def containers(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterator[Entry]:
     """Yield every place below ``roots`` that holds a tensor, a generator or a plain value.
 
-    Gradients of tensors are such places.
+    This includes the gradients of tensors.
     """
     for path, value in walk(roots, weights):
         for entry in _members(path, value, weights):
@@ -197,7 +197,7 @@ def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
 
 
 class _Place:
-    """An object with places, and the values that it held at all keys or at some of them."""
+    """All or some places of one object, with the values that they held."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Place:
         self.settle()
 
     def settle(self) -> None:
-        """Store the present values, with which ``changes`` compares."""
+        """Store the current values for comparison in ``changes``."""
         self._held, self._values = self._now()
 
     def _now(self) -> tuple[list[Any], list[Any]]:
@@ -227,13 +227,13 @@ class _Place:
             return [*holder], [*holder.values()]
         if isinstance(holder, list | deque):
             return [*range(len(holder))], [*holder]
-        values = gc.get_referents(holder)  # An object whose values have no keys.
-        if isinstance(holder, itertools.cycle):  # ``cycle`` reads its list unchecked.
+        values = gc.get_referents(holder)  # an object whose values have no keys
+        if isinstance(holder, itertools.cycle):  # hide its list, which ``cycle`` reads unchecked
             values = [v for held in values for v in (held if isinstance(held, list) else [held])]
         return [*map(id, values)], values
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the keys with the values that the holder held."""
+        """Yield the places with their stored values."""
         for key, value in zip(self._held, self._values, strict=True):
             if value is not ABSENT and key not in self._without:
                 yield Entry(self._at(key), self.holder, key, value)
@@ -255,7 +255,7 @@ class _Place:
                 yield self._at(key), old, new
 
     def put_back(self) -> None:
-        """Restore the values, unless Python allows no assignment to the holder."""
+        """Restore the stored values, unless the holder does not allow assignments."""
         if isinstance(self.holder, list | deque | set):
             self.holder.clear()
             put = self.holder.update if isinstance(self.holder, set) else self.holder.extend
@@ -378,8 +378,8 @@ _BUILTINS = frozenset(vars(builtins))
 def has_state(value: Any) -> bool:
     """Whether ``value`` is an object of the user, not of Python, torch or devgraph.
 
-    A backend, a pool or a runner counts as devgraph's even if the user subclassed it, because a
-    capture changes it.
+    Objects of the user's subclasses of devgraph classes (backends, runners, ...) are devgraph's,
+    because a capture changes them.
     """
     if fields_of(value):
         return True
@@ -401,12 +401,11 @@ def _is_generator_of_numpy(value: Any) -> bool:
 
 
 def is_context(value: Any) -> bool:
-    """Whether ``value`` is a context variable."""
     return isinstance(value, contextvars.ContextVar)
 
 
 def is_array(value: Any) -> bool:
-    """Whether ``value`` is an array of NumPy, whose numbers stay in a graph."""
+    """Whether ``value`` is a NumPy array, whose values are constants of a graph."""
     return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
 
 
@@ -458,9 +457,9 @@ def _read(holder: Any, key: Any) -> Any:
         if isinstance(holder, Mapping | list | deque):
             return holder[key]
         if isinstance(holder, contextvars.ContextVar):
-            return holder.get()  # LookupError where it has no value and no default
+            return holder.get()  # LookupError without a value and a default
         if isinstance(holder, type) and key in vars(holder):
-            return vars(holder)[key]  # not what a descriptor makes of it
+            return vars(holder)[key]  # a descriptor itself, not its result
         return _position(holder) if key == _POSITION else getattr(holder, key)
     except (LookupError, AttributeError, ValueError, TypeError):
         return ABSENT
@@ -486,14 +485,14 @@ def _write(holder: Any, key: Any, value: Any) -> None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes that ``code`` and the code in it use."""
+    """Return the names of globals and attributes that ``code`` and nested code use."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals, not of attributes, that ``code`` and the code in it use."""
+    """Return the names of globals, not of attributes, that ``code`` and nested code use."""
     inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
     return frozenset(own).union(*inner)
@@ -503,33 +502,33 @@ _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STO
 
 
 class Named:
-    """The places that a step names, directly or in functions and methods that it names.
+    """The places that a step uses by name, directly or in functions and methods that it uses.
 
     They are its closure, its globals, named attributes, entries of containers with named keys or
-    without names, and groups of optimizers. Functions of torch and devgraph are not looked into,
-    so that the state of eager bodies of marks is not compared.
+    without names, and groups of optimizers. Functions of torch and devgraph are not searched, so
+    that the state of eager bodies of marks is not compared.
 
     Args:
         roots: pairs of a name and an object from which the search starts.
-        regions: whether regions are looked into, because they are part of the graph. The host code
-            of regions with host arguments or a context runs again for new values.
+        regions: whether to search regions, which are part of the graph, except those with host
+            arguments or a context, whose host code runs again for new values.
 
     Attributes:
-        places: places that hold anything but modules of Python and of libraries. Those below the
-            children of containers of modules (``torch.nn.Sequential``, ...) come last.
+        places: the places, except those that hold modules of Python and of libraries. Places below
+            the children of module containers (``torch.nn.Sequential``, ...) come last.
         spaces: mappings, and the attributes of modules and of objects of the user.
         inner: pairs (identity of the holder, key) of places that are reached only through children
-            of containers of modules; for such spaces the key is None.
-        whole: the mappings that are read without named keys.
-        modules: modules in such places, without the children of containers of modules.
+            of module containers; for such spaces the key is None.
+        whole: the mappings that the step iterates over.
+        modules: modules in such places, without the children of module containers.
         names: the names that the step uses.
-        iterated: the names of values that it iterates over.
+        iterated: the names of values that the step iterates over.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
         self._regions, roots = regions, [*roots]
         self._receivers = {id(v.__self__) for _, v in roots if isinstance(v, types.MethodType)}
-        """Objects whose method is a root. Such a method calls other methods only by name."""
+        """Objects whose method is a root. Their methods are called only by name."""
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
         self.iterated: set[str] = set()
@@ -629,7 +628,7 @@ class Named:
                 yield entry
 
     def is_named(self, entry: Entry) -> bool:
-        """Whether the step names the attribute or the key of an entry."""
+        """Whether the step uses the attribute or the key of an entry by name."""
         if not isinstance(entry.key, str):
             return False
         is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))  # Such values cannot be called.
@@ -643,7 +642,7 @@ class Named:
                 self.whole.append(value)
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
-        if isinstance(value, ChainMap | UserDict | UserList):  # their methods have no names here
+        if isinstance(value, ChainMap | UserDict | UserList):  # the search skips their methods
             return True
         return not self.names.isdisjoint(("vars", "__dict__", "asdict"))
 
@@ -684,7 +683,7 @@ _IMPLICIT = frozenset(
 
 
 def _environment(code: types.CodeType) -> Iterator[Entry]:
-    """Yield the variables of the environment that ``code`` names."""
+    """Yield the environment variables that ``code`` names."""
     if not {"environ", "getenv"}.isdisjoint(code.co_names):
         for name in sorted(_strings_in(code)):
             if name in os.environ or name.isupper():
@@ -694,7 +693,7 @@ def _environment(code: types.CodeType) -> Iterator[Entry]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _read_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names whose values ``code`` reads, and does not only call or assign."""
+    """Return the names that ``code`` reads, not those that it only calls or assigns."""
     inner = (_read_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     names = {
         step.argval
@@ -732,7 +731,7 @@ def _strings_in(code: types.CodeType) -> frozenset[str]:
 
 
 def set_by_hooks(module: torch.nn.Module) -> set[str]:
-    """Return the attributes that hooks of torch compute before each forward: weight_norm, ..."""
+    """Return the attributes that torch's hooks (weight_norm, ...) compute before each forward."""
     hooks = module._forward_pre_hooks.values()
     own = (hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils."))
     return {name for hook in own if isinstance(name := getattr(hook, "name", None), str)}
@@ -752,7 +751,7 @@ class Change(NamedTuple):
     """replaces, adds or removes"""
     path: str
     tensors: list[tuple[str, torch.Tensor]]
-    """The tensors that it holds now, as pairs with their paths."""
+    """The tensors that the place holds now, as pairs with their paths."""
 
 
 def rebinding(verb: str, path: str) -> str:
@@ -760,16 +759,16 @@ def rebinding(verb: str, path: str) -> str:
     if verb == "replaces":
         return (
             f"the step replaces {path}: write into it with copy_(). A replay repeats the work of "
-            f"the device and assigns nothing, so that a step must write in place."
+            f"the device but no assignments, so a step must write in place."
         )
-    way = "Return the tensor, or write in place into one that is there before the capture."
+    way = "Return the tensor, or write in place into a tensor that exists before the capture."
     if verb == "advances":
         way = "Take its tensor before the replay and pass it as an argument."
     return f"the step {verb} {path}: a replay would not. {way}"
 
 
 class Watch:
-    """The places that a step can reach, with their values before a run of it."""
+    """The places that a step can reach, with their values before a run."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
         self._places: list[_Place] = []
@@ -820,7 +819,7 @@ class Watch:
                 place.put_back()
 
     def settle(self) -> None:
-        """Compare with the present values from now on."""
+        """Store the current values for later comparisons."""
         for place in self._places:
             place.settle()
 

@@ -45,14 +45,13 @@ BUILT_IN = {
     "cpu": ("devgraph.cpu", "CpuBackend", "it is part of devgraph"),
 }
 _LAST = 2
-"""Number of built-ins at the end of the order that come after the backends of other packages."""
+"""Number of built-ins that "auto" tries after the backends of other packages."""
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Environment variable that decides whether ``import torch`` loads packages of vendors."""
 
 AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
-"""Environment variable that the command line sets if it turned autoload off for itself. Other
-programs then still load the packages."""
+"""Environment variable that the command line sets if it turned autoload off for its own process."""
 
 OTHER_NAMES = {
     **dict.fromkeys(("nvidia", "gpu"), "cuda"),
@@ -81,7 +80,7 @@ class _Registry:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Replace the lock, because the thread that held it does not exist in the child."""
+        """Replace the lock, because its owner may be a thread of the parent process."""
         self._lock = threading.RLock()
 
     def register(self, name: str, factory: Callable[[], Backend]) -> None:
@@ -169,7 +168,7 @@ def _make(name: str, factory: Callable[[], Backend]) -> Backend:
         raise BackendUnavailableError(
             f"backend {name!r} failed to start: {type(error).__name__}: {error}"
         ) from error
-    from devgraph.api.backend import Backend  # imports torch, which names and reasons do not need
+    from devgraph.api.backend import Backend  # deferred, because it imports torch
 
     if not isinstance(backend, Backend):
         raise BackendUnavailableError(
@@ -203,10 +202,9 @@ names = _registry.names
 def declaration(name: str) -> type[Backend] | None:
     """Return the class of a backend, whose declarations can be read without its device.
 
-    The result is None if the backend is registered as a function, or if its package cannot be
-    loaded here.
+    Return None if the backend is registered as a function or its package cannot be loaded.
     """
-    from devgraph.api.backend import Backend  # imports torch, which names and reasons do not need
+    from devgraph.api.backend import Backend  # deferred, because it imports torch
 
     try:
         factory = _registry.factory(name)
@@ -216,7 +214,7 @@ def declaration(name: str) -> type[Backend] | None:
 
 
 def register(name: str, factory: Callable[[], Backend]) -> None:
-    """Register ``factory`` under ``name`` in this process (packages use the entry point).
+    """Register ``factory`` under ``name`` in this process (packages use an entry point instead).
 
     Args:
         name: name of the backend in ``get_backend`` and on the command line.
@@ -233,8 +231,8 @@ def register(name: str, factory: Callable[[], Backend]) -> None:
         )
     if not name or name == "auto":
         raise InputError(
-            f"{name!r} cannot name a backend. Pass a name that is not empty, and not 'auto', which "
-            f"stands for the best backend."
+            f"{name!r} cannot name a backend. Pass a non-empty name other than 'auto', which "
+            f"selects the best backend."
         )
     _registry.register(name, factory)
 
@@ -278,7 +276,7 @@ def get_backend(name: str = "auto") -> Backend:
         try:
             backend = _registry.make(candidate)
         except Exception as error:
-            logger.info("auto: not %s: %s", candidate, error)
+            logger.info("auto skips %s: %s", candidate, error)
             continue
         if candidate in BUILT_IN or backend.device.type != "cpu":
             return backend

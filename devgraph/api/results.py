@@ -1,7 +1,7 @@
 """Results at fixed addresses: the layout check, its error, and the outputs of a captured step.
 
 Work after a graph, and the caller of a step, read results at the addresses of the capture. Every
-later result is therefore compared with the one of the capture and copied into its memory.
+later result is therefore compared with the captured result and copied into its memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VALUES = (type(None), bool, int, float, complex, str, torch.Size)
 
 @attrs.frozen
 class ResultCheck:
-    """Compares the results of a function with its earlier result.
+    """A comparison of a function's results with its earlier result.
 
     Attributes:
         function: subject of the error.
@@ -138,7 +138,8 @@ class Outputs:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of an output was allocated by the capture.
 
-        A pool without memory of its own cannot distinguish it from a tensor in a closure.
+        Without memory of its own, a pool cannot distinguish such an output from a closed-over
+        tensor.
         """
         if memory_of(tensor) in self._moved:
             return True
@@ -192,9 +193,9 @@ class Outputs:
             return
         if is_mixed or not self.owns(target):
             raise RegionError(
-                f"the step returned {describe(source)} for these host arguments. At capture it "
-                f"returned an argument there, or memory of another output, which would change as "
-                f"well. Return a clone() that is the output's own."
+                f"the step returned {describe(source)} for these host arguments. At capture this "
+                f"output was an argument or shared memory with another output, which would change "
+                f"as well. Return a clone() instead."
             )
         overwrite(target, source)
 

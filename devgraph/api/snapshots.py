@@ -17,10 +17,10 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.tensors import Place, byte_range, describe, has_place, overlaps_itself, place_of
 
 DEFAULT_LIMIT = 2**30
-"""Default limit of the bytes that the copies of one snapshot may take."""
+"""Default maximum bytes of the copies of one snapshot."""
 
 _CHUNK = 2**20
-"""Words of memory that are hashed at a time."""
+"""Number of 64-bit words that are hashed at a time."""
 
 
 _restores: Counter[int] = Counter()
@@ -38,7 +38,7 @@ class _Saved(NamedTuple):
     tensor: torch.Tensor
     place: Place
     memory: torch.Tensor
-    """The tensor, or its bytes where several elements share memory."""
+    """The bytes of the tensor if it is contiguous or overlaps itself, else the tensor."""
     content: torch.Tensor | None
     """A copy, or None above the limit."""
     digest: torch.Tensor | None
@@ -62,14 +62,14 @@ class Part(NamedTuple):
     name: str
     tensor: torch.Tensor
     now: torch.Tensor
-    """The present contents. They share the memory of the tensor unless only rows are saved."""
+    """The current contents. They share the memory of the tensor unless only rows are saved."""
     saved: torch.Tensor
     rows: torch.Tensor | None
     """Numbers of the rows; None for a whole tensor."""
 
 
 class Snapshot:
-    """Saved contents of tensors, and states of the backend's and of further generators."""
+    """Saved contents of tensors, and states of the default and further random generators."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Snapshot:
                         self._save(name, tensor, needed)
 
     def _save(self, name: str, tensor: torch.Tensor, needed: bool) -> None:
-        # Contiguous tensors are copied as bytes too: not every dtype has a kernel for copies.
+        # Contiguous tensors are copied as bytes, because not every dtype has a copy kernel.
         flat = tensor.is_contiguous() or overlaps_itself(tensor)
         memory = _bytes_of(tensor) if flat else tensor.detach()
         place, content, digest = place_of(tensor), None, None
@@ -112,13 +112,14 @@ class Snapshot:
         self._saved.append(_Saved(name, tensor, place, memory, content, digest))
 
     def save_rows(self, rows: torch.Tensor) -> None:
-        """Save these rows of each tensor above the limit, instead of those saved before.
+        """Save these rows of each tensor above the limit, and discard rows saved earlier.
 
-        Rows are saved along the first dimension, along the largest one, and along each larger pair
-        of adjacent dimensions (pages of slots), unless they are more than half of it.
+        Rows are saved along the first dimension. Along the largest dimension, and along pairs of
+        adjacent dimensions (pages of slots) with at least as many rows, they are saved unless they
+        are more than half of all rows.
 
         Args:
-            rows: numbers of rows, each once. Numbers out of range are left out.
+            rows: distinct row numbers. Numbers out of range are ignored.
         """
         self._rows.clear()
         with torch.inference_mode():
@@ -160,7 +161,7 @@ class Snapshot:
         return parts
 
     def generators(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the present and the saved state of each of the further generators."""
+        """Return the current and the saved state of each further generator."""
         return [(generator.get_state(), state) for generator, state in self._generators]
 
     def require_places(self) -> None:
@@ -169,8 +170,8 @@ class Snapshot:
             if not is_at(tensor, place):
                 raise CaptureError(
                     f"the step changes {name} in place from {tuple(place[2])} strides {place[3]} "
-                    f"to {describe(tensor)}, or gives it other memory (t_(), resize_(), set_(), "
-                    f"...). A replay would not. Make that change on a view of it: "
+                    f"to {describe(tensor)}, or replaces its memory (t_(), resize_(), set_(), "
+                    f"...). A replay would not. Change a view of the tensor instead: "
                     f"view = tensor[...]."
                 )
 
@@ -215,9 +216,9 @@ class Snapshot:
                 if digest is not None and not torch.equal(hash_of(tensor), digest):
                     outside = " outside of the rows that the inputs name" * bool(self._rows)
                     raise CaptureError(
-                        f"{culprit} wrote {name}{outside}, and its {tensor.nbytes} bytes are above "
-                        f"the limit for copies, so that its old values are lost. Let the pad rule "
-                        f"of the inputs keep padding from writing real state (pad=), or raise "
+                        f"{culprit} wrote {name}{outside}. Its {tensor.nbytes} bytes are above "
+                        f"the limit for copies, so its old values are lost. Choose a pad rule "
+                        f"(pad=) with which padded rows write no real state, or raise "
                         f"snapshot_limit=."
                     )
 

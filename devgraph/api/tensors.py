@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from devgraph.api.guard import Term
 
 Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
-"""Storage, offset, shape and strides: everything that in-place layout changes can change."""
+"""Storage, offset, shape and strides: all properties that in-place layout changes affect."""
 
 FEW = 8
-"""Number of comparisons of one kind up to which a guard has a term for each."""
+"""Maximum number of similar comparisons for which a guard has separate terms."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({type(None), bool, int, float, str})
@@ -61,7 +61,7 @@ def describe(value: object) -> str:
 def has_place(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has an address and strides.
 
-    Sparse, nested, meta and lazy tensors have none, nor do tensors that wrap others.
+    Sparse, nested, meta and lazy tensors have neither, nor do tensors that wrap others.
     """
     return (
         tensor.layout is torch.strided
@@ -71,7 +71,7 @@ def has_place(tensor: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass has memory of its own. Fake tensors count as tensors."""
+    """Whether a tensor of a subclass has memory of its own. Fake tensors count as such."""
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return not is_lazy(tensor)
     if is_traceable_wrapper_subclass(tensor):
@@ -87,16 +87,16 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return the address of the storage, which is equal for all views of it."""
+    """Return the address of the storage, which all its views share."""
     return tensor.untyped_storage().data_ptr()
 
 
 class Memory:
-    """Tensors and the memory that they had, which ``tensor.data = other`` can replace.
+    """Tensors and their original memory, which ``tensor.data = other`` can replace.
 
-    A weak reference reports that the old memory was freed. Graphs on the CPU keep the memory alive,
-    so the addresses of all tensors are compared there. Elsewhere only the first ``count`` addresses
-    are compared.
+    A weak reference reports that the original memory was freed. CPU graphs keep the memory alive,
+    so the addresses of all CPU tensors are compared. On other devices only the first ``count``
+    addresses are compared.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], count: int = 0) -> None:
@@ -109,7 +109,7 @@ class Memory:
         self.terms = [("not {}", (self._ended,)), *places] if self._placed else []
 
     def is_kept(self) -> bool:
-        """Whether all tensors still have that memory."""
+        """Whether all tensors still have their original memory."""
         return not self._ended and not self.moved()
 
     def moved(self) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ def addressed(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Iterato
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a strided tensor and the end of its last byte."""
+    """Return the address of the first byte of a strided tensor and that after its last byte."""
     first = tensor.data_ptr()
     if not tensor.numel():  # data_ptr() of an empty tensor is 0
         first = memory_of(tensor) + int(tensor.storage_offset()) * tensor.itemsize
@@ -137,10 +137,7 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def effective_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides with 0 where a stride addresses nothing.
-
-    A stride addresses nothing in a dimension of size one, or in a tensor without elements.
-    """
+    """Return the strides, with 0 in dimensions of size one and in tensors without elements."""
     if not tensor.numel():
         return (0,) * tensor.ndim
     return tuple(
@@ -154,7 +151,7 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if max(start, first) >= min(end, last):
         return False
     (starts, length), (others, size) = _runs(one), _runs(other)
-    # For each run of ``other``: the last run of ``one`` that begins before its end.
+    # For each run of ``other``, find the last run of ``one`` that begins before its end.
     before = torch.searchsorted(starts, others + size) - 1
     return bool((starts[before.clamp(min=0)] + length > others)[before >= 0].any())
 
@@ -183,10 +180,10 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def alike_to(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return a callable that compares its tensors with ``tensors`` in one call.
+    """Return a callable that compares its arguments with ``tensors`` in one call.
 
-    It compares types, shapes, strides, dtypes, devices, dispatch modes and ``requires_grad``. It
-    returns False if one tensor is given twice.
+    The callable compares types, shapes, strides, dtypes, devices, dispatch modes and
+    ``requires_grad``. It returns False if a tensor is passed twice.
     """
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
     strides: list[Any] = [list(tensor.stride()) for tensor in tensors]

@@ -25,11 +25,11 @@ from devgraph.api.trees import leaves_of, mapped
 _GROUPED = frozenset(
     getattr(torch, name) for name in "float64 float32 float16 bfloat16 int64 int32 bool".split()
 )
-"""Dtypes that one grouped copy takes on every device."""
+"""Dtypes that a grouped copy supports on every device."""
 
 
 class StaticInputs:
-    """The arguments of a step with tensors of its own, into which later calls are copied."""
+    """The arguments of a step with static tensors, into which later calls are copied."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -45,7 +45,7 @@ class StaticInputs:
         for path, leaf in leaves_of("argument", [*self.args, self.kwargs]):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
                 raise CaptureError(
-                    f"{path} is in a container that cannot be given other tensors. Register its "
+                    f"{path} is in a container whose tensors cannot be replaced. Register the "
                     f"class with torch.utils._pytree.register_pytree_node, or pass a dict."
                 )
         if all(t.dtype in _GROUPED and t.layout is torch.strided for _, t in self._copied):
@@ -61,8 +61,8 @@ class StaticInputs:
             require_place("a tensor of the call", leaf)
             if names := [name for name in vars(leaf) if not name.startswith("_")]:
                 raise CaptureError(
-                    f"a tensor of the call has attributes ({', '.join(names)}), which a graph's "
-                    f"own copy of it would not follow. Pass them as arguments."
+                    f"a tensor of the call has attributes ({', '.join(names)}), which its static "
+                    f"copy in the graph does not have. Pass them as arguments."
                 )
             if id(leaf) not in self._by_id:
                 self._by_id[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -71,7 +71,7 @@ class StaticInputs:
         return static
 
     def arguments_with(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with other tensors, in order."""
+        """Return the arguments with ``tensors`` in place of their own, in order."""
         replaced = functools.partial(mapped, _in_order(tensors))
         args = [replaced(argument) for argument in self.args]
         return args, {name: replaced(argument) for name, argument in self.kwargs.items()}
@@ -105,18 +105,18 @@ class StaticInputs:
                 overwrite(static, tensors[index])
 
     def require_apart(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
-        """Raise InputError if a tensor that the step writes shares memory with another one."""
+        """Raise InputError if a tensor that the step writes shares memory with another tensor."""
         for index, static in self._copied:
             for at, other in self._copied if id(static) in written else ():
                 if static is not other and share_memory(tensors[index], tensors[at]):
                     raise InputError(
                         f"{brief(tensors[index])} and {brief(tensors[at])} share memory, and the "
-                        f"step writes one of them. Pass a clone(), or make this call eagerly "
+                        f"step writes one of them. Pass a clone(), or run this call eagerly "
                         f"(with step.eager())."
                     )
 
     def store(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
-        """Copy static tensors that the step writes, by their ids, back to those of a call."""
+        """Copy the static tensors with ids in ``written`` back to the tensors of a call."""
         for index, static in self._copied:
             if id(static) in written and tensors[index] is not static:
                 overwrite(tensors[index], static)
@@ -125,7 +125,7 @@ class StaticInputs:
 def results_of(
     outputs: Any, static_inputs: StaticInputs, *, clone: bool
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Return a function of the tensors of a call that returns its results."""
+    """Return a function that returns the results of a call, given its tensors."""
     positions: dict[int, int] = {}
     for index, static in enumerate(static_inputs.tensors):
         positions.setdefault(id(static), index)
@@ -154,9 +154,9 @@ def results_of(
 class TrainingGraphs:
     """The forward and the backward graph of one key.
 
-    Both graphs need a pool in which nothing else is captured between them or replayed between
-    them, except further callables of the same step in call order: the backward graph reads the
-    activations of the forward graph.
+    The backward graph reads the activations of the forward graph. Therefore nothing else may be
+    captured or replayed in their pool between the two, except further callables of the same step
+    in call order.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class TrainingGraphs:
         self._leaves = {
             id(p): _leaf_of(p) for p in self._parameters if type(p) is torch.nn.Parameter
         }
-        """A leaf of the capture's own for each parameter, by its id. The parameter itself may take
-        part in the history of an earlier call, which belongs to another stream."""
+        """A separate leaf for each parameter, by the parameter's id. The parameter itself may be in
+        the autograd history of an earlier call, which belongs to another stream."""
         backend: Any = pool.backend
         self._forward: DeviceGraph = backend.make_graph(pool)
         self._backward: DeviceGraph = backend.make_graph(pool)
@@ -188,15 +188,15 @@ class TrainingGraphs:
         self._differentiable: list[torch.Tensor] = []
         self._output_grads: list[torch.Tensor] = []
         self.shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """Leaf tensors and their gradients in graph memory that backwards handed out since the last
-        forward, by the index of the callable in its step. All callables of a step share it."""
+        """Leaf tensors and their gradients in graph memory that backwards returned since the last
+        forward, by the index of the callable. All callables of a step share this dictionary."""
         self.index = 0
         self._leaf_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._input_grads: list[torch.Tensor | None] = []
-        """Gradient of each input in its first place."""
+        """Gradient of each input, at its first position."""
         self._weight_grads: list[torch.Tensor | None] = []
         self._epoch = 0
-        """Number of forwards, which is negated once the backward of the last one ran."""
+        """Number of forwards, negated after the backward of the last forward."""
 
     # Capture, in a session.
 
@@ -223,7 +223,7 @@ class TrainingGraphs:
         if self._differentiable:
             with held.recording(GraphScope(self._backward)):
                 held.begin(self._backward, arguments=tuple(self._output_grads))
-                with self.owned.run():  # hooks must not change state that replays leave alone
+                with self.owned.run():  # hooks must not change state, because replays would not
                     grads = self._gradients(self._differentiable, self._output_grads)
                 held.end()
         self._leaf_grads = [
@@ -235,8 +235,8 @@ class TrainingGraphs:
         self._input_grads = [left.pop(id(tensor), None) for tensor in self.static_inputs.tensors]
         self._weight_grads = [left.get(id(parameter)) for parameter in self._parameters]
         self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
-        # Without history: an AccumulateGrad node of the capture stream that stays alive would make
-        # later backwards of the caller synchronise with that stream.
+        # Drop the history: a live AccumulateGrad node of the capture stream would make later
+        # backwards of the caller synchronise with that stream.
         fresh = self._tensors = [tensor.detach() for tensor in self._tensors]
         self._outputs, self._differentiable = without_history(self._outputs), []
         self._results_of = results_of(fresh, self.static_inputs, clone=self._clone)
@@ -249,13 +249,13 @@ class TrainingGraphs:
             return [*torch.autograd.grad(outputs, wanted, grads, allow_unused=self._allow_unused)]
         except RuntimeError as error:
             raise CaptureError(
-                f"the results of the step have no backward that can run: {error}. If the step "
-                f"runs backward() itself, let it return detached results (loss.detach())."
+                f"the backward of the step's results cannot run: {error}. If the step calls "
+                f"backward() itself, return detached results (loss.detach())."
             ) from error
 
     @contextlib.contextmanager
     def _own_leaves(self) -> Iterator[None]:
-        """Put ``_leaves`` in the place of the parameters of modules."""
+        """Replace the parameters of modules by ``_leaves`` in the block."""
         places = [
             entry
             for entry in entries(self.owned.roots)
@@ -293,7 +293,7 @@ class TrainingGraphs:
 
     @property
     def constant(self) -> list[int]:
-        """Positions of outputs that take no part in autograd."""
+        """Positions of outputs that need no gradients."""
         return [index for index, needed in enumerate(self._needs_grad) if not needed]
 
     def backward(self, epoch: int, grads: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -302,9 +302,9 @@ class TrainingGraphs:
             if epoch != self._epoch:
                 raise StateError(
                     "backward of an earlier call of a graphed function, or a second backward: a "
-                    "later call with the same shapes, or the first backward, has overwritten its "
-                    "activations. Call backward once and before the next call, or use one graphed "
-                    "callable for each of the calls."
+                    "later call with the same shapes, or the first backward, has overwritten the "
+                    "activations. Call backward once and before the next call, or use a separate "
+                    "graphed callable for each call."
                 )
             self._epoch = -epoch
             self.pool.order()
@@ -342,7 +342,7 @@ class TrainingGraphs:
     def _ran(
         self, run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Return outputs and gradients of a run, with the state of the step put back."""
+        """Return outputs and gradients of a run, and restore the state of the step."""
         wanted = [*(t for t in tensors if t.requires_grad), *self._parameters]
         backend: Any = self.pool.backend
         with self.owned.kept(backend, None), torch.enable_grad():
@@ -350,7 +350,7 @@ class TrainingGraphs:
             differentiable = [tensor for tensor in outputs if tensor.requires_grad]
             ones = [torch.ones_like(tensor) for tensor in differentiable]
             grads = torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
-            # Inside the block, because a gradient of the caller may be memory of the graph.
+            # Copy inside the block, because a gradient of the caller may be memory of the graph.
             named = [(f"output {index}", t.detach().clone()) for index, t in enumerate(outputs)]
             found = [(f"gradient {i}", g.clone()) for i, g in enumerate(grads) if g is not None]
         return named + found
@@ -373,10 +373,10 @@ class TrainingGraphs:
 def _copy_gradients(
     shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]], before: int | None = None
 ) -> None:
-    """Replace ``grad`` of leaf tensors that is graph memory by a copy.
+    """Replace gradients of leaf tensors that are graph memory by copies.
 
-    Autograd keeps a first gradient without a copy, and replays overwrite that memory: every
-    forward, and the backward of a callable with a larger index, which was captured earlier.
+    Autograd stores a first gradient without a copy. Its memory is overwritten by every forward, and
+    by the backward of a callable with a larger index, which was captured earlier.
     """
     for index in [index for index in shared if before is None or index < before]:
         for leaf, grad in shared.pop(index):
@@ -413,7 +413,7 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise StateError(
-            "the gradients of a graphed function have no second derivative. Make the calls for "
+            "the gradients of a graphed function have no second derivative. Run the calls for "
             "create_graph=True eagerly: with step.eager()."
         )
 
@@ -425,7 +425,7 @@ def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(tensors: Iterable[torch.Tensor]) -> Callable[[Any], Any]:
-    """Return a function of leaves that takes the next of ``tensors`` for each tensor."""
+    """Return a function that maps each tensor to the next of ``tensors``; other leaves stay."""
     left = iter(tensors)
     return lambda leaf: next(left) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -435,7 +435,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def capture_steps(steps: Sequence[TrainingGraphs], warmup: int) -> None:
-    """Capture forwards in order and backwards in reverse order, all or nothing."""
+    """Capture forwards in order and backwards in reverse order; close all steps on failure."""
     pool = steps[0].pool
     backend: Any = pool.backend
     try:
@@ -470,26 +470,30 @@ def make_graphed_callables(
 
     Forwards are captured in the order of ``callables`` and backwards in reverse order, so that the
     callables of one step share a pool. A module is graphed in place: its ``forward`` runs in graphs
-    as long as its training state is that of the capture, and eagerly otherwise.
+    while its training mode is that of the capture, and eagerly otherwise.
 
     Args:
         callables: a function or module, or a tuple of them.
         sample_args: tensors for each callable, with the shapes, dtypes, devices and
             ``requires_grad`` of later calls: a tuple, or a tuple of tuples for several callables.
         num_warmup_iters: eager runs before the capture.
-        allow_unused_input: whether inputs may take no part in the outputs.
+        allow_unused_input: whether outputs may be independent of some inputs.
         pool: memory to share with other captures; None makes a pool of the device's backend.
 
     Raises:
         InputTypeError: a sample argument is not a tree of tensors.
-        InputError: a module has buffers that require gradients, or the numbers do not fit.
+        InputError: a module has buffers that require gradients, or the lengths of the tuples
+            differ.
         CaptureError: a callable cannot be captured.
     """
     single = not isinstance(callables, tuple)
     functions = (callables,) if single else callables
     samples = (sample_args,) if single else sample_args
     if len(functions) != len(samples):
-        raise InputError(f"{len(functions)} callables and {len(samples)} tuples of sample_args")
+        raise InputError(
+            f"{len(functions)} callables need {len(functions)} tuples of sample_args, got "
+            f"{len(samples)}"
+        )
     steps: list[TrainingGraphs] = []
     for function, sample in zip(functions, samples, strict=True):
         leaves = [*leaves_of("sample_args", sample)]
@@ -518,7 +522,7 @@ def make_graphed_callables(
 
 
 def _callable_of(function: Any, step: TrainingGraphs) -> Any:
-    """Return ``function`` in graphs: a module itself, with another forward, or a new function."""
+    """Return a module itself with a graphed ``forward``, or a new function."""
     plain = step.fn
     training = function.training if isinstance(function, torch.nn.Module) else None
 
@@ -531,8 +535,8 @@ def _callable_of(function: Any, step: TrainingGraphs) -> Any:
         given = [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
         if given != wanted:
             raise InputError(
-                f"a graphed callable was captured for {wanted} and is given {given} (shape, dtype, "
-                f"device, requires_grad). Give it the same, or use dg.graphed for several shapes."
+                f"a graphed callable was captured for {wanted}, got {given} (shape, dtype, device, "
+                f"requires_grad). Pass matching tensors, or use dg.graphed for several shapes."
             )
         return step.run(tensors, {})
 

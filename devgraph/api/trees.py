@@ -88,7 +88,7 @@ def rebuilt(node: Any, children: Iterable[Any]) -> Any:
 
 
 def mapped(change: Callable[[Any], Any], node: Any) -> Any:
-    """Return a tree like ``node`` with ``change(leaf)`` in the place of each leaf."""
+    """Return a tree like ``node`` with each leaf replaced by ``change(leaf)``."""
     children = children_of(node)
     if children is None:
         return change(node)
@@ -114,7 +114,7 @@ def _rebuilt_mapping(node: Any, items: dict[Any, Any]) -> Any:
 
 
 def same_kind(one: Any, other: Any) -> bool:
-    """Whether two containers have one class and, if it is a registered one, equal contexts."""
+    """Whether two containers have the same class and, if it is registered, equal contexts."""
     kind = type(one)
     if type(other) is not kind:
         return False
@@ -141,7 +141,7 @@ def leaves_of(path: str, node: Any, depth: int = 0) -> Iterable[tuple[str, Any]]
 
 
 class Copied(NamedTuple):
-    """A container that a step was given in place of the caller's."""
+    """A copy of a caller's container, passed to the step instead of the original."""
 
     path: str
     copy: Any
@@ -149,10 +149,10 @@ class Copied(NamedTuple):
 
 
 def own_copy(path: str, node: Any, copies: dict[int, Copied]) -> Any:
-    """Return a tree with containers of its own and the leaves of ``node``.
+    """Return a copy of the tree ``node`` with new containers and the same leaves.
 
-    ``copies`` holds the copies so far by the identity of the container. New ones are added to it,
-    so that a container that occurs twice is copied once.
+    ``copies`` maps the id of each container to its copy, so that a container that occurs twice is
+    copied once.
     """
     if id(node) in copies:
         return copies[id(node)].copy
@@ -175,10 +175,10 @@ def _is_value(node: Any, children: Children) -> bool:
 def change_in(
     copied: Copied, note_state: Callable[[str, Any, Any], None]
 ) -> tuple[str, str] | None:
-    """Return the change that the step made to a container of its own, as a verb and a path.
+    """Return the step's change to its copy of a container as a verb and a path.
 
-    None if there is no change that concerns a tensor or the keys. ``note_state`` is called with the
-    path, the old and the new value of each plain value that changed.
+    Return None if no tensor and no key changed. ``note_state`` is called with the path, the old and
+    the new value of each plain value that changed.
     """
     before, after = dict(copied.children), dict(children_of(copied.copy) or ())
     for suffix in [*before, *after]:

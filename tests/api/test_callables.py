@@ -202,7 +202,7 @@ def test_unhashable_constant_is_refused_by_name() -> None:
 
 def test_float_that_changes_with_each_call_is_named_once() -> None:
     step = graphed(lambda x, time: x * time)
-    with pytest.warns(dg.DeviceGraphWarning, match=r"time of .* changes with the calls"):
+    with pytest.warns(dg.DeviceGraphWarning, match=r"time of .* changes between calls"):
         for index in range(8):
             same(step(torch.ones(2), index / 8), torch.ones(2) * (index / 8))
     with warnings.catch_warnings():
@@ -658,12 +658,12 @@ def test_marks_of_gates_are_refused_because_nobody_could_open_them():
     step = dg.graphed(gated)
     x = torch.ones(3)
     step(x)
-    with pytest.warns(dg.DeviceGraphWarning, match=r"marks of gates \(kv\).*dg.capture"):
+    with pytest.warns(dg.DeviceGraphWarning, match=r"gate marks \(kv\).*dg.capture"):
         assert step(x).tolist() == [2.0] * 3
     assert step.stats()["graphs"] == 0
     strict = dg.graphed(gated, strict=True)
     strict(x)
-    with pytest.raises(dg.CaptureError, match="nobody could open"):
+    with pytest.raises(dg.CaptureError, match="cannot be opened"):
         strict(x)
 
 
@@ -762,7 +762,7 @@ def attributed(x: torch.Tensor) -> torch.Tensor:
 
 
 UNCOPIED: dict[str, tuple[Any, Any, str]] = {
-    "mapping": (lambda b: b["x"] * 2, lambda x: Fixed({"x": x}), "cannot be given other tensors"),
+    "mapping": (lambda b: b["x"] * 2, lambda x: Fixed({"x": x}), "cannot be replaced"),
     "attribute": (lambda x: x * x.factor, attributed, r"has attributes \(factor\)"),
 }
 

@@ -331,5 +331,5 @@ def test_bound_tensor_of_another_dtype_at_its_address_is_refused():
 
 @pytest.mark.parametrize("policy", ["full", "breakable"])
 def test_argument_without_an_address_is_refused(policy: str):
-    with pytest.raises(dg.InputTypeError, match="layout torch.sparse_coo, and a replay"):
+    with pytest.raises(dg.InputTypeError, match="layout torch.sparse_coo, but a replay"):
         dg.capture(lambda x: x * 2, torch.eye(3).to_sparse(), policy=policy, backend="cpu")

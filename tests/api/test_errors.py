@@ -98,7 +98,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         "unknown host argument 'n'",
     ),
     "names of a mark": (lambda: dg.region(host_args=3)(lambda n: n), "names of parameters, got 3"),
-    "a name of a mark": (lambda: dg.no_graph(mutates=(3,))(print), "names of parameters"),
+    "a name of a mark": (lambda: dg.no_graph(mutates=(3,))(print), "parameter names"),
     "rules of a mark": (lambda: dg.region(reduce=[max])(lambda n: n), "names to functions, got"),
     "rule of a mark": (
         lambda: dg.region(host_args="n", derive={"m": 3})(lambda n, m: n),

@@ -186,7 +186,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return captured.prove()
 
 
-@plant("output that shares memory with another", "outputs that are other outputs")
+@plant("output that shares memory with another", "outputs that equal other outputs")
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     captured = capture(backend, lambda x: (x * 2, x + 1))
     monkeypatch.setattr(captured._plan, "outputs", (captured.outputs[1], captured.outputs[1]))

@@ -92,7 +92,7 @@ def test_prove_without_cases_is_not_ok(kit: Kit) -> None:
     captured = kit.capture(lambda x: x + 1, kit.tensor(8))
     report = captured.prove(cases=0)
     assert not report.ok
-    assert str(report) == "nothing was compared: no graph is captured, or no case was asked for"
+    assert str(report) == "nothing was compared: no graph is captured, or no case was requested"
     assert not captured.prove(host_args=[]).ok
 
 

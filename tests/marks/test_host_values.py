@@ -31,7 +31,7 @@ class Mode(enum.Enum):
 
 @pytest.mark.parametrize("value", [None, Mode.CAUSAL], ids=["none", "enum"])
 def test_host_argument_that_code_compares_with_is_is_refused(value: Any):
-    with pytest.raises(dg.HostArgumentError, match="'is', which cannot be noticed"):
+    with pytest.raises(dg.HostArgumentError, match="'is', which cannot be detected"):
         dg.capture(lambda x, *, n: x * 2, torch.ones(2), backend="cpu", host_args={"n": value})
 
 

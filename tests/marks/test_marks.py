@@ -83,7 +83,7 @@ def test_host_argument_by_position_before_nameless_ones_is_refused():
 def test_what_can_be_marked_needs_parameters_and_no_module():
     with pytest.raises(dg.InputTypeError, match="Mark a function of your own"):
         dg.region(torch.relu)
-    with pytest.raises(dg.InputTypeError, match="Python cannot tell of .*int"):
+    with pytest.raises(dg.InputTypeError, match="int.* has no signature"):
         dg.region(host_args="n", derive={"half": int})(lambda x, *, n, half: x)
     names: dict[str, Any] = {}
     exec("def f(x):\n    return x * 2", names)

@@ -1,4 +1,4 @@
-"""One call of a marked function inside a capture, and how to run it again later."""
+"""Marked calls: calls of marked functions inside a capture, which replays run again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def _memories_held(
     fn: Callable[..., Any], *, stored: bool = True, parameters: bool = False
 ) -> set[int]:
-    """Return the memory of the tensors that ``fn`` can reach: its closure, globals and object."""
+    """Return the memory of the tensors that ``fn`` holds in its closure, globals and object."""
     fn = inspect.unwrap(fn)
     holders = [getattr(fn, "__self__", None if inspect.isroutine(fn) else fn)]
     for cell in getattr(fn, "__closure__", None) or ():
@@ -66,7 +66,7 @@ def _memories_held(
 
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-"""Types of most named values; their attributes are not searched."""
+"""Types of holders whose attributes are not searched."""
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
 class _GradientStop(torch.autograd.Function):
     """An autograd function that keeps ``requires_grad`` of a result and refuses its backward.
 
-    A replay does not record the body for autograd, so its gradients would be missing.
+    A replay does not record the marked function for autograd, so gradients would be missing.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ class _GradientStop(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> NoReturn:
         raise CaptureError(
             f"a backward pass reached the result of {ctx.name}, which runs outside of the recorded "
-            f"work: a replay would lack its gradients. Mark the function that runs forward and "
+            f"work, so a replay would lack its gradients. Mark the function that runs forward and "
             f"backward instead, or detach() the result."
         )
 
@@ -141,7 +141,7 @@ class _Watched(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """A result that is a view of an argument or of a tensor that the function holds."""
+    """A result that is a view of an argument or of a tensor held by the function."""
 
     address: int
     layout: tuple[object, ...]
@@ -159,8 +159,8 @@ class MarkedCall:
     """A recorded call: the mark, its arguments and its results at fixed addresses.
 
     Results that are views of arguments, or of tensors that the function held before the call, are
-    returned as they are. The call copies other results into *bridge* buffers with fixed addresses.
-    Bridges share memory if the results do.
+    returned unchanged. The call copies other results into *bridges*: buffers at fixed addresses,
+    which share memory if the results do.
     """
 
     __slots__ = """
@@ -228,7 +228,7 @@ class MarkedCall:
             for index, copy in zip(members, copies, strict=True):
                 self._known[index] = copy.detach()  # autograd would record each run
             if torch.is_grad_enabled() and any(r.requires_grad for r in results):
-                # Arguments too: grad() runs only the nodes between its outputs and its inputs.
+                # Include the arguments: grad() runs only nodes between its outputs and its inputs.
                 anchors = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
                 anchors.append(torch.empty((), requires_grad=True, device="cpu"))
                 copies = [
@@ -245,10 +245,7 @@ class MarkedCall:
         return pytree.tree_unflatten(out, self._spec)
 
     def _pass_held(self, leaves: Sequence[Any], before: set[int]) -> dict[int, _Watched]:
-        """Exempt results that the function held before the call from copies; return the others.
-
-        Parameters are looked up only if a result is not memory of an argument, which is rare.
-        """
+        """Exempt results that the function held before the call from copies; return the others."""
         watched = {
             memory_of(leaf): _Watched(
                 index,
@@ -270,7 +267,7 @@ class MarkedCall:
         """Raise RegionError if the memory of a result outlives the call.
 
         Autograd may keep a result that requires grad, so such a result counts as stored only if
-        the function holds it visibly.
+        the function's closure, globals or object hold it.
         """
         alive = {memory: seen for memory, seen in watched.items() if not seen.memory.expired()}
         if any(seen.requires_grad for seen in alive.values()):
@@ -282,14 +279,14 @@ class MarkedCall:
             raise RegionError(
                 f"{self.mark.name} returned a tensor (result {seen.position}) that is also stored "
                 f"elsewhere, such as in a global, a closure, an attribute or a cache. Results have "
-                f"fixed addresses, so later runs would write one place and not the other: return a "
-                f"clone() of it."
+                f"fixed addresses, so later runs would update only one of the two tensors: return "
+                f"a clone() of it."
             )
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """Return the base of each result that is not a view of an argument.
+        """Return (position, position of the first result in the same memory, offset) of results.
 
-        The base is the position of the first result in the same memory and the bytes between them.
+        Offsets are bytes from that first result. Views of arguments are skipped.
         """
         firsts: dict[int, tuple[int, int]] = {}
         shared = []
@@ -297,18 +294,18 @@ class MarkedCall:
             if isinstance(leaf, torch.Tensor) and not has_place(leaf):
                 raise RegionError(
                     f"{self.mark.name} returned a {leaf.layout} tensor, which has no fixed memory "
-                    f"that the code after it could read. Return its parts, such as values(), or "
-                    f"do what needs it inside the marked function."
+                    f"for later code to read. Return its parts, such as values(), or use it only "
+                    f"inside the marked function."
                 )
             if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in self._owned:
-                # By storage, because a tensor without elements has no address.
+                # An offset in the storage, because a tensor without elements has no address.
                 place = int(leaf.storage_offset()) * leaf.itemsize
                 first, at = firsts.setdefault(memory_of(leaf), (index, place))
                 shared.append((index, first, place - at))
         return shared
 
     def alias_bridges(self) -> None:
-        """Turn the bridges into aliases, because the graph's pool owns and reuses their memory."""
+        """Replace the bridges by aliases, because the graph's pool owns and reuses their memory."""
         self._known = [
             self._pool.alias(known) if isinstance(known, torch.Tensor) else known
             for known in self._known
@@ -328,7 +325,7 @@ class MarkedCall:
             raise
 
     def _settle(self) -> None:
-        """Restore views of arguments whose layout the step changed in place later."""
+        """Restore the layouts of arguments that the step later changed in place, as views."""
         places, self._places = self._places, {}
         if places:
             self.args, self.kwargs = pytree.tree_map(
@@ -348,8 +345,8 @@ class MarkedCall:
         if sharing != self._sharing:
             raise RegionError(
                 f"{self.mark.name} returned tensors that share memory with each other, or with an "
-                f"argument, in another way than at capture. What the code after it reads is fixed: "
-                f"return a clone() where they share memory for some values only."
+                f"argument, in another way than at capture. Later code reads fixed addresses: "
+                f"return a clone() where tensors share memory for some values only."
             )
         for leaf, known in zip(leaves, self._known, strict=True):
             if isinstance(known, torch.Tensor):
@@ -364,10 +361,9 @@ class MarkedCall:
             self._results.refuse(describe(leaf), repr(known))
 
     def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:
-        """Return ``run`` bound to the live ``host``.
+        """Return ``run`` bound to the live ``host``, valid under the current modes of torch.
 
-        The result is valid under the current modes of torch. It is fast if the function returns
-        None or one tensor that needs no further check.
+        The callable has a fast path for a result that is None or one tensor without further checks.
         """
         self._settle()
         assert self._spec is not None

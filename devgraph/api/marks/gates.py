@@ -37,7 +37,7 @@ def entered_gates(gates: Any) -> AbstractContextManager[None]:
 
 
 def in_tail() -> AbstractContextManager[None]:
-    """Refuse marks of gates in the block, a tail that only some policies put into the graph."""
+    """Refuse gate marks in the block: a tail that is in the graph under some policies only."""
     return _set(_refuses, True)
 
 
@@ -58,13 +58,13 @@ def recording_gates() -> AbstractContextManager[None]:
 
 
 def open_recorded() -> None:
-    """Let waits pass in the next replay of finished segments, because a capture makes it."""
+    """Open the recorded waits for the next replay of finished segments, which a capture makes."""
     if (gates := current_gates.get()) is not None:
         gates.open_recorded()
 
 
 def wait(name: str, *, timeout: float | None = None) -> None:
-    """Let the device wait here until the host opens the gate ``name`` for this replay.
+    """Make the device wait here until the host opens the gate ``name`` for this replay.
 
     Gates are open in warm-up runs, captures and proofs. In eager code without a runner the mark
     does nothing.
@@ -76,15 +76,16 @@ def wait(name: str, *, timeout: float | None = None) -> None:
 
     Raises:
         CaptureError: no gate is possible at this place, or the name occurs twice.
-        GateTimeoutError: on the CPU reference: nobody opened the gate. Devices report it later.
+        GateTimeoutError: on the CPU reference, the gate was not opened in time. Other devices
+            report this error later.
     """
     _reach("wait", name, timeout)
 
 
 def signal(name: str) -> None:
-    """Tell the host that the device has done the work before this call in this replay.
+    """Signal to the host that the device has finished the work before this call in this replay.
 
-    ``gates[name].wait()`` waits for it. See ``wait`` for the rules.
+    ``gates[name].wait()`` waits for the signal. See ``wait`` for the rules.
     """
     _reach("signal", name, None)
 
@@ -101,8 +102,8 @@ def _reach(kind: str, name: str, timeout: float | None) -> None:
             )
     if _refuses.get():
         raise CaptureError(
-            f"{call} was called at {user_line()} in the tail of a prefill runner, which only some "
-            f"policies have in the graph. Move the mark to the end of the body."
+            f"{call} was called at {user_line()} in the tail of a prefill runner, which is in the "
+            f"graph under some policies only. Move the mark to the end of the body."
         )
     if gates is None:
         return

@@ -12,7 +12,7 @@ from devgraph.api.marks.source import SourceLine, is_machinery, user_line
 
 def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -> HostReadError:
     line = at or user_line()
-    text = f"{what}, at {line}. A replay would not do it again. {host_read_cure()} {vendor}"
+    text = f"{what}, at {line}. A replay would not repeat this. {host_read_cure()} {vendor}"
     return refused(HostReadError(text.rstrip()))
 
 
@@ -24,14 +24,14 @@ def host_read_cure() -> str:
             f"in a device tensor, or capture with policy='breakable', which runs regions eagerly."
         )
     return _cure_for_torch() + (
-        "Read it after the replay, keep it in a device tensor, or move it into a function marked "
-        "@dg.region or @dg.no_graph and capture with policy='breakable'."
+        "Read the data after the replay, keep it in a device tensor, or move the read into a "
+        "function marked @dg.region or @dg.no_graph and capture with policy='breakable'."
     )
 
 
 _CURES = {
     "torch.distributions": "Pass validate_args=False to the distribution. Otherwise: ",
-    "torch.optim": "Pass capturable=True to the optimizer, if it has that. Otherwise: ",
+    "torch.optim": "Pass capturable=True to the optimizer, if it has this option. Otherwise: ",
 }
 """Remedies for host reads by modules of torch."""
 

@@ -1,8 +1,8 @@
 """Host values: tracked while a capture runs, resolved once per mark and replay.
 
 A capture must not freeze a host value by accident. During capture the body therefore receives
-``Tracked`` values. A region may take one by its own name. Any other read raises
-``FrozenValueError`` with its line.
+``Tracked`` values, which a region may take under their own names. Any other read raises
+``FrozenValueError`` with the line of the read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_
 from devgraph.api.marks.marks import refused
 from devgraph.api.marks.source import SourceLine, is_machinery, line_in, user_line
 
-# These attributes give plain values, which a replay would not read again.
+# These methods return plain values, which a replay would not read again.
 _CONSUMING = """
     abs add and bool bytes ceil complex contains delitem divmod eq float floor floordiv format
     ge getitem gt hash index int invert iter le len lshift lt matmul mod mul ne neg next or pos
@@ -36,10 +36,10 @@ _CONSUMING = """
 
 
 class Tracked:
-    """A host value during capture, which can only be passed on.
+    """A host value during capture, which can only be passed to regions.
 
-    ``isinstance(value, int)`` is true for a tracked int, but C code does not accept it:
-    ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)`` raise like ``kv_len // 2``.
+    ``isinstance(value, int)`` is true for a tracked int, but C code does not accept it.
+    ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)`` raise, like ``kv_len // 2``.
     """
 
     __slots__ = ("_devgraph_name", "_devgraph_value")
@@ -77,16 +77,16 @@ class Tracked:
 def taken_from(own: str, name: str) -> str:
     """Return the ``derive=`` text for parameter ``name`` of a mark from host argument ``own``."""
     return (
-        f"Let it take {own!r}, with host_args=({own!r},) on its mark, and let the mark fill "
-        f"{name!r}: derive={{{name!r}: lambda {own}: {own}}}."
+        f"Declare {own!r} on its mark with host_args=({own!r},), and compute {name!r} there with "
+        f"derive={{{name!r}: lambda {own}: {own}}}."
     )
 
 
 def frozen(name: str, at: object, how: str = "") -> FrozenValueError:
     """Return the error for a line that would freeze host argument ``name``."""
     return FrozenValueError(
-        f"host argument {name!r} was consumed{how} outside a region, at {at}. The "
-        f"graph would keep the value of capture for ever. Move the line into a function "
+        f"host argument {name!r} was consumed{how} outside a region, at {at}. Every "
+        f"replay would use the value of capture. Move the line into a function "
         f"marked @dg.region(host_args=({name!r},)), or, if a region needs a value computed from "
         f"it, declare derive={{'new_name': lambda {name}: ...}} on that mark."
     )
@@ -97,7 +97,7 @@ def _refuse(name: str, how: str) -> NoReturn:
 
 
 def _tracked_in(values: Iterable[object]) -> Iterator[str]:
-    """Yield the names of the tracked values in ``values``, its lists and its tuples."""
+    """Yield the names of the tracked values in ``values`` and in nested lists and tuples."""
     for value in values:
         if is_tracked(value):
             yield str(value._devgraph_name)  # type: ignore[attr-defined]
@@ -119,16 +119,16 @@ del _name
 
 
 def is_tracked(value: object) -> bool:
-    """Whether ``value`` is tracked; ``isinstance`` sees the type of the host value."""
+    """Whether ``value`` is tracked, which ``isinstance`` cannot tell."""
     return issubclass(type(value), Tracked)
 
 
 _PREDICATES = frozenset({"abc", "functools", "torch"})
-"""Modules that read a type for their caller: numbers.Number, singledispatch, torch.is_tensor."""
+"""Modules that read types for their callers (numbers.Number, singledispatch, torch.is_tensor)."""
 
 
 class _Watched(Tracked):
-    """A tracked value that notes reads of its type by user code."""
+    """A tracked value that records reads of its type by user code."""
 
     __slots__ = ("_devgraph_asked",)
 
@@ -153,7 +153,7 @@ _types_checked: ContextVar[bool] = ContextVar("devgraph_types_checked", default=
 def exact_types_checked(checked: bool) -> Iterator[None]:
     """Skip ``exact_types_refused`` in captures of the block if ``checked``.
 
-    That check makes each call of Python slower, so a runner makes it once for all sizes of a step.
+    The check slows down all Python calls, so a runner makes it once for all sizes of a step.
     """
     token = _types_checked.set(checked)
     try:
@@ -166,9 +166,9 @@ def exact_types_checked(checked: bool) -> Iterator[None]:
 def exact_types_refused() -> Iterator[None]:
     """Refuse user functions in the block that read the ``type()`` of a tracked value.
 
-    ``type(n) is int`` is false for a tracked value and cannot be overridden, so the wrong branch
-    would stay in the graph. The code of functions is checked when they are called. The block checks
-    nothing while a profiler of the user runs, or inside ``exact_types_checked``.
+    ``type(n) is int`` is false for a tracked value and cannot be overridden, so the graph would
+    contain the wrong branch. Functions are checked when they are called. Nothing is checked while
+    a profiler of the user runs, or inside ``exact_types_checked``.
     """
     if _types_checked.get() or sys.getprofile() is not None:
         yield
@@ -210,7 +210,7 @@ def _exact_types(code: CodeType) -> dict[str, int]:
 
 
 class HostSpec:
-    """The host arguments that one capture declared: names, capture values and defaults."""
+    """The declared host arguments of one capture: names, capture values and defaults."""
 
     def __init__(
         self, declared: Mapping[str, Any] | None = None, fn: Callable[..., Any] | None = None
@@ -219,10 +219,10 @@ class HostSpec:
         for name, value in self.declared.items():
             if _is_singleton(value):
                 raise HostArgumentError(
-                    f"host argument {name!r} is {brief(value)} at capture. Code asks for such a "
-                    f"value with 'is', which cannot be noticed, so the graph would keep its branch "
-                    f"for ever. Pass a number, string or list, or capture each case for itself (a "
-                    f"variant of a runner)."
+                    f"host argument {name!r} is {brief(value)} at capture. Code tests such a value "
+                    f"with 'is', which cannot be detected, so every replay would take the branch "
+                    f"of capture. Pass a number, string or list, or capture each case separately "
+                    f"(a variant of a runner)."
                 )
         self.defaults = _signature_defaults(fn, self.declared) if fn is not None else {}
         self._kinds = {name: type(value) for name, value in self.declared.items()}
@@ -231,7 +231,7 @@ class HostSpec:
     def tracked(self, asked: dict[str, SourceLine] | None = None) -> dict[str, Tracked]:
         """Return a tracked value for each declared argument.
 
-        ``asked`` collects reads of their types by user code, such as isinstance().
+        ``asked`` collects reads of the values' types by user code, such as isinstance().
         """
         make = Tracked if asked is None else functools.partial(_Watched, asked=asked)
         return {name: make(name, value) for name, value in self.declared.items()}
@@ -317,8 +317,8 @@ def _same_kind(name: str, captured: Any, value: Any) -> Any:
     elif isinstance(value, kind) and not isinstance(value, bool):
         return value
     raise HostArgumentError(
-        f"host argument {name!r} had the type {kind.__name__} at capture, and has the type "
-        f"{type(value).__name__} now ({brief(value)})."
+        f"host argument {name!r} had the type {kind.__name__} at capture, but now has the type "
+        f"{type(value).__name__} ({brief(value)})."
     )
 
 
@@ -331,7 +331,7 @@ _BY_IDENTITY: Any = object.__hash__
 def exact(value: Any) -> Any:
     """Return the part of a key for ``value``, which must not be a tensor.
 
-    1, True and 1.0, or 0.0 and -0.0, are equal in Python but different host values.
+    Values such as 1, True and 1.0, or 0.0 and -0.0, are equal in Python but have different keys.
     """
     kind = type(value)
     if kind is int or kind is str:
@@ -342,11 +342,11 @@ def exact(value: Any) -> Any:
         return value if {int}.issuperset(map(type, value)) else tuple(map(exact, value))
     if isinstance(value, torch.Tensor):
         raise TypeError(
-            "its data can change unnoticed; hand tensors to the region as ordinary arguments, or "
-            "make their data_ptr() the value"
+            "its data can change unnoticed; pass tensors to the region as ordinary arguments, or "
+            "use their data_ptr() as the value"
         )
     if kind.__hash__ is _BY_IDENTITY and hasattr(value, "__dict__") and not callable(value):
-        raise TypeError("it is compared by identity, so that a change inside it goes unnoticed")
+        raise TypeError("it is compared by identity, so a change inside it would go unnoticed")
     return kind, value, _alike(value, ())
 
 
@@ -359,10 +359,10 @@ def same_value(one: object, other: object) -> bool:
 
 
 def _alike(value: Any, around: tuple[int, ...]) -> Any:
-    """Return the properties in which equal values may differ: types inside them, signs of zeros.
+    """Return the properties in which equal values may differ: nested types and signs of zeros.
 
-    Attributes that an object leaves out of its comparison do not count. ``around`` holds the
-    identities of the objects that contain ``value``.
+    Attributes that an object does not compare are ignored. ``around`` holds the ids of the objects
+    that contain ``value``.
     """
     kind = type(value)
     if kind is int or kind is str or isinstance(value, torch.Tensor) or id(value) in around:

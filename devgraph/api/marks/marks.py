@@ -1,4 +1,4 @@
-"""Marks: declarations of a model about code that depends on the host.
+"""Marks: declarations of code that depends on the host.
 
 ``region`` and ``no_graph`` decorate functions; ``graph_break`` is a call. Outside a capture, a mark
 reads one context variable and calls the function. Inside a capture, the current scope implements
@@ -33,10 +33,10 @@ E = TypeVar("E", bound=CaptureError)
 
 
 class Scope:
-    """The meaning of marks in the thread that captures."""
+    """The effect of marks in the thread that captures."""
 
     records = True
-    """Whether the step is recorded in the scope, and not run."""
+    """Whether the scope records the step instead of running it."""
     thread: int | None = None
     """The thread that is inside the scope, or None."""
     refusal: CaptureError | None = None
@@ -47,19 +47,19 @@ class Scope:
         raise NotImplementedError
 
     def graph_break(self) -> None:
-        """Break the capture here, if the policy breaks."""
+        """Break the capture here, if the policy has breaks."""
 
     def records_gates(self, call: str) -> bool:
-        """Whether ``call``, a mark of a gate, is recorded; raise if it cannot be."""
+        """Whether the gate mark ``call`` is recorded; raise if that is impossible."""
         return False
 
     def refuse_elsewhere(self, name: str) -> NoReturn:
-        """Refuse a mark of another thread, which runs in a copy of the capturing context."""
+        """Refuse a mark in another thread, which runs in a copy of the capturing context."""
         self.refusal = refusal = CaptureError(
             f"{name} was called in thread {threading.current_thread().name!r}, at {user_line()}, "
-            f"for a step that another thread captures. A capture records the thread that runs the "
-            f"step, so a replay would leave this call out. Call {name} in the step's own thread, "
-            f"or mark the function that starts the thread @dg.no_graph and capture with "
+            f"for a step that another thread captures. A capture records only the thread that runs "
+            f"the step, so a replay would not make this call. Call {name} in the step's thread, or "
+            f"mark the function that starts the thread @dg.no_graph and capture with "
             f"policy='breakable'."
         )
         raise refusal
@@ -86,7 +86,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
             raise scope.refusal from error
         raise
     except GeneratorExit:
-        # An interrupt came before contextlib left the block. The outer contexts have been left.
+        # After an interrupt before contextlib left the block, the outer scopes are gone.
         outer = None
         raise
     finally:
@@ -96,7 +96,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
 
 
 def refused(error: E) -> E:
-    """Return ``error``, which the capture of this thread ends with even if the step catches it."""
+    """Return ``error``; the capture of this thread raises it even if the step catches it."""
     scope = _scope.get()
     if scope is not None and scope.thread == threading.get_ident():
         scope.refusal = scope.refusal or error
@@ -109,16 +109,16 @@ def is_capturing() -> bool:
 
 
 def graph_break() -> None:
-    """Break the capture here with no work; nothing under ``full`` and outside a capture."""
+    """Break the capture here without eager work. No effect under ``full`` or outside a capture."""
     scope = _scope.get()
     if scope is not None and is_here(scope, "dg.graph_break()"):
         scope.graph_break()
 
 
 def is_here(scope: Scope, name: str) -> bool:
-    """Whether this thread captures under ``scope``; raise if another one does.
+    """Whether this thread captures under ``scope``; raise if another thread does.
 
-    A thread that was started in a capture keeps a copy of its context after the capture is over.
+    A thread started in a capture keeps a copy of the capture's context after its end.
     """
     if scope.thread == threading.get_ident():
         return True
@@ -145,13 +145,13 @@ class Mark:
     ) -> None:
         if not callable(fn):
             raise InputTypeError(
-                f"@dg.{kind} marks a function, got {brief(fn)}. What the mark declares goes into "
-                f"keywords: @dg.{kind}(mutates=('out',))"
+                f"@dg.{kind} marks a function, got {brief(fn)}. Pass declarations as keywords: "
+                f"@dg.{kind}(mutates=('out',))"
             )
         later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
         if any(works_later(fn) for works_later in later):
             raise InputTypeError(
-                f"@dg.{kind} marks a function that has done its work when it returns, and "
+                f"@dg.{kind} marks a function whose work is done when it returns, but "
                 f"{getattr(fn, '__qualname__', fn)} is a generator or async: its body would run "
                 f"outside of the mark. Mark a function that it calls."
             )
@@ -213,12 +213,12 @@ class Mark:
         for name in names:
             if name not in known:
                 raise HostArgumentError(
-                    f"{self.name} has no {what} {name!r}, which its mark names. "
+                    f"{self.name} has no {what} {name!r}, which its mark declares. "
                     f"{did_you_mean(name, known)}"
                 )
 
     def host_kwargs(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the host keyword arguments of one replay: plain, derived, reduced, ambient.
+        """Return the host keyword arguments of one replay: plain, derived, reduced, and context.
 
         Args:
             values: plain values of the host arguments of this mark, by name.
@@ -249,12 +249,12 @@ class Mark:
                     f"{self.name} was given {name!r}, which its mark derives; do not pass it."
                 )
         bound.apply_defaults()
-        given = {**bound.arguments, **bound.kwargs}  # in **kwargs, if the function has them
+        given = {**bound.arguments, **bound.kwargs}  # including names in **kwargs
         host = {n: given[n] for n in self.host_args if n in given}
         missing = [n for n in self.host_args if n not in host]
         if missing:
             raise HostArgumentError(f"{self.name} needs its host arguments {', '.join(missing)}.")
-        # Arguments after a positional host argument become keywords, or they would shift.
+        # Arguments after a positional host argument become keywords, so that they do not shift.
         rest = {k: v for k, v in kwargs.items() if k not in host}
         named = self._positional[: len(args)]
         cut = next((i for i, p in enumerate(named) if p.name in host), len(args))
@@ -262,7 +262,7 @@ class Mark:
         if (len(args) > len(named) and behind) or any(p.kind is p.POSITIONAL_ONLY for p in behind):
             raise HostArgumentError(
                 f"{self.name} was given its host argument {named[cut].name!r} by position, before "
-                f"arguments that have no name. Make it a keyword argument, after them."
+                f"arguments that cannot be passed by name. Pass it as a keyword argument."
             )
         rest.update(
             (p.name, a) for p, a in zip(behind, args[cut:], strict=True) if p.name not in host
@@ -270,7 +270,7 @@ class Mark:
         return args[:cut], rest, host
 
     def call_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function now, with derived, reduced and ambient values filled in."""
+        """Run the function now, with the host keyword arguments of its mark."""
         if not self.fills:
             return self.fn(*args, **kwargs)
         args, kwargs, host = self.split(args, kwargs)
@@ -295,8 +295,8 @@ class RegionScope(Scope):
     def records_gates(self, call: str) -> bool:
         if self.outer.dynamic:
             raise CaptureError(
-                f"{call} was called inside region {self.outer.name}, at {user_line()}, whose nodes "
-                f"an update replaces. Call it before or after the region."
+                f"{call} was called inside region {self.outer.name}, at {user_line()}, but updates "
+                f"replace the nodes of the region. Call it before or after the region."
             )
         return self._around is not None and self._around.records_gates(call)
 
@@ -313,11 +313,10 @@ def refuse_no_graph(mark: Mark, where: str = "") -> NoReturn:
     )
 
 
-# Tracers must know all marked functions. Weak, so that unused functions can be collected.
-_marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+_marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # for tracers
 
 marked_with_context: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""Those that are dynamic without host arguments of the step."""
+"""Marked functions that are dynamic even without host arguments of the step."""
 
 
 def marked_functions() -> list[Callable[..., Any]]:
@@ -335,10 +334,10 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
             return scope.call(mark, args, kwargs)
         return direct(*args, **kwargs) if fn is None else fn(args, kwargs)
 
-    # Tracers compare functions by their code. With one code for all marks, they would reuse the
-    # trace of a step for the same step over another region.
+    # Tracers compare functions by code. If all marks had the same code, a tracer would reuse the
+    # trace of a step for the same step with another region.
     marked.__code__ = marked.__code__.replace(co_name=mark.name)  # type: ignore[attr-defined]
-    # Code generated from a trace would call the attribute of torch's module with that name.
+    # In a module of torch, generated code would call the attribute of that name instead.
     if (marked.__module__ or "").partition(".")[0] == "torch":
         marked.__module__ = __name__
     marked.__devgraph_mark__ = mark  # type: ignore[attr-defined]
@@ -353,7 +352,7 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(fn)
     except ValueError as error:
         raise InputTypeError(
-            f"a mark needs the names of the parameters, which Python cannot tell of {fn!r}. Mark a "
+            f"a mark needs the names of the parameters, but {fn!r} has no signature. Mark a "
             f"function of your own that calls it."
         ) from error
 
@@ -361,12 +360,12 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 def _names(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(name, str) for name in names):
-        raise InputTypeError(f"{what} of a mark are names of parameters, got {brief(value)}")
+        raise InputTypeError(f"{what} of a mark must be parameter names, got {brief(value)}")
     return names
 
 
 def _marking(kind: str, fn: Callable[..., Any] | None, **declared: Any) -> Any:
-    """Return ``fn`` with its mark, or a decorator if there is no function."""
+    """Return ``fn`` with its mark, or a decorator if ``fn`` is None."""
 
     def mark(target: Callable[..., Any]) -> Callable[..., Any]:
         return _wrap(Mark(target, kind=kind, **declared))
@@ -401,13 +400,13 @@ def region(
 ) -> Any:
     """Mark a function that can be captured but depends on the host, or should run eagerly.
 
-    Under ``full`` it stays in the graph and is updated for new host arguments. Under ``breakable``
-    and ``piecewise`` it runs eagerly between captured segments.
+    Under ``full`` the function is part of the graph and is updated for new host arguments. Under
+    ``breakable`` and ``piecewise`` it runs eagerly between captured segments.
 
     Args:
         fn: the function; None returns a decorator.
         host_args: names of parameters that are host values (ints, lists, ...). In a capture each
-            must get the tracked value of the same name.
+            must receive the tracked value of the same name.
         mutates: names of tensor parameters that the function writes.
         derive: functions of host arguments by parameter name. devgraph passes their results; the
             caller does not.
@@ -417,12 +416,12 @@ def region(
             passed as the keyword argument ``context``.
         fake: returns results for fake tensors. Policy piecewise needs it if the function returns
             tensors.
-        capture_stub: called instead of the function during a breakable capture, with the same
-            arguments, which may be unwritten, and results of the same shapes.
+        capture_stub: called instead of the function during a breakable capture. It takes the same
+            arguments, which may be uninitialised, and returns results of the same shapes.
 
     Raises:
         HostArgumentError: a name is not a parameter of the function.
-        InputTypeError: an argument is not a list of names, or a mapping of functions by name.
+        InputTypeError: an argument is not a list of names or a mapping of functions by name.
     """
     return _marking(
         "region",
@@ -456,7 +455,7 @@ def no_graph(
 ) -> Any:
     """Mark a function that can never be captured (a host sync, a host collective).
 
-    It always runs eagerly, between segments under ``breakable`` and ``piecewise``. Under ``full``
+    Under ``breakable`` and ``piecewise`` the function runs eagerly between segments. Under ``full``
     the capture raises ``NotCapturableError``. The arguments are those of ``region``.
     """
     return _marking("no_graph", fn, mutates=mutates, fake=fake, capture_stub=capture_stub)

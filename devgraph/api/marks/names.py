@@ -15,15 +15,15 @@ from devgraph.api.errors import InputTypeError, brief
 
 @attrs.define
 class NodeRange:
-    """The nodes from ``first`` to before ``stop``, which one call launched into one graph.
+    """The nodes ``first`` to ``stop - 1`` of one graph, which one call launched.
 
-    Nodes are numbered in capture order, those of a loop once. Both are None if the backend does not
-    report them (capability ``node_ranges``). A call without nodes has no range.
+    Nodes are numbered in capture order; those of a loop count once. ``first`` and ``stop`` are None
+    without the capability ``node_ranges``. A call without nodes has no range.
     """
 
     name: str
     depth: int
-    """Number of named calls around it."""
+    """Number of enclosing named calls."""
     first: int | None
     stop: int | None = None
 
@@ -56,7 +56,7 @@ class Names:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Name the calls of submodules by this thread in the block."""
+        """Name the nodes of submodules that this thread calls in the block."""
         thread = get_ident()
 
         def entering(name: str) -> Callable[..., None]:
@@ -68,14 +68,14 @@ class Names:
 
         with contextlib.ExitStack() as undo:
             for name, module in self._root.named_modules() if self._root is not None else ():
-                if name and not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+                if name and not isinstance(module, torch.jit.ScriptModule):  # has no hooks
                     enter = entering(name)
                     undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                     undo.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
 
     def begin(self, recorded: Callable[[], int | None]) -> list[NodeRange]:
-        """Start to name the nodes of another graph; return its ranges, to which calls are added."""
+        """Begin a graph; return the list to which the ranges of its calls are added."""
         self._recorded, self._found = recorded, []
         self._ranges = [self._begun(name, depth) for depth, name in enumerate(self._running)]
         return self._found

@@ -39,7 +39,7 @@ def captured_call(
     """Return the arguments of a call that can run again later.
 
     These are ``args`` and ``kwargs`` without host arguments, and the host keyword arguments of the
-    mark, which are resolved once for all its calls.
+    mark, which are resolved once for all calls of the mark.
     """
     _refuse_transformed(mark, args, kwargs)
     args, kwargs, host = mark.split(args, kwargs)
@@ -60,9 +60,9 @@ def captured_call(
             raise refused(
                 FrozenValueError(
                     f"region {mark.name} was given a plain {type(value).__name__} "
-                    f"({brief(value)}) for host argument {name!r}, at {user_line()}; it would "
-                    f"freeze in the graph. To follow replays, {cure}pass the tracked host argument "
-                    f"on unchanged, or compute from it with derive={{...}} on the mark."
+                    f"({brief(value)}) for host argument {name!r}, at {user_line()}, so every "
+                    f"replay would use this value. To change it in replays, {cure}pass the tracked "
+                    f"host argument unchanged, or compute from it with derive={{...}} on the mark."
                 )
             )
     if mark not in known:
@@ -73,9 +73,9 @@ def captured_call(
 def swallowed(mark: Mark, error: BaseException) -> CaptureError:
     """Return the error for a step that continues after ``error`` of a marked function."""
     return CaptureError(
-        f"{mark.name} raised {type(error).__name__} ({error}), and the step caught that and went "
-        f"on, which a graph cannot. Decide before the call which function runs, or catch it inside "
-        f"of the marked function."
+        f"{mark.name} raised {type(error).__name__} ({error}), and the step caught it and "
+        f"continued, which a graph cannot. Decide before the call which function runs, or catch "
+        f"the error inside the marked function."
     )
 
 
@@ -84,9 +84,9 @@ def refuse_break_in_backward(name: str) -> None:
     if torch._C._current_graph_task_id() != -1:
         raise CaptureError(
             f"{name} was called in a backward pass (by a hook, or by a checkpointed block that is "
-            f"computed again), at {user_line()}, and a graph cannot end in the middle of one. Call "
-            f"{name} outside of the backward pass, do not checkpoint the block that calls it, or "
-            f"mark the function that runs the whole backward pass @dg.no_graph."
+            f"computed again), at {user_line()}, but a graph cannot end inside a backward pass. "
+            f"Call {name} outside of it, do not checkpoint the block that calls {name}, or mark "
+            f"the function that runs the whole backward pass @dg.no_graph."
         )
 
 
@@ -95,8 +95,8 @@ def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))):
         raise CaptureError(
             f"{mark.name} was called inside a transform of torch.func (vmap, grad, ...), at "
-            f"{user_line()}, and cannot run there again. Call it outside of the transform, or "
-            f"apply the transform inside the marked function."
+            f"{user_line()}, so a replay cannot run it again. Call {mark.name} outside of the "
+            f"transform, or apply the transform inside the marked function."
         )
 
 
@@ -104,12 +104,12 @@ Repeat = Callable[[Callable[[], None], torch.Tensor], None]
 """A recorder of a loop.
 
 It receives a body, which it calls once, and a bool tensor of one element. A replay repeats the work
-of the body while the tensor is true. State that turns share must be in tensors allocated before.
+of the body while the tensor is true. State shared by turns must be in tensors allocated before.
 """
 
 
 class LoopError(CaptureError):
-    """The step cannot be captured with its loop, but perhaps with an unrolled one."""
+    """The step cannot be captured with a loop, but perhaps with the loop unrolled."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -119,14 +119,14 @@ class LoopError(CaptureError):
 def repeater(unrolls: str = "") -> Repeat | None:
     """Return the loop recorder of this thread's capture, or None if the loop is unrolled.
 
-    An unrolled loop is counted. Without a capture the result is None too.
+    Unrolled loops are counted. Outside captures the result is None as well.
     """
     scope = current_scope()
     return scope.repeater(unrolls) if isinstance(scope, GraphScope) else None
 
 
 class GraphScope(Scope):
-    """The scope that captures everything into one graph and keeps dynamic regions for updates."""
+    """The scope that captures everything into one graph and records dynamic regions for updates."""
 
     def __init__(
         self,

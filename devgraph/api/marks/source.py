@@ -1,4 +1,4 @@
-"""Lines of the user's code, which errors name."""
+"""Lines of the user's code, for error messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import attrs
 
-# Frames of these packages are machinery, because the reader of a message cannot change their code.
-# The packages of ``_ON_TOP`` are exceptions.
+# Frames of these packages, except those in ``_ON_TOP``, are machinery: the reader of a message
+# cannot change their code.
 _MACHINERY = frozenset({"torch", "devgraph", *sys.stdlib_module_names})
 _ON_TOP = ("devgraph.integrations", "devgraph.testing")
 
@@ -34,7 +34,7 @@ class SourceLine:
 
 
 def is_machinery(frame: FrameType) -> bool:
-    """Whether ``frame`` runs code of torch, of devgraph's own rooms, or of their helpers."""
+    """Whether ``frame`` runs code of torch, devgraph or the standard library."""
     # The lambdas that make_fx evaluates have no module.
     default = "torch" if frame.f_code.co_filename == "<string>" else ""
     return is_machinery_module(frame.f_globals.get("__name__", default))
@@ -60,7 +60,6 @@ def _is_machinery_file(file: str) -> bool:
 
 @functools.cache
 def is_machinery_module(module: str) -> bool:
-    """Whether a module belongs to torch, devgraph or the standard library."""
     return module.partition(".")[0] in _MACHINERY and not module.startswith(_ON_TOP)
 
 
@@ -68,7 +67,6 @@ def user_line() -> SourceLine:
     """Return the innermost line of user code in the calling stack."""
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
-    # Called for each recorded operation, through about twenty frames of machinery.
     while frame is not None and is_machinery(frame):
         outermost, frame = frame, frame.f_back
     found = frame or outermost

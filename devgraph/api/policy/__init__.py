@@ -1,10 +1,10 @@
 """Policies: how a Python callable becomes a list of segments. A policy never sees a vendor.
 
-A policy is one file with a ``POLICY`` and one line at the end of this file. That line states the
+A policy is one file with a ``POLICY`` and one line at the end of this file, which states the
 promises of the policy. Each compatibility rule (devgraph/api/config) applies to each policy, unless
 a promise exempts it.
 
-This module does not import torch, because configurations are read without it.
+This module does not import torch, so that configurations can be read without torch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _registered: dict[str, Registration] = {}
 def register_policy(name: str, module: str, *promises: str) -> None:
     """Register the ``POLICY`` of ``module`` as ``name``; the module is imported at first use.
 
-    ``promises`` are among ``BREAKS``, ``WHOLE`` and ``UNTRACED``.
+    Each promise is ``BREAKS``, ``WHOLE`` or ``UNTRACED``.
 
     Raises:
         InputError: the name is taken, or a promise is unknown.
     """
     if name in _registered or name == "disabled":
-        raise InputError(f"there is a policy {name!r} already; give the new one another name")
+        raise InputError(f"there is a policy {name!r} already; choose another name")
     for promise in promises:
         if promise not in (BREAKS, WHOLE, UNTRACED):
             known = did_you_mean(promise, (BREAKS, WHOLE, UNTRACED))
@@ -64,24 +64,22 @@ def policies() -> tuple[str, ...]:
 
 
 def registration(name: str) -> Registration:
-    """Return the registration of a policy."""
     if not isinstance(name, str) or name not in _registered:
         raise InputError(f"no policy {name!r}. {did_you_mean(str(name), _registered)}")
     return _registered[name]
 
 
 def breaks(name: str) -> bool:
-    """Whether marked functions run eagerly under the policy of that name, or under ``disabled``."""
+    """Whether marked functions run eagerly under the policy ``name``; True for ``disabled``."""
     return name == "disabled" or BREAKS in registration(name).promises
 
 
 def compiles(name: str) -> bool:
-    """Whether the policy of that name may use a compiler."""
+    """Whether the policy ``name`` may use a compiler."""
     return name != "disabled" and UNTRACED not in registration(name).promises
 
 
 def get_policy(name: str) -> Policy:
-    """Return the policy of that name; see ``registration``."""
     policy: Policy = importlib.import_module(registration(name).module).POLICY
     return policy
 

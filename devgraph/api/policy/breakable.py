@@ -25,9 +25,9 @@ from devgraph.api.session import Session
 
 
 class EagerSegment:
-    """The eager body of a break with its tensors and live host values.
+    """The eager body of a break, with its tensors and host values.
 
-    The plan refreshes the dictionary ``host`` in place.
+    The plan updates the dictionary ``host`` in place.
     """
 
     def __init__(self, call: MarkedCall, host: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class EagerSegment:
         self._held().run(self._host)
 
     def bound(self, stream: int | None = None) -> Callable[[], Any]:
-        """Return ``replay`` as a callable for the current modes of torch, on any stream."""
+        """Return a callable for ``replay`` under the current modes of torch, on any stream."""
         return self._held().bound_run(self._host)
 
     def reset(self) -> None:
@@ -57,9 +57,9 @@ class EagerSegment:
 
 
 class BreakablePlan:
-    """Graphs and eager segments, launched in order by one flat loop.
+    """Graphs and eager segments, launched in order by one loop over bound callables.
 
-    The loop runs pre-bound callables. They are bound again when the epoch of the pool changes.
+    The callables are bound again when the epoch of the pool changes.
     """
 
     def __init__(
@@ -84,15 +84,12 @@ class BreakablePlan:
         self._epoch: int | None = None
 
     def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
-        """Refresh the host values in the dictionaries that the eager segments hold."""
+        """Update the host values in the dictionaries of the eager segments."""
         for mark, kwargs in host.items():
             self._host[mark].update(kwargs)
 
     def run(self) -> None:
-        """Run all segments. An exception of an eager body ends the loop.
-
-        See ``Plan.run`` for the requirements.
-        """
+        """Run all segments; see ``Plan.run``. An exception of an eager body ends the loop."""
         pool = self._pool
         if self._epoch != pool.epoch:
             self._steps, self._epoch = {}, pool.epoch
@@ -172,7 +169,7 @@ class _BreakableScope(Scope):
                 while self._unrun:
                     self._unrun[0].replay()
                     del self._unrun[0]
-        except ExecutableError as error:  # in a broken form, which is captured while the step runs
+        except ExecutableError as error:  # a broken form is captured while the step runs
             error.partly = len(self.segments) > 1
             raise
 
@@ -219,7 +216,7 @@ def capture_segments(
     host: Mapping[Mark, dict[str, Any]] | None = None,
     finish: Callable[[Any], None] | None = None,
 ) -> BreakablePlan:
-    """Capture ``job.fn`` in segments; all or nothing."""
+    """Capture ``job.fn`` in segments; on failure, no segment stays captured."""
     scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):
         scope.open()

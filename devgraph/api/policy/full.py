@@ -1,10 +1,10 @@
 """Policy ``full``: the whole callable is one graph, and dynamic regions are updated in place.
 
-A key, the host values of a replay, takes one of three ways. All of them write the same outputs.
+A replay with a key (its host values) has one of three forms, which write the same outputs:
 
-1. Its recording is applied to a graph with the same nodes.
-2. A *topology copy*, another capture of the whole callable, is made for it.
-3. Recording is over its budget, so the step runs *broken*, as under ``breakable``.
+1. The recording of the key is applied to a graph with the same nodes.
+2. A *topology copy*, another capture of the whole callable, is made for the key.
+3. If recording exceeds its budget, the step runs *broken*, as under ``breakable``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _MissBudget:
             self._left += 1
 
     def allows(self, key: Hashable) -> bool:
-        """Whether to record ``key`` now. An unrecorded key is remembered."""
+        """Whether to record ``key`` now; if not, remember it."""
         if key in self._seen:
             del self._seen[key]
             return True
@@ -88,11 +88,11 @@ class FullPlan:
         self._settings = Settings.current()
         self._budget = job.budget or UpdateBudget()
         self._misses = _MissBudget(self._budget.misses)
-        # Such a backend runs the host code of regions for each key.
+        # Backends with asynchronous updates run the host code of regions for each key anyway.
         self._free_misses = job.budget is None and job.backend.capabilities.async_update
         self._graphs = [graph]
         self._current: DeviceGraph | None = graph
-        """The graph that ``run`` launches and its key; None means the broken form."""
+        """The graph that ``run`` launches; None means the broken form."""
         self._broken: BreakablePlan | None = None
         self._host: HostKwargs = {}
 
@@ -194,7 +194,7 @@ class FullPlan:
     def _run_broken(self) -> None:
         with self._settings.restored():
             if self._broken is None:
-                # This capture also runs the step.
+                # The capture also runs the step.
                 with session(self._job.pool, mode=self._job.capture_error_mode) as held:
                     self._broken = capture_segments(
                         self._job, held, host=self._host, finish=self._deliver
@@ -212,7 +212,7 @@ class _Full(Policy):
     def capture(self, job: Job, session: Session) -> FullPlan:
         if not job.backend.capabilities.loops:
             return self._captured(job, session, unrolls="backend")
-        outputs = copy.copy(job.outputs)  # a capture consumes its own
+        outputs = copy.copy(job.outputs)  # for the second attempt: a capture consumes them
         try:
             return self._captured(job, session)
         except LoopError as error:

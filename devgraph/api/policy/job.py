@@ -1,4 +1,4 @@
-"""The interface of policies: a job, and the plan that a policy makes of it."""
+"""The interface of policies: a policy turns a job into a plan."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ class UpdateBudget:
     """Limits of policy ``full`` for new host arguments during serving.
 
     A recording costs about the host time of two broken steps, and each later step with the same key
-    saves nearly one. The defaults bound the loss of a trace without repeated keys.
+    saves nearly that of one. The defaults bound the loss if no key is repeated.
 
     Raises:
         InputError: a limit is out of range.
-        InputTypeError: a limit has another type.
+        InputTypeError: a limit has a wrong type.
     """
 
     misses: int = 8
     """Number of keys that may be recorded at their first step.
 
-    Each replay of a recorded key adds one to this number. Beyond the limit, a key is recorded at
-    its second step, and its first step runs broken.
+    Each replay of a recorded key restores one. If none is left, a key is recorded at its second
+    step, and its first step runs broken.
     """
     copies: int = 4
     """Maximum number of topology copies."""
     copy_seconds: float = 2.0
     """Maximum total time of capturing copies, in seconds."""
     may_capture: Callable[[], bool] | None = None
-    """Whether a copy or a broken form may be captured in a replay.
+    """Return whether a topology copy or a broken form may be captured in a replay.
 
-    It returns False while outputs of the pool are leased, or if ranks must agree first. None allows
-    captures, unless ``before_break`` was given: then ranks take part, and none captures alone.
+    Return False while outputs of the pool are leased, or if ranks must agree first. None allows
+    captures unless ``before_break`` is given, because then all ranks must capture together.
     """
 
     def __attrs_post_init__(self) -> None:
@@ -75,13 +75,13 @@ class Job:
     capture_error_mode: str
     compiler: str | None
     before_break: Callable[[], None] | None
-    """Called before the eager body of each break during capture, such as a barrier of ranks."""
+    """Called before the eager body of each break during capture, for example a barrier of ranks."""
     budget: UpdateBudget | None = None
     """Budget for new host arguments in replays; None means the defaults."""
     after_warmup: Callable[[], None] | None = None
     """Called after each warm-up run."""
     check: bool = False
-    """Whether replays wait for the device after each segment, so that errors name it."""
+    """Whether replays wait for the device after each segment, so that errors name the segment."""
     names: Names | None = None
     """Names of the nodes, if requested."""
     warmup: int
@@ -104,7 +104,7 @@ class Job:
         return self.before_break is None
 
     def make_graph(self) -> DeviceGraph:
-        """Return an empty graph that knows the state of the step."""
+        """Return an empty graph with the reachable state of the step."""
         graph = self.backend.make_graph(self.pool)
         reached, graph.generators = self.owned.reached()
         graph.reached = [tensor for _, tensor in reached]
@@ -142,7 +142,7 @@ class Plan(Protocol):
     """A finished capture: segments in order and their outputs."""
 
     segments: list[Any]
-    """Each has ``replay()``, which runs it once, and ``reset()``, which frees its resources."""
+    """Objects with ``replay()``, which runs a segment once, and ``reset()``, which frees it."""
     outputs: Any
     marks: list[Mark]
     """Marks with host values to resolve at each replay."""
@@ -165,8 +165,8 @@ class Policy(Protocol):
     def warm_up(self, job: Job, runs: int) -> Job:
         """Run the step ``runs`` times on the capture stream; return the job to capture.
 
-        Libraries initialise lazily in these runs. If the first makes tensors for later ones, there
-        are at least two.
+        Libraries initialise lazily in these runs. If the first run makes tensors for later runs,
+        there are at least two runs.
         """
         while runs > 0 or job.owned.is_unsettled:
             runs -= 1
@@ -175,4 +175,4 @@ class Policy(Protocol):
         return job
 
     def capture(self, job: Job, session: Session) -> Plan:
-        """Capture ``job.fn`` in ``session``; all or nothing."""
+        """Capture ``job.fn`` in ``session``; on failure, no graph stays captured."""

@@ -1,14 +1,14 @@
 """Policy ``piecewise``: the step is compiled in pieces, cut at marked functions.
 
 ``torch.compile`` traces the whole step once for all sizes. The trace is split at calls of marked
-functions. Each piece is compiled or left as it is. The compiled step is then captured like a
-breakable one: one graph for each piece, with the marked functions between them.
+functions. Each piece is compiled or runs uncompiled. The step is then captured as under
+``breakable``: one graph for each piece, with the marked functions between them.
 
-The tracer sees a marked function as one opaque operation, whose results ``fake`` describes. It is
-not a torch.library operation, because those may not return views of their arguments and accept few
-types. Pieces end at each mark, so compilers never see one.
+The tracer treats a marked function as one opaque operation, whose results ``fake`` describes. It is
+not a torch.library operation, because such operations may not return views of their arguments and
+accept few types. Compilers see no marks, because pieces end at each mark.
 
-Host arguments enter the trace as tokens, zero-dimensional tensors for marked functions only.
+Host arguments enter the trace as *tokens*: zero-dimensional tensors that only marked functions use.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ from devgraph.api.tensors import describe, tensors_in
 logger = logging.getLogger(__name__)
 
 RECOMPILE_LIMIT = 2**20
-"""Maximum number of versions of a function.
+"""Maximum number of compiled versions of a function.
 
-The tracer's own limit is 8, but all runners of a process share one step function.
+The tracer's default is 8, but all runners of a process may share one step function.
 """
 
 INDUCTOR_OPTIONS = {"triton.cudagraphs": False}
-"""Inductor settings under which it does not capture the pieces itself."""
+"""Settings that prevent Inductor from capturing the pieces itself."""
 
 
 _running: ContextVar[_CompiledStep | None] = ContextVar("devgraph_piecewise", default=None)
@@ -84,8 +84,8 @@ def _host_value(name: str) -> Any:
     return _active().live[name]
 
 
-# Claims of marks and the eager run that checks them: the compiler must know the results and the
-# writes of a marked function without running it.
+# Claims of marks, and the eager run that checks them. The compiler must know the results and writes
+# of a marked function without running it.
 
 
 def _described(
@@ -107,13 +107,14 @@ def _described(
         if mark.fake is not None:
             raise CaptureError(
                 f"policy 'piecewise' must know the results of {mark.name} without running it, and "
-                f"its fake= raised {reason}. fake= takes all arguments of the function, "
-                f"host arguments ({', '.join(host) or 'none'}) too, on tensors without data."
+                f"its fake= raised {reason}. fake= receives all arguments of the function, "
+                f"including host arguments ({', '.join(host) or 'none'}), with tensors without "
+                f"data."
             ) from error
         raise CaptureError(
             f"policy 'piecewise' must know the results of {mark.name} without running it, and its "
-            f"body does not run without data ({reason}). Give its mark fake=, a function of the "
-            f"same arguments that returns empty tensors of the result's shape, or None."
+            f"body does not run without data ({reason}). Declare fake= on its mark: a function of "
+            f"the same arguments that returns empty tensors of the result's shape, or None."
         ) from error
 
 
@@ -126,7 +127,7 @@ def _of_unknown_shape(result: Any) -> bool:
 
 
 def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
-    """Allow data-dependent sizes in the body, which the trace would expect in its result."""
+    """Allow data-dependent sizes in the body that are not sizes of its result."""
     mode = detect_fake_mode()
     if mode is None or mode.shape_env is None:
         return contextlib.nullcontext()
@@ -134,9 +135,9 @@ def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
 
 
 class _Closed(OwnMode):
-    """A mode that replaces real tensors, which the block reaches by closure, by fake ones.
+    """A mode that replaces real tensors in closures by fake tensors.
 
-    FakeTensorMode can accept real tensors itself, but then writes some of them.
+    FakeTensorMode can accept real tensors itself, but then writes to some of them.
     """
 
     def __init__(self) -> None:
@@ -167,7 +168,7 @@ class _Closed(OwnMode):
                 device=leaf.device,
                 requires_grad=leaf.requires_grad,
             )
-            self._known[id(leaf)] = (leaf, made)  # The first item is the identity.
+            self._known[id(leaf)] = (leaf, made)  # ``leaf`` keeps its id in use
         return self._known[id(leaf)][1]
 
 
@@ -176,7 +177,7 @@ _Versions = dict[str, list[tuple[int, int]]]
 
 
 class _Checking(Scope):
-    """The scope of the run that checks a step: bodies run, and claims of marks are compared.
+    """The scope of the eager run that checks the claims of marks.
 
     Host arguments are tracked, as in a capture under another policy.
     """
@@ -193,8 +194,8 @@ class _Checking(Scope):
             raise CaptureError(
                 f"{mark.name} was called inside a mode of torch (a TorchFunctionMode, a "
                 f"TorchDispatchMode or a default device), at {user_line()}, which a trace does not "
-                f"keep for marked functions. Enter it inside the marked function or around the "
-                f"whole capture, or use policy='breakable'."
+                f"keep for marked functions. Enter the mode inside the marked function or around "
+                f"the whole capture, or use policy='breakable'."
             )
         first = mark not in self._host
         args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
@@ -209,14 +210,14 @@ class _Checking(Scope):
 
     @staticmethod
     def _compare_writes(mark: Mark, before: _Versions, after: _Versions) -> None:
-        """Raise RegionError unless the writes are those that the mark declares."""
+        """Raise RegionError if the function wrote arguments that its mark does not declare."""
         told = {memory for name in mark.mutates for memory, _ in before.get(name, ())}
         for name, versions in before.items():
             if any(v not in after[name] and v[0] not in told for v in versions):
                 raise RegionError(
-                    f"{mark.name} wrote its argument {name!r}, and its mark says that it writes "
-                    f"{', '.join(mark.mutates) or 'none'}. Under policy 'piecewise' the mark must "
-                    f"tell: mutates={(*mark.mutates, name)!r}."
+                    f"{mark.name} wrote its argument {name!r}, but its mark declares writes to "
+                    f"{', '.join(mark.mutates) or 'none'}. Policy 'piecewise' needs "
+                    f"mutates={(*mark.mutates, name)!r}."
                 )
 
     @staticmethod
@@ -236,9 +237,9 @@ class _Checking(Scope):
         if said != got:
             source = "the fake= of its mark returns" if mark.fake else "a mark with mutates= claims"
             raise RegionError(
-                f"{mark.name} returned {got}, and {source} {said}. Under policy 'piecewise' the "
-                f"code after it is compiled for that: give the mark a fake= that returns empty "
-                f"tensors of the result's layout."
+                f"{mark.name} returned {got}, but {source} {said}. Under policy 'piecewise' later "
+                f"code is compiled for that claim: declare a fake= that returns empty tensors of "
+                f"the result's layout."
             )
 
 
@@ -261,10 +262,7 @@ def _versions(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ver
 
 
 class _Tracing(Scope):
-    """The scope of the trace: marks return fake results and run nothing.
-
-    The split finds the calls of ``graph_break``.
-    """
+    """The scope of the trace, in which marks return fake results and run nothing."""
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, given = mark.split(args, kwargs)
@@ -277,18 +275,18 @@ class _Tracing(Scope):
             raise CaptureError(
                 f"{mark.name} returned {refused}. Under policy 'piecewise' a marked function "
                 f"returns a tensor, None, or a tuple or list of tensors, None, and numbers and "
-                f"bools that do not depend on sizes. Take the rest from its arguments after the "
-                f"call, or use policy='breakable'."
+                f"bools that do not depend on sizes. Compute other values from its arguments "
+                f"after the call, or use policy='breakable'."
             )
         return result
 
 
 def _untraceable(result: Any, index: str = "") -> str | None:
-    """Return the first leaf of ``result`` that a trace cannot hold and its path, or None."""
+    """Describe the first leaf of ``result`` that a trace cannot hold, with its path, or None."""
     if type(result) in (tuple, list):
         found = (_untraceable(item, f"{index}[{at}]") for at, item in enumerate(result))
         return next(filter(None, found), None)
-    number = isinstance(result, bool | int | float)  # A trace can hold it only inside a tuple.
+    number = isinstance(result, bool | int | float)  # a trace holds numbers only inside a tuple
     if result is None or isinstance(result, torch.Tensor) or (number and index):
         return None
     kind = f"a {type(result).__qualname__}"
@@ -312,7 +310,7 @@ def _is_cut(node: Node) -> bool:
 class _Compiler:
     """The ``torch.compile`` backend of this policy, which splits the trace and compiles pieces.
 
-    Compiler "eager" leaves the pieces as they are.
+    Compiler "eager" does not compile the pieces.
     """
 
     def __init__(self, name: str) -> None:
@@ -328,8 +326,8 @@ class _Compiler:
             assert isinstance(piece, GraphModule)
             own, marked = modes[int(name.rpartition("_")[2])], any(map(_is_cut, piece.graph.nodes))
             if self.name != "eager" and not marked:
-                # Compiled code makes no inference tensors anyway, and Inductor of torch 2.11 fails
-                # on views inside such a block.
+                # Compiled code never makes inference tensors, and Inductor of torch 2.11 fails on
+                # views in inference mode.
                 own = own._replace(inference=outside.inference)
             run = piece.forward if marked else build.piece(piece, own)
             setattr(split, name, _Part(run, None if own == outside else own))
@@ -367,7 +365,7 @@ def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node,
             given, way = f"the value of {found!r}", taken_from(found, name)
         else:
             given = f"a computed or plain value ({value})"
-            way = f"Pass on the host argument itself, or compute with derive={{{name!r}: ...}}."
+            way = f"Pass the host argument itself, or compute with derive={{{name!r}: ...}}."
         raise FrozenValueError(
             f"region {mark.name} takes host argument {name!r} and was given {given}, at "
             f"{node_line(node) or node}. {way}"
@@ -386,14 +384,14 @@ def _picks_of_mark(node: Node) -> bool:
 _OPENING = {_enter_inference_mode, _enter_autocast}
 _CLOSING = {_exit_inference_mode, _exit_autocast}
 _MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
-"""Functions by which a trace switches modes."""
+"""Functions that switch modes in a trace."""
 
 
 def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
     """Return ``graph`` in parts, and the modes of each part by the number in its name.
 
     The graph is cut at marked functions and where modes change. Parts must not switch modes,
-    because they run alone and an exception may end one.
+    because they run separately and an exception may end a part early.
     """
     parts: dict[Node, int] = {}
     modes = [Modes.current()]
@@ -412,7 +410,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
                 parts[node] = len(modes)
                 modes.append(modes[-1])
             elif _picks_of_mark(node):
-                # A tuple as an input would hide the layouts that a piece is compiled for.
+                # A piece with a tuple as input would not know the layouts of the tuple's tensors.
                 parts[node] = parts[node.all_input_nodes[0]]
                 continue
             else:
@@ -426,7 +424,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
     for node in reversed(graph.graph.nodes):
         if node.target in _MODE_FUNCTIONS:
             graph.graph.erase_node(node)
-    # A live value is read in the part of its call.
+    # Read the value of a host argument in the part that uses it.
     for node in parts:
         if node.target is _host_value:
             parts[node] = parts[next(iter(node.users))]
@@ -437,7 +435,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
 class _Build:
     """The pieces of one compilation. Equal pieces share code.
 
-    Code is not shared between compilations, because its sizes are guards of one compilation.
+    Compilations do not share code, because the guards on its sizes belong to one compilation.
     """
 
     def __init__(self, compiler: str, piece_type: type[Any] | None) -> None:
@@ -476,7 +474,7 @@ class _Build:
 
 
 def _computes(node: Node) -> bool:
-    """Whether ``node`` makes a tensor. Sizes and items of tuples need no compilation."""
+    """Whether ``node`` makes tensors, so that its piece must be compiled."""
     return node.op.startswith("call_") and isinstance(
         node.meta.get("example_value"), torch.Tensor | tuple | list
     )
@@ -485,7 +483,7 @@ def _computes(node: Node) -> bool:
 class _Entry:
     """The callable inside the traced step, which runs or captures the pieces.
 
-    A capture begins here, because the guards of the step are not work to record.
+    A capture begins here, so that it does not record the guards of the step.
     """
 
     def __init__(self, forward: Callable[..., Any], pieces: int) -> None:
@@ -513,7 +511,7 @@ class _Entry:
 
 
 class _Part(torch.nn.Module):
-    """A callable in the place of a part, with its modes; None means the modes of the step."""
+    """A replacement for a part: a callable and its modes; None means the modes of the step."""
 
     def __init__(self, run: Callable[..., Any], modes: Modes | None) -> None:
         super().__init__()
@@ -579,8 +577,8 @@ class _CompiledStep:
         self._compiler = compiler
         if isinstance(job.fn, torch.jit.ScriptModule | torch.jit.ScriptFunction):
             raise CaptureError(
-                "policy 'piecewise' compiles the step with torch.compile, which takes no programs "
-                "of torch.jit. Hand over the function or module that was scripted, or capture with "
+                "policy 'piecewise' compiles the step with torch.compile, which does not accept "
+                "torch.jit programs. Pass the original function or module, or capture with "
                 "policy='full' or policy='breakable'."
             )
         is_wrapped = hasattr(job.fn, "__devgraph_mark__") or _has_hooks(job.fn)
@@ -588,7 +586,7 @@ class _CompiledStep:
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
     def __call__(self) -> Any:
-        """Call the compiled step; compile it first unless older code fits."""
+        """Call the compiled step; compile it first unless existing code fits."""
         job, before, started = self.job, self.build, time.perf_counter()
         outer = _running.set(self)
         try:
@@ -607,13 +605,13 @@ class _CompiledStep:
         return result
 
     def warm_up(self) -> None:
-        """Run once; compile and check the step unless older code fits."""
+        """Run once; compile and check the step unless existing code fits."""
         before, failure = self.build, None
         try:
             self()
         except Exception as error:
             if self.entry is not None:
-                raise  # Raised by the work of the step, not by its compilation.
+                raise  # from the work of the step, not from its compilation
             failure = error
         if failure is not None:
             # An eager run may raise the step's own exception, or name the line of a host read.
@@ -622,8 +620,8 @@ class _CompiledStep:
         self.job.warmed_up()
         if self.entry is None:
             raise EmptyCaptureError(
-                "torch.compile compiled nothing. Either the step does no work on tensors: capture "
-                "one that computes, with tensors on the backend's device. Or torch.compile is off: "
+                "torch.compile compiled nothing. If the step does no work on tensors, capture a "
+                "step that computes with tensors on the backend's device. If torch.compile is off, "
                 "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, or use policy='breakable'."
             )
         if self.build is not before:
@@ -639,9 +637,9 @@ class _CompiledStep:
         for name, line in asked.items():
             raise FrozenValueError(
                 f"policy 'piecewise' traces the step with a tensor for host argument {name!r}, "
-                f"which isinstance() takes for another type, at {line}: another branch would stay "
-                f"in the graph. Move the line into a function marked "
-                f"@dg.region(host_args=({name!r},)), or decide it before the step."
+                f"so isinstance() sees another type, at {line}, and the graph would contain the "
+                f"wrong branch. Move the line into a function marked "
+                f"@dg.region(host_args=({name!r},)), or choose the branch before the step."
             )
         job.warmed_up()
 
@@ -661,7 +659,7 @@ class _CompiledStep:
 
 
 def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``fn``, because the tracer inspects its callable."""
+    """Return a plain function that calls ``fn``, because the tracer inspects its callable."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -671,7 +669,7 @@ def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Tracer settings for one compilation for all sizes."""
+    """Apply tracer settings for one compilation for all sizes."""
     with (
         torch._dynamo.config.patch(
             recompile_limit=RECOMPILE_LIMIT,
@@ -689,8 +687,8 @@ def _settings() -> Iterator[None]:
 
 class _Piecewise(Policy):
     def __init__(self) -> None:
-        # The tracer looks up older code by the identity of the compiler. Backends with the same
-        # device type may wrap pieces differently.
+        # The tracer looks up existing code by the identity of the compiler, and backends with the
+        # same device type may wrap pieces differently.
         self._compilers: dict[tuple[Any, ...], _Compiler] = {}
 
     def warm_up(self, job: Job, runs: int) -> Job:
@@ -728,9 +726,9 @@ class _Piecewise(Policy):
 
 
 def _hooks_of(step: Any) -> tuple[Any, ...]:
-    """Return the hooks of the module of ``step``, or of those in its closure.
+    """Return the hooks of the module of ``step``, or of modules in its closure.
 
-    The tracer guards only their number, so it would reuse code compiled for another hook.
+    The tracer guards only the number of hooks, so it would reuse code compiled for another hook.
     """
     cells = getattr(step, "__closure__", None) or ()
     holders = [step, getattr(step, "__self__", None), getattr(step, "func", None)]
@@ -747,7 +745,7 @@ def _hooks_of(step: Any) -> tuple[Any, ...]:
 
 
 def _has_hooks(step: Any) -> bool:
-    """Whether calls of a module run hooks, which the tracer leaves out for the outermost module."""
+    """Whether ``step`` is a module with hooks, which the tracer ignores in an outermost module."""
     return isinstance(step, torch.nn.Module) and bool(
         step._forward_pre_hooks or step._forward_hooks
     )
@@ -756,20 +754,20 @@ def _has_hooks(step: Any) -> bool:
 def _refuse_hooks_of_all_modules() -> None:
     if _global_forward_pre_hooks or _global_forward_hooks:
         raise CaptureError(
-            "hooks are registered for the forward of all modules, and torch.compile leaves them "
-            "out. Register them on the modules that need them, or use policy='breakable'."
+            "hooks are registered for the forward of all modules, but torch.compile ignores them. "
+            "Register them on the modules that need them, or use policy='breakable'."
         )
 
 
 def _refuse_compiled(step: Callable[..., Any]) -> None:
-    """Raise CaptureError for a step that torch.compile returned: it would trace the marks."""
+    """Raise CaptureError for a step that torch.compile returned, which would trace the marks."""
     wrapped = getattr(step, "_torchdynamo_orig_callable", None) is not None
     disabled = getattr(step, "_torchdynamo_disable", False)
     in_place = isinstance(step, torch.nn.Module) and step._compiled_call_impl is not None
     if (wrapped and not disabled) or in_place:
         raise CaptureError(
-            "the step is compiled already, by torch.compile. Pass the function or module itself: "
-            "under policy 'piecewise' devgraph compiles it, in pieces, with compiler=."
+            "the step is already compiled by torch.compile. Pass the function or module itself: "
+            "policy 'piecewise' compiles it in pieces, with compiler=."
         )
 
 
@@ -778,26 +776,27 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, DeviceGraphError):
-            raise inner  # Not from ``error``, because it is the cause of ``error``.
+            raise inner  # not from ``error``, of which it is the cause
         inner = inner.__cause__ or inner.__context__
     line = traced_line(error)
     if line is None:
-        cure = "" if compiler == "eager" else "compiler='eager' if the pieces' one failed, or "
+        cure = "" if compiler == "eager" else "compiler='eager' if the compiler failed, or "
         raise CaptureError(
             f"torch.compile could not compile the step for policy 'piecewise': {error}\n"
             f"Use {cure}policy='breakable', which compiles nothing."
         ) from error
     reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-    # The last two are the tracer's errors for a marked method: it traces the mark itself.
+    # The last two are the tracer's errors for a marked method, whose mark it traces.
     if any(sign in reason for sign in ("args/kwargs to proxy", "ContextVar", "get_ident")):
         raise CaptureError(
-            f"policy 'piecewise' needs the whole step in one trace, and the call at {line} passes "
-            f"an object that no trace holds. A marked function (no method) takes tensors, plain "
-            f"values, and tuples, lists and dicts of them: pass it those, read the object with "
-            f"context= on its mark, or use policy='breakable', which takes any object."
+            f"policy 'piecewise' needs the whole step in one trace, but the call at {line} passes "
+            f"an object that a trace cannot hold. A marked function (not a method) accepts "
+            f"tensors, plain values, and tuples, lists and dicts of them. Pass only these, read "
+            f"the object with context= on its mark, or use policy='breakable', which accepts any "
+            f"object."
         ) from error
     raise CaptureError(
-        f"policy 'piecewise' needs the whole step in one trace, and torch.compile cannot trace "
+        f"policy 'piecewise' needs the whole step in one trace, but torch.compile cannot trace "
         f"{line} ({reason}). Move the line into a function marked @dg.region, or @dg.no_graph if "
         f"it can never be captured, or use policy='breakable', which does not trace."
     ) from error
