@@ -36,7 +36,7 @@ class Group:
     role: str
     tensor_parallel: int
     facts: EngineFacts
-    """The engine of the group; ``collectives`` states whether its graphs hold any."""
+    """Facts about the engine of the group, including ``collectives`` of the cluster file."""
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +57,7 @@ class Cluster:
         listed, path = top.get("groups"), f"{source}: groups"
         if not isinstance(listed, list) or not listed:
             raise ConfigTypeError(
-                f"{path}: expected a list of groups, at least one, got {shown(listed)}"
+                f"{path}: expected a non-empty list of groups, got {shown(listed)}"
             )
         groups = tuple(_group(entry, f"{path}[{index}]") for index, entry in enumerate(listed))
         names = [group.name for group in groups]
@@ -76,7 +76,7 @@ class GroupPlan:
 
     @property
     def error(self) -> ConfigError | None:
-        """The choices that safety rules forbid, or None."""
+        """The error with all choices that safety rules forbid, or None."""
         return self.outcome if isinstance(self.outcome, ConfigError) else None
 
     @property
@@ -111,9 +111,9 @@ def plan_cluster(
 ) -> tuple[GroupPlan, ...]:
     """Resolve one configuration for every group of a cluster.
 
-    A group that cannot run the configuration has an ``error``; the others are resolved. The
-    capabilities are those that each backend declares, so no device is needed. A backend that
-    is registered as a function declares none; there the facts of the group state them.
+    A group that cannot run the configuration has an ``error``; other groups are resolved.
+    Capabilities come from the declaration of each backend, so no device is needed. For a backend
+    that is registered as a function, they come from the facts of the group.
 
     Args:
         config: the configuration of the deployment.

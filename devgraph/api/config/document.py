@@ -1,8 +1,8 @@
 """Readers of mode configurations in JSON text and in JSON or YAML files.
 
-Errors name the place. For text that does not parse, the place is a line, a column and the text
-there. For an unknown name it is the JSON path, such as ``backends.acme.prefill.policy``. A key that
-appears twice in one object is an error, so that no value is lost silently.
+A syntax error names the line, the column and the text there. An error about an unknown name has the
+JSON path, such as ``backends.acme.prefill.policy``. A key that appears twice in one object is an
+error, so that no value is lost silently.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read_file(path: str | os.PathLike[str]) -> object:
         name = os.fspath(path)
         text = Path(name).read_text(encoding="utf-8-sig")  # skip a byte order mark
     except (OSError, ValueError, TypeError) as error:
-        # The file is not UTF-8, or its name holds a zero byte or is no name.
+        # Including files that are not UTF-8, and names that are not paths or hold a zero byte.
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
     return (read_json if name.lower().endswith(".json") else _read_yaml)(text, name)
 
@@ -199,6 +199,6 @@ def _read_yaml(text: str, name: str) -> object:
         return yaml.load(text, Loader=Loader)
     except ConfigError:
         raise
-    except Exception as error:  # PyYAML passes on ValueError for wrong dates and numbers
+    except Exception as error:  # including ValueError for invalid dates and numbers
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{name}: broken YAML: {problem}") from error

@@ -66,15 +66,15 @@ class EngineFacts:
     role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
     attention: str = _one_of(*reversed(ATTENTION))
-    """Batches whose attention can be captured by the weakest implementation in use: ``always`` any
-    batch, ``uniform_batch`` requests of one width, ``single_token_decode`` one token per request,
-    ``never``."""
+    """Batches whose attention can be captured by the weakest implementation in use: any
+    (``always``), those with requests of one width (``uniform_batch``) or of one token
+    (``single_token_decode``), or none (``never``)."""
     host_lengths: bool = _flag()
     """Attention takes lengths or plans from the host: regions with host arguments."""
     recommended: Mapping[str, str] = attrs.field(
         factory=dict, metadata={"read": _policies}, hash=False
     )
-    """Policies by phase that the backend recommends; a phase without a chosen policy takes them."""
+    """Policies that the backend recommends for phases without a chosen policy."""
     region_update: bool = _flag(True)
     """The backend can update regions inside a graph."""
     piecewise: bool = _flag(True)
@@ -82,7 +82,7 @@ class EngineFacts:
     compilers: tuple[str, ...] = attrs.field(default=COMPILERS, metadata={"read": _compilers})
     """Compilers that piecewise may use on the backend."""
     collectives: bool = _flag()
-    """The body holds device collectives (tensor or expert parallelism)."""
+    """The body contains device collectives (tensor or expert parallelism)."""
     collectives_capturable: bool = _flag(True)
     """The backend can capture collectives."""
     pipeline_parallel: int = _count()
@@ -96,10 +96,10 @@ class EngineFacts:
     lora: bool = _flag()
     """Adapters may be active."""
     multimodal: str = _one_of("none", "slot", "outside")
-    """Where image or audio embeddings join: ``slot`` through an input slot of the captured body,
-    ``outside`` in code outside the captured body."""
+    """Where image or audio embeddings enter: ``slot`` (through an input slot of the captured body)
+    or ``outside`` (in code outside the captured body)."""
     encoder_decoder: bool = _flag()
-    """The first decoder step reads encoder outputs, later ones do not."""
+    """The first decoder step reads encoder outputs, but later steps do not."""
     two_batch_overlap: bool = _flag()
     """A batch is split into two halves that run interleaved."""
     moe_host_counts: bool = _flag()
@@ -112,13 +112,13 @@ class EngineFacts:
     kv_layerwise: bool = _flag()
     """The host waits for KV pages before each layer."""
     gates: bool = _flag()
-    """The model waits for these pages at gates (``dg.wait``)."""
+    """The model waits for the KV pages of a layer at a gate (``dg.wait``)."""
     weight_offload: bool = _flag()
     """Weights move between host and device memory during a step."""
     memory_saver: bool = _flag()
     """Device memory is released and mapped again between steps."""
     suspend_on_release: bool = _flag()
-    """The engine calls ``suspend`` and ``resume`` of its runners around such a release."""
+    """The engine calls ``suspend`` and ``resume`` of its runners around a release of memory."""
 
     def __attrs_post_init__(self) -> None:
         for field in _FIELDS:

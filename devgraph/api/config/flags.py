@@ -1,8 +1,8 @@
 """The command line of the mode configuration, for any argparse parser.
 
-No option has a default: an option that was not given sets no attribute, so that a choice can be
-told from its absence. Options that the parser already defines are left alone and read through the
-attribute that they set, so an engine can keep its own definitions of older flags.
+Options have no defaults: an option that was not given sets no attribute, which distinguishes it
+from an explicit choice. Options that the parser already defines are not added, but their attributes
+are read, so an engine can keep its own definitions of older flags.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ FLAGS: tuple[Flag, ...] = (
     *(flag for phase in PHASES for flag in _phase(phase)),
     *OLDER_FLAGS,
 )
-"""All flags in the order of the help. Among flags of one level, a later one wins."""
+"""All flags in the order of the help. Within a level, a later flag takes precedence."""
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +112,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 class _Once(argparse.Action):
-    """Store a value, and warn if it overrides an earlier one."""
+    """An action that stores a value and warns if it overrides an earlier value."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -125,7 +125,7 @@ class _Once(argparse.Action):
 
 
 class _Removed(argparse.Action):
-    """Refuse a flag of earlier versions and name its replacement."""
+    """An action that refuses a flag of earlier versions and names its replacement."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None

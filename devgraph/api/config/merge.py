@@ -16,7 +16,7 @@ from devgraph.api.config.unused import unused
 
 
 class Level(enum.IntEnum):
-    """The strength of a source. Of sources of equal strength, the later one wins."""
+    """The precedence of a source. Of sources at one level, the later takes precedence."""
 
     PYPROJECT = 0
     ENVIRONMENT = 1

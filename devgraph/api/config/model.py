@@ -68,9 +68,9 @@ class DeviceGraphConfig:
     >>> config.prefill.policy, config.for_backend("cpu").prefill.policy
     ('breakable', 'full')
 
-    Two configurations are equal if their values are equal; explicit choices and defaults compare
-    alike. ``DeviceGraphConfig.from_json(config.to_json()) == config`` always holds, and the text
-    preserves the difference between choices and defaults.
+    Two configurations are equal if their values are equal, whether chosen or default.
+    ``DeviceGraphConfig.from_json(config.to_json()) == config`` always holds, and the text preserves
+    the difference between choices and defaults.
     """
 
     decode: PhaseConfig = attrs.field(default=None, converter=_decode)
@@ -86,7 +86,7 @@ class DeviceGraphConfig:
             if value.policy != DEFAULT_POLICY[phase] and "policy" not in value.explicit:
                 chosen = value.with_checked({}, value.explicit | {"policy"})
                 object.__setattr__(self, phase, chosen)
-        for backend in self.overlays:  # every node reports a contradiction, not only that backend
+        for backend in self.overlays:  # so that every node reports a contradiction
             self._under(backend)
 
     @classmethod
@@ -100,7 +100,7 @@ class DeviceGraphConfig:
             source: the name of the text in messages.
 
         Raises:
-            ConfigError: the text is wrong. The message has the position in broken text, or the
+            ConfigError: the text is invalid. The message has the position of a syntax error, or the
                 JSON path of an unknown name and the nearest existing name.
         """
         return cls._from_sources([parse_mode(read_mode(text, source), source)])
@@ -116,16 +116,16 @@ class DeviceGraphConfig:
     ) -> DeviceGraphConfig:
         """Read parsed command line arguments, of ``add_cli_args`` or of an engine's own parser.
 
-        Sources are merged per key. Their order from the strongest to the weakest is
-        ``--device-graph-mode``, the flags per phase, older flags, ``--device-graph-config``, the
-        environment variable ``DEVGRAPH_MODE``, ``[tool.devgraph]`` in the nearest
-        ``pyproject.toml``, the defaults. Each older flag causes one warning with its new spelling,
-        and each override a warning with both names.
+        Sources are merged per key. In descending precedence they are ``--device-graph-mode``, the
+        flags per phase, older flags, ``--device-graph-config``, the environment variable
+        ``DEVGRAPH_MODE``, ``[tool.devgraph]`` in the nearest ``pyproject.toml``, and the defaults.
+        Each older flag causes one warning with its new spelling, and each override a warning with
+        both names.
 
         Args:
             namespace: the parsed arguments.
             parser: the parser of an engine. If given, values that equal its defaults count as not
-                given, and a wrong value is an error of the parser, which ends the program.
+                given, and a wrong value ends the program with an error of the parser.
 
         Raises:
             ConfigError: a value is wrong, and there is no ``parser``.

@@ -1,8 +1,8 @@
 """The graph flags of engines before devgraph, and their meaning here.
 
-The flags are those of SGLang, its proposal for per-phase modes
-(https://github.com/sgl-project/sglang/issues/23004) included. The table is in the order of
-application: if two flags set the same key, the later one wins, as in those engines. A specific flag
+The flags are those of SGLang and of its proposal for per-phase modes
+(https://github.com/sgl-project/sglang/issues/23004). The table is in the order of application: if
+two flags set the same key, the later takes precedence, as in those engines. A specific flag
 therefore overrides a broad switch.
 """
 
@@ -58,7 +58,7 @@ def _source(values: _Values, flag: str, *ignored: str) -> Source:
     if not values:
         note = f"{flag} chooses no graph mode or size."
     if ignored:
-        note += f" Not for devgraph and left to the engine: {', '.join(ignored)}."
+        note += f" devgraph ignores {', '.join(ignored)}, which the engine may use."
     return Source(
         level=Level.OLDER,
         name=flag,
@@ -90,7 +90,7 @@ _JSON_KEYS: Mapping[str, str] = {
     "tc_compiler": "compiler",
     "full_prefill_max_req": "max_requests",
 }
-# Shapes of variants, which engines name, and limits of lengths.
+# Limits of lengths, and shapes of variants that the engine names.
 _JSON_IGNORED = ("full_prefill_prefix_chunk_tokens", "max_seq_len", "max_context_size")
 
 

@@ -159,7 +159,7 @@ class Key:
 
 
 def choice(noun: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
-    """Declare one of ``names``, which errors call by ``noun``."""
+    """Declare a value among ``names``; errors use ``noun`` for it."""
 
     def read(value: object, path: str) -> str:
         known = names()
@@ -176,7 +176,7 @@ def _policy(value: object, path: str) -> Any:
 
 
 def number(kind: type[int] | type[float], least: int, *, above: bool = False) -> dict[str, Any]:
-    """Declare a number of at least ``least``, or greater than it with ``above``."""
+    """Declare a number of at least ``least``, or greater than ``least`` with ``above``."""
     what = "an integer" if kind is int else "a number"
     wanted = f"more than {least}" if above else f"at least {least}"
     largest = math.inf if kind is int else sys.float_info.max
@@ -213,7 +213,7 @@ def optional(declared: dict[str, Any]) -> dict[str, Any]:
 
 
 def text(description: str) -> dict[str, Any]:
-    """Declare a text that is not empty."""
+    """Declare a non-empty string."""
 
     def read(value: object, path: str) -> str:
         if isinstance(value, str) and value:
@@ -416,7 +416,7 @@ class PhaseConfig:
         self._settle()
 
     def with_checked(self, values: Mapping[str, Any], explicit: frozenset[str]) -> PhaseConfig:
-        """Return a copy with new values, which must have been checked one at a time."""
+        """Return a copy with new values, each of which was checked separately."""
         config = object.__new__(PhaseConfig)
         for name in KEYS:
             value = values[name] if name in values else getattr(self, name)

@@ -59,7 +59,7 @@ class Resolution:
 
     backend: str | None
     requested: DeviceGraphConfig
-    """The configuration for this backend (the general part without one) before any rule."""
+    """The configuration for this backend, or the general part if it is None, before any rule."""
     effective: DeviceGraphConfig
     """The configuration after all rules. Decisions of rules are recorded as explicit choices, so
     that other nodes can reuse it."""
@@ -103,14 +103,14 @@ def resolve(
 ) -> Resolution:
     """Apply the compatibility rules to the configuration for ``facts.backend``.
 
-    A preference against an explicit choice is a ``DeviceGraphWarning``. Changes to defaults are
+    A preference against an explicit choice causes a ``DeviceGraphWarning``. Changes to defaults are
     logged and listed in the result.
 
     Args:
         config: the configuration of the deployment.
         facts: the properties of the engine; ``EngineFacts.on_backend`` adds those of the backend.
         phases: the phases to resolve; the others keep their requested configuration.
-        name: the deployment that warnings and log records name, such as a group of a cluster.
+        name: name of the deployment in warnings and log records, such as a group of a cluster.
 
     Raises:
         ConfigError: safety rules forbid explicit choices. The message lists every such choice
@@ -181,7 +181,7 @@ def _apply(
                 continue
             before, after = getattr(config, rule.key), rule.result(facts, config)
             if after in WEAKER and before in WEAKER[WEAKER.index(after) :]:
-                continue  # the policy is already as weak
+                continue  # the policy is already weak enough
             done.add(rule.name)
             if rule.kind == "scope" or rule.key not in chosen:
                 outcome = "set aside" if rule.kind == "scope" else "changed"
@@ -196,7 +196,7 @@ def _apply(
                 )
             else:
                 fired.append(_fired(phase, rule, "kept", before, after))
-    # A note about a policy that a later rule replaced is no longer true.
+    # Drop notes about a policy that a later rule replaced.
     true = {rule.name for rule in _rules_for(config.policy, phase)}
     return config, [rule for rule in fired if rule.kind != "note" or rule.rule in true], conflicts
 

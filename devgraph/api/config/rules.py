@@ -9,8 +9,8 @@ decides its effect on an explicit choice:
 - ``scope`` says that a phase does not occur on this node. It sets the choice aside, because one
   configuration serves all nodes.
 
-A rule applies to every registered policy (devgraph/api/policy), except to policies whose promises
-include all promises that the rule spares.
+A rule applies to every registered policy (devgraph/api/policy), except to policies that make all
+promises in the rule's ``spares``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rule:
     source: str
     phases: tuple[str, ...] = PHASES
     spares: Set[str] | None = None
-    """A policy that promises all of these is spared. None spares no policy."""
+    """The rule does not apply to policies that make all of these promises. None: no exception."""
     key: str = "policy"
     value: Any = "disabled"
     """The new value of ``key``, or a function of the facts and the phase. Notes ignore it."""

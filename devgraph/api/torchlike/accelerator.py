@@ -1,8 +1,7 @@
-"""A backend for devices without a vendor room, through the graph that they register with torch.
+"""A backend for devices without one of their own, through the graph that they register with torch.
 
 ``torch.accelerator.Graph`` (torch 2.12 and newer) captures and replays on torch's current
-accelerator. The content that such a graph may hold is unknown, so the backend declares no
-capabilities.
+accelerator. Its features are unknown, so the backend declares no capabilities.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from devgraph.api.torchlike.base import TorchBackend
 
 
 class _Graph:
-    """The accelerator's graph with the interface of a vendor's graph; the device sets the mode."""
+    """The accelerator's graph with the interface of a vendor's graph. It ignores error modes."""
 
     def __init__(self) -> None:
         self._native = torch.accelerator.Graph()

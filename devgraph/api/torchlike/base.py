@@ -1,7 +1,8 @@
 """The base of backends whose device is a torch namespace (``torch.<device type>``).
 
-A vendor names its namespace and graph class and declares capabilities. This module implements
-everything that torch's device modules share: streams, memory pools, aliases, capture and replay.
+A vendor sets the names of its namespace and graph class, and declares capabilities. This module
+implements everything that torch's device modules have in common: streams, memory pools, aliases,
+capture and replay.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class Pages(Protocol):
         """The allocator argument of a MemPool of the namespace."""
 
     def release(self, addresses: Sequence[int]) -> None:
-        """Release the memory of segments; some may have none, and the device is idle."""
+        """Release the memory of segments that have memory. The device is idle."""
 
     def restore(self, addresses: Sequence[int]) -> None:
-        """Map memory for segments; some may still have theirs.
+        """Map memory for segments that have no memory.
 
         Raises:
             ResourceError: the device has too little memory.
@@ -69,10 +70,10 @@ class Pages(Protocol):
 class TorchPool(Pool):
     """Graph memory in a private pool of torch's caching allocator, and the stream for captures.
 
-    A pool handle without an owner ends with its last graph, and the next capture then fails an
-    internal assertion of torch. Therefore the pool holds two owners: a MemPool for device memory,
-    and a one-node graph for the pinned host memory of the same handle. All captures use one stream,
-    because the allocator reuses blocks only within a stream.
+    Without an owner, a pool handle becomes invalid with its last graph, and the next capture fails
+    an internal assertion of torch. Therefore the pool holds two owners: a MemPool for device
+    memory, and a one-node graph for the pinned host memory of the same handle. All captures use one
+    stream, because the allocator reuses blocks only within a stream.
     """
 
     backend: TorchBackend
@@ -92,7 +93,7 @@ class TorchPool(Pool):
         self._stuck: list[Any] = []
         self.keeper: Any = None
         """The one-node graph that owns the handle; None before the first capture."""
-        # The keeper writes this tensor; it must stay alive because ``draws_random`` may launch it.
+        # The keeper writes this tensor, which must stay alive: ``draws_random`` may launch it.
         self._word: torch.Tensor | None = None
 
     def _make_memory(self) -> Any:
@@ -127,7 +128,7 @@ class TorchPool(Pool):
             try:
                 self._pages.restore(addresses)
             except ResourceError:
-                self.backend.namespace.empty_cache()  # releases the free blocks that torch keeps
+                self.backend.namespace.empty_cache()  # releases free blocks that torch caches
                 self._pages.restore(addresses)
         except ResourceError:
             self._pages.release(addresses)
@@ -183,7 +184,7 @@ class TorchPool(Pool):
         return backend.namespace.memory_snapshot(number)
 
     def _drops_references(self) -> bool:
-        """Test for the fault with a pool that does not exist and a number without other users."""
+        """Test for this fault with a nonexistent pool and a number without other references."""
         number = int("987654321987")
         absent_pool = (0, number)
         _add_references(absent_pool)
@@ -192,7 +193,7 @@ class TorchPool(Pool):
         return sys.getrefcount(number) < before
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # the constructor failed before it had memory
+        with contextlib.suppress(AttributeError):  # the constructor failed before making memory
             self.backend.bury(self._memory, self._region_memory, self.keeper, *self._stuck)
             # A MemPool releases its memory only if it is the last owner.
             self.keeper = None
@@ -204,8 +205,8 @@ class TorchPool(Pool):
             self._switch(current)
 
     def _switch(self, current: int) -> None:
-        # Waiting for the whole previous stream covers at least the last replay, so the stream is
-        # stored only when it changes.
+        # A wait for the whole previous stream includes its last replay, so the stream is stored
+        # only when it changes.
         stream = self.backend.namespace.current_stream(self.backend.device)
         if self._last_stream is not None:
             self.backend.join(stream, self._last_stream)
@@ -219,11 +220,10 @@ class TorchPool(Pool):
     def renew(self, stuck: Any) -> None:
         """Use new memory for later captures, and keep the old memory.
 
-        The next capture creates the new keeper, because the stream may be stuck until it is
-        retired.
+        The next capture creates the new keeper, because the current stream may be stuck.
         """
         if stuck is not None:
-            # torch still counts the capture as running, and freeing would fail its assertion.
+            # For torch the capture is still running, so freeing memory would fail an assertion.
             self.backend.keep_memory()
         self._stuck.append((stuck, self._memory, self.keeper))
         self._memory = self._make_memory()
@@ -286,8 +286,7 @@ class TorchPool(Pool):
     def allocating_in(self, memory: Any) -> contextlib.AbstractContextManager[Any]:
         """Route this thread's allocations to ``memory``, a MemPool.
 
-        In the block, neither other threads nor the garbage collector may free a pool, which would
-        end the process.
+        If another thread or the garbage collector freed a pool in the block, the process would end.
         """
         routed: contextlib.AbstractContextManager[Any] = self.backend.namespace.use_mem_pool(
             memory, self.backend.device
@@ -296,7 +295,7 @@ class TorchPool(Pool):
 
 
 def _add_references(number: tuple[int, int]) -> None:
-    # Some vendors' memory_snapshot also passes True, whose references count before Python 3.12.
+    # Some vendors' memory_snapshot also passes True, which is immortal only from Python 3.12 on.
     for value in (*number, True):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
@@ -376,7 +375,7 @@ class TorchGraph(DeviceGraph):
         steps that were skipped.
         """
         if self.pool.uses == self._uses:
-            return  # This torch cleaned up itself.
+            return  # torch has cleaned up
         try:
             self.backend.reopen_capture()
             self.backend.end_native(native)
@@ -405,7 +404,7 @@ class TorchBackend(Backend):
     """
 
     device_type: str = ""
-    """torch's name of the device type and of the namespace (torch.<device_type>)."""
+    """torch's name of the device type, and of the namespace torch.<device_type>."""
     graph_class_name: str = ""
     """Name of the native graph class in the namespace."""
     graph_type: type[TorchGraph] = TorchGraph
@@ -413,7 +412,7 @@ class TorchBackend(Backend):
     sticky_errors: frozenset[int] = frozenset()
     """Error codes of the driver after which every later call of the process fails."""
     drops_references: bool | None = None
-    """Whether torch's snapshots drop references to their argument; None before the first."""
+    """Whether torch's snapshots drop references to their argument; None before the test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,7 +495,7 @@ class TorchBackend(Backend):
         raise NotImplementedError(f"backend {self.name!r} has no raw stream capture")
 
     def prepare_stream(self) -> None:
-        """Create library handles, which a capture on the current stream could not create."""
+        """Create the library handles of the current stream, which a capture could not create."""
 
     def make_native_graph(self) -> Any:
         """Create an empty graph of the vendor."""
@@ -555,7 +554,7 @@ class TorchBackend(Backend):
     def register_generators(self, native: Any, generators: Iterable[torch.Generator]) -> None:
         """Register the caller's random generators, so that each replay advances them.
 
-        A version of torch without this raises an error when the capture draws from a generator.
+        Versions of torch without registration raise an error when the capture uses a generator.
         """
         register = getattr(native, "register_generator_state", None)
         for generator in generators:
@@ -577,7 +576,7 @@ class TorchBackend(Backend):
         return tensor.pin_memory()
 
     def hold(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep the memory of ``tensor`` until the work of ``stream`` at its end has finished."""
+        """Keep the memory of ``tensor``, once deleted, until queued work of ``stream`` is done."""
         tensor.record_stream(stream)
 
     def _make_current_stream_id(self) -> Callable[[], int]:
@@ -652,15 +651,15 @@ class TorchBackend(Backend):
         return stream is not None and bool(stream != default(self._device))
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a guard that refuses operations of a session that graphs of this device lack.
+        """Return a context that refuses operations that this device's graphs do not support.
 
-        This guard refuses random numbers, unless the backend declares ``rng``.
+        The default refuses random numbers, unless the backend declares ``rng``.
         """
         if self.capabilities.rng:
             return contextlib.nullcontext()
         return RandomGuard(
-            f"backend {self.name!r} does not declare that replays draw new ones (rng). Draw them "
-            f"before the step into a bound tensor, or in a function marked @dg.no_graph under "
+            f"backend {self.name!r} does not declare that replays draw new numbers (rng). Draw "
+            f"them before the step into a bound tensor, or in a function marked @dg.no_graph under "
             f"policy='breakable'."
         )
 

@@ -1,10 +1,10 @@
 """Gates on flags in device memory, for drivers whose streams can wait for words and write them.
 
 The device waits until a flag is 1. Before a launch, the launch stream clears the flags, sets those
-of gates that are open already, and publishes the number of the launch. A gate of a launch that has
+of gates that are already open, and publishes the number of the launch. A gate of a launch that has
 begun is opened by the stream of ``open_after`` itself. Any other gate is opened by an *opener*
-stream, which waits for the number, so it never opens an earlier launch. Signals are words that the
-host reads.
+stream, which waits for that number, so it never opens a gate of an earlier launch. Signals are
+words that the host reads.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from devgraph.api.process import keep_forever
 from devgraph.api.torchlike.base import TorchBackend
 
 CAPACITY = 4096
-"""Maximum number of places, names times turns, of one capture or runner."""
+"""Maximum number of places (names times turns) of one capture or runner."""
 
 WRITE, AT_LEAST, EQUAL = -1, 0, 1
-"""Kinds of operations: a write, and two waits, whose numbers are the drivers' comparisons."""
+"""Kinds of operations: a write, and two waits with the drivers' numbers of comparisons."""
 
 _SPARES = 2
 """Number of openers that are ready for new streams of ``open_after``."""
 
 NON_BLOCKING = 1
-"""The drivers' flag of streams that do not wait for the default stream."""
+"""The drivers' flag for streams that do not wait for the default stream."""
 
 
 class Op(NamedTuple):
@@ -65,7 +65,7 @@ class FlagGates:
     def __init__(self, backend: TorchBackend) -> None:
         if backend.namespace.is_current_stream_capturing():
             raise CaptureError(
-                "the first mark of a gate was met in a capture, where no memory can be allocated. "
+                "the first gate mark was reached in a capture, where no memory can be allocated. "
                 "Run the step once before the capture: warmup=1."
             )
         self._backend = backend
@@ -82,18 +82,18 @@ class FlagGates:
         self._opened = self._signal + self._size * CAPACITY
         self._launched = self._used = 0
         self._openers: dict[Any, Any] = {}
-        """Streams that open gates, by the stream of ``open_after``; None for gates without one."""
+        """Streams that open gates, by the stream of ``open_after``, or None for ``open``."""
         self._spares: list[Any] = []
-        """Openers without such a stream yet."""
+        """Openers that are not in use."""
         self._fences: dict[int, _After] = {}
-        """The fence that was recorded last on each stream: those before it are over when it is."""
+        """The last fence of each stream, which finishes after all earlier fences."""
         self._numbers = itertools.count()
         self._launch_stream: int | None = None
         self._dirty = False
 
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
         stream = self.current()
-        if stream != self._launch_stream:  # frees of the flags wait for it
+        if stream != self._launch_stream:  # freeing the flags waits for this stream
             self._backend.hold(self._flags, self._current_stream())
             self._launch_stream = stream
         if self._dirty:
@@ -141,7 +141,7 @@ class FlagGates:
         source = self._current_stream() if stream is None else stream
         event.record(source)
         key = getattr(source, self.handle)
-        self._opener(key)  # The caller holds no lock here.
+        self._opener(key)  # makes the opener while the caller holds no lock
         return _After(event.query, key, next(self._numbers), event)
 
     def source(self, stream: Any) -> int:
@@ -191,9 +191,9 @@ class FlagGates:
         return self._backend.namespace.current_stream(self._backend.device)
 
     def _opener(self, key: int | None) -> Any:
-        """Return the stream that opens gates behind the stream ``key`` of ``open_after``.
+        """Return the stream that opens gates after the stream ``key`` of ``open_after``.
 
-        A stream of torch may be the launch stream of somebody else, which must not wait.
+        It must not be a stream of torch, which other code may use for launches.
         """
         if key not in self._openers:
             try:
@@ -206,9 +206,10 @@ class FlagGates:
         return self._openers[key]
 
     def _make_openers(self) -> None:
-        """Make openers while no launch waits: a driver may make a new stream only after all work.
+        """Make openers while no launch waits.
 
-        That work may be the launch whose gate the stream is to open.
+        A driver may finish all work before it makes a stream, even a launch whose gate the stream
+        must open.
         """
         self._opener(None)
         with self._backend.on_device():
@@ -216,11 +217,11 @@ class FlagGates:
                 self._spares.append(self.make_stream())
 
     def _settle(self) -> None:
-        """Let the launch stream wait for the opens that the last launch did not use."""
+        """Make the launch stream wait for opens that the last launch did not use."""
         if not all(fence() for fence in self._fences.values()):
             raise GateError(
-                "a stream of open_after has not finished, although the replay that it was for is "
-                "over and invalid. It would open a gate of the next replay. Wait for it first."
+                "a stream passed to open_after has not finished, although its replay is over and "
+                "invalid, so it would open a gate of the next replay. Wait for the stream first."
             )
         current = self._current_stream()
         for opener in self._openers.values():
@@ -256,11 +257,11 @@ class FlagGates:
         self.run(stream, ops)
 
     def fill(self, stream: int, address: int, value: int, count: int) -> None:
-        """Set words to a value on a stream."""
+        """Set ``count`` words to ``value`` on a stream."""
         raise NotImplementedError
 
     def external(self, handle: int) -> Any:
-        """Return a torch stream for one of the driver."""
+        """Return a torch stream for a stream of the driver."""
         namespace: Any = self._backend.namespace
         return namespace.ExternalStream(handle, device=self._backend.device)
 

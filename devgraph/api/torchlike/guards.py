@@ -16,7 +16,7 @@ from devgraph.api.modes import OwnMode
 from devgraph.api.torchlike.node_calls import Capture, NodeRuntime
 
 MOST_STREAMS = 64
-"""Requests that return every stream at least once: torch cycles through 32 per priority."""
+"""Number of requests that return every stream: torch cycles through 32 streams per priority."""
 
 
 def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -64,8 +64,8 @@ class SideStreams:
         """Return the streams that forked from ``capture`` with work that ``stream`` does not join.
 
         ``capture`` is the capture on ``stream``. Forks without work are returned only if there are
-        no others. The driver distinguishes them at the end of the capture, but then it no longer
-        knows the streams. Therefore this search runs before the end.
+        no others. The search runs before the end of the capture, after which the driver no longer
+        knows the streams.
         """
         capture_id, graph, joined = capture
         forked = {}

@@ -85,8 +85,8 @@ BRIEF: Mapping[str, Arguments] = {
     "GraphMemsetNodeSetParams": (_P, _P),
     "GraphExecMemsetNodeSetParams": (_P,) * 3,
 }
-"""Calls that keep the GIL, because they are shorter than a release of it. Another thread that got
-the GIL in between would hold it for milliseconds."""
+"""Calls that keep the GIL, because they take less time than its release. Another thread that
+acquired the GIL in between could hold it for milliseconds."""
 
 WAITING: Mapping[str, Arguments] = {
     "StreamBeginCapture": (_P, c_int),
@@ -212,10 +212,10 @@ class NodeRuntime:
         raise NotImplementedError
 
     def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
-        """Judge whether an executable's node with ``fixed`` properties can take those of ``node``.
+        """Return the parameters of ``node`` and two booleans about them.
 
-        Return its parameters, whether the other node accepts them, and whether they point to host
-        memory.
+        These are whether an executable's node with ``fixed`` properties accepts the parameters, and
+        whether they point to host memory.
         """
         raise NotImplementedError
 

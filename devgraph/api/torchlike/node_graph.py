@@ -47,20 +47,20 @@ from devgraph.api.torchlike.recording import (
 logger = logging.getLogger(__name__)
 
 _USES_WITH_ROOM = 2
-"""Use at which a key gets a separate executable while the budget has room. A key that returned once
-tends to return, and each return then needs no update."""
+"""Use at which a key gets a separate executable while the budget has room. A key that is used twice
+tends to be used again, and later uses then need no update."""
 
 _USES_WHEN_FULL = 16
-"""Use at which a key gets a separate executable if another key must give up its own. Creating one
-costs the host time of about 12 updates (docs/benchmarks.md), so 16 uses repay it."""
+"""Use at which a key gets a separate executable if that of another key must be evicted. Creating an
+executable costs the host time of about 12 updates (docs/benchmarks.md), so 16 uses repay it."""
 
 
 @attrs.define
 class _Call:
     lane: Any  # the stream of the call, or None for the capture stream
     last: frozenset[int]
-    """Nodes that precede the capture stream's next work only since the call. At least one belongs
-    to the region."""
+    """Nodes that precede the capture stream's next work since the call, but did not before it. At
+    least one belongs to the region."""
     start: int  # position of the call's first node, not counting nodes of loops
     nodes: tuple[int, ...] = ()  # the call's nodes; empty until the end of the capture
 
@@ -108,7 +108,7 @@ class _Own:
         self.raw: RawGraph | None = RawGraph(self._backend.driver, raw)
         """The captured graph, or None after it was freed."""
         self.prologue: Callable[[], None] | None = None
-        """The part of a replay that torch does, or None for a graph without random numbers."""
+        """Torch's part of a replay, or None for a graph without random numbers."""
         self.captured: NodeRecording | None = None  # the recording of the capture
         self.held: NodeRecording | None = None  # the recording that the executable launches
 
@@ -140,7 +140,7 @@ class _Own:
             free_executable(self._backend.driver, executable)
 
     def write(self, recording: NodeRecording) -> None:
-        """Make ``recording`` the one that later launches use."""
+        """Use ``recording`` in later launches."""
         self.held = None
         if self._executable:
             self._backend.driver.write(recording.updates, self._executable)
@@ -182,8 +182,8 @@ class UpdateStrategy:
     ) -> Executable:
         """Return the launch target for an executable with the parameters of ``recording``.
 
-        Without a recording, it has those of the capture. With ``own`` it is the graph's own
-        executable, into which other recordings are written.
+        Without a recording, the parameters are those of the capture. With ``own``, ``executable``
+        is the graph's own, into which other recordings are written.
         """
         return executable
 
@@ -350,7 +350,7 @@ class NodeGraph(TorchGraph):
     # Recordings.
 
     def _own_recording(self) -> NodeRecording:
-        """Record the capture's key, so that impossible updates fail already at capture."""
+        """Record the capture's key, so that impossible updates fail at capture."""
         try:
             recording = self._recorded(self._host)
         except (UpdateError, RuntimeCallError) as error:
@@ -372,14 +372,14 @@ class NodeGraph(TorchGraph):
             except RuntimeCallError as error:
                 recording.close()
                 raise UpdateTopologyError(
-                    f"for these host arguments a region launches a kernel in another way, but the "
-                    f"driver cannot instantiate the captured graph with it: {error}"
+                    f"for these host arguments a region launches a kernel differently, but the "
+                    f"driver cannot instantiate the captured graph with that change: {error}"
                 ) from error
         return recording
 
     def _give_executable(self, recording: NodeRecording) -> None:
         build, recordings = functools.partial(self._build, recording), self.pool.recordings
-        if not recording.exact:  # the graph's own executable cannot take it
+        if not recording.exact:  # the graph's own executable does not accept it
             recordings.make(build)
         else:
             try:
@@ -568,11 +568,12 @@ class NodeBackend(TorchBackend):
     ) -> bool:
         """Whether the capture of ``native`` draws random numbers.
 
-        Called in the session after the capture. A replay of ``native`` launches no captured work.
-        Before such a graph, torch writes the generators' offsets by operations. A version of torch
-        that registers the default generator with every capture always writes them. There, only a
-        changed offset, of that generator or of the caller's ``own``, shows that the capture draws
-        numbers. The keeper of ``pool`` draws none, so its replay shows which kind of torch this is.
+        The call is in the session after the capture. A replay of ``native`` launches no captured
+        work. Before a graph that draws random numbers, torch writes the offsets of generators with
+        torch operations. Versions of torch that register the default generator with every capture
+        always write them. With these versions, only a changed offset, of that generator or of
+        ``own``, shows that the capture draws numbers. The keeper of ``pool`` draws none, so its
+        replay shows the kind of version.
         """
         # After a failed capture there is no keeper, so the version of torch stays undetermined.
         if self._lazy_generators is None and pool.keeper is not None:
@@ -590,7 +591,7 @@ class NodeBackend(TorchBackend):
 
 
 class _Refusing(OwnMode):
-    """A mode that refuses the first operation and remembers it."""
+    """A mode that refuses the first operation and records the refusal."""
 
     refused = False
 

@@ -53,8 +53,7 @@ def free_executable(runtime: NodeRuntime, executable: int) -> None:
 class RawGraph:
     """A graph of the driver that lives as long as this object.
 
-    It is either the captured graph, or holds regions that were captured again and whose parameters
-    a recording uses.
+    The graph is the captured graph, or a new capture of regions whose parameters a recording uses.
     """
 
     def __init__(self, runtime: NodeRuntime, graph: int) -> None:
@@ -103,8 +102,8 @@ class RegionPattern:
                 raise UpdateTopologyError(
                     f"region {region.name} (number {number}) needs {stop - start} nodes for these "
                     f"host arguments but had {len(region.nodes)} at capture. Reduce the argument "
-                    f"to values that run the same kernels, or capture with policy='full' through "
-                    f"dg.capture, which makes a copy for the other topology."
+                    f"to values that run the same kernels, or use dg.capture with policy='full', "
+                    f"which captures a copy for the other topology."
                 )
             start = stop
         self._check_edges(graph, nodes, spans)
@@ -165,8 +164,8 @@ class RegionPattern:
             return _Node(node, kind, None)
         if kind not in UPDATABLE:
             raise UpdateError(
-                f"region {name} holds a {kind} node, which cannot be updated; capture it with "
-                f"policy='breakable', or move that call out of the region."
+                f"region {name} holds a {kind} node, which cannot be updated; capture with "
+                f"policy='breakable', or move the call that makes this node out of the region."
             )
         return _Node(node, kind, runtime.fixed(kind, node, runtime.params(kind, node)))
 
