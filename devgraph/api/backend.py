@@ -40,20 +40,20 @@ class Backend(Device):
     needs: Mapping[str, str] = {}
     """Requirements by capability.
 
-    The class declares the capabilities of the vendor, an instance those of its machine.
+    A class declares the capabilities of the vendor; an instance, those of its machine.
     """
 
     unproven: str = ""
-    """Missing evidence as the predicate of a sentence, such as "never ran on hardware"."""
+    """A limitation of the test evidence, such as "never ran on hardware"."""
     recommended_mode: Mapping[str, str] = {}
     """Policies by phase that suit this backend better than those of the default mode."""
 
     extensions: Mapping[str, Callable[..., Any]] = {}
-    """Functions that only some vendors have, by name. Callers request the names that they know."""
+    """Functions that only some vendors provide, by name."""
 
     @abc.abstractmethod
     def make_graph(self, pool: Pool | None = None) -> DeviceGraph:
-        """Return an empty graph in ``pool``, or in a pool of its own if that is None."""
+        """Return an empty graph in ``pool``, or in a new pool if ``pool`` is None."""
 
     def fence(self, stream: Any = None) -> Callable[[], bool]:
         """Return a callable that reports, without blocking, whether the work so far has finished.
@@ -78,7 +78,7 @@ class Backend(Device):
         return stop
 
     def make_gate_channel(self, gates: Gates) -> GateChannel:
-        """Return the device's side of ``gates``; in the base class the host waits in breaks."""
+        """Return the channel of ``gates``. In the base class the host waits, between segments."""
         return HostGates(gates, self.fence)
 
     @property
@@ -92,7 +92,7 @@ class Backend(Device):
         return str(self.device)
 
     def details(self) -> dict[str, str]:
-        """Return further facts about the runtime for reports, by topic."""
+        """Return additional facts about the runtime for reports, by topic."""
         return {}
 
     def make_pool(self, *, releasable: bool = False) -> Pool:
@@ -143,7 +143,7 @@ class Backend(Device):
             graph: an empty graph of this backend.
             stream: the stream to capture on; None and the default stream mean the pool's own.
             pool: the pool to allocate from instead of the graph's.
-            capture_error_mode: which threads' unsafe calls make the capture fail: "global",
+            capture_error_mode: the threads whose unsafe calls make the capture fail: "global",
                 "thread_local" or "relaxed".
             host_args: host arguments of regions in the block and their values at capture.
 

@@ -306,7 +306,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def term_of(entry: Entry) -> Term:
-    """Return the term that a place holds the value of ``entry`` or an equal number or string."""
+    """Return a term that is true if a place holds the entry's value or an equal plain value."""
     holder, key, value = entry.holder, entry.key, entry.value
     place: tuple[Any, ...] = (entry.now,)
     read = "{}()"
@@ -398,7 +398,7 @@ def _require_specs(specs: object) -> None:
         for spec in specs.values()
     )
     if not fits:
-        raise InputTypeError(f"specs are a mapping of names to (shape, dtype), got {brief(specs)}")
+        raise InputTypeError(f"specs must map names to (shape, dtype), got {brief(specs)}")
 
 
 def _nbytes(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -101,7 +101,7 @@ class EagerReason(str, enum.Enum):
     OTHER_DEVICE = "other_device"
     """A tensor is not on the device of the backend."""
     IN_CAPTURE = "in_capture"
-    """The call is part of another capture, which records it, or of its warm-up."""
+    """The call is part of another capture or of that capture's warm-up."""
     TRACED = "traced"
     """A mode of torch or a transform of ``torch.func`` is active."""
     SWITCHED_OFF = "switched_off"
@@ -141,7 +141,7 @@ class _Entry:
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
-    """Runs a call with this key, or returns ``_OTHER`` for another key; see ``_repeat_of``."""
+    """A fast path for calls with this key, which returns ``_OTHER`` for other keys."""
     eager_seconds: list[float] = attrs.field(factory=list)
     graph_seconds: list[float] = attrs.field(factory=list)
 
@@ -266,7 +266,7 @@ class Graphed:
         needs_gradient: tuple[bool, ...],
         settings: Settings,
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
-        """Return a callable for calls whose arguments are tensors and constants, without trees.
+        """Return a fast path for calls whose arguments are tensors and constants, not trees.
 
         The callable does not refer to the ``Graphed``, so that dropping the last reference frees
         the graphs. Return None if this call has arguments of other kinds.
@@ -367,7 +367,7 @@ class Graphed:
         return constants
 
     def _name(self) -> NamedState:
-        """Search the state that the function uses by name."""
+        """Find the state that the function uses by name."""
         self._named = NamedState(roots_of(self._fn), _is_plain)
         self._names = Guard([self._named])
         return self._named
@@ -840,8 +840,8 @@ def graphed(
     """Return a callable that runs ``fn_or_module`` in graphs, one for each kind of arguments.
 
     For a module, the callable also becomes its ``forward``; ``ungraphed`` undoes that. Without
-    ``fn_or_module`` this is a decorator of functions and methods. Each instance has graphs of its
-    own for a method.
+    ``fn_or_module`` this is a decorator of functions and methods. A decorated method has separate
+    graphs for each instance.
 
     A key is captured at its second call, and again after a parameter or buffer was replaced.
     In-place changes need no new capture.
@@ -856,9 +856,9 @@ def graphed(
             key are timed, and a graph below the ratio is closed. None keeps all graphs.
         host_args: names and capture values of host arguments; see ``capture``.
         pool: memory to share with other captures; None makes a pool.
-        strict: whether to raise if a call cannot run in a graph, except the first with its key.
-        clone: whether to return copies of the outputs. The next call with the same key overwrites
-            the outputs themselves.
+        strict: whether to raise if a call other than the first with its key runs without a graph.
+        clone: whether to return copies of the outputs. Without copies, the next call with the same
+            key overwrites the outputs.
 
     Raises:
         InputError: an argument is out of range. InputTypeError: an argument has a wrong type.

@@ -16,8 +16,8 @@ def _may(*hooks: str) -> Any:
 class Capabilities:
     """The features in which backends differ. Every default is the safe value.
 
-    A vendor declares only what it has proved: the conformance suite fails a declared capability
-    that does not work and reports an undeclared one that does.
+    The conformance suite fails if a declared capability does not work, and reports an undeclared
+    capability that works.
     """
 
     region_update: bool = _may("DeviceGraph._record", "DeviceGraph._apply")
@@ -33,7 +33,7 @@ class Capabilities:
     streams: bool = _may("Backend.side_stream", "TorchBackend.is_unjoined")
     """Work can be forked to side streams inside a capture and joined before its end."""
     capture_error_modes: tuple[str, ...] = ("thread_local",)
-    """The accepted values of ``capture_error_mode``; the first is the fallback of the others."""
+    """The accepted values of ``capture_error_mode``. The first replaces all other values."""
     concurrent_threads: bool = _may("DeviceGraph._begin")
     """Other threads may launch and allocate on the device while one thread captures."""
     collectives: bool = _may("TorchBackend.prepare_stream")
@@ -43,19 +43,19 @@ class Capabilities:
     compilers: tuple[str, ...] = ("eager",)
     """Compilers that piecewise may use for a piece."""
     node_counts: bool = _may("DeviceGraph._size")
-    """``DeviceGraph.info()`` reports the number of nodes; else it reports None."""
+    """``DeviceGraph.info()`` reports the number of nodes."""
     node_ranges: bool = _may("DeviceGraph._nodes_so_far")
     """A capture counts its nodes, so that nodes can be assigned to calls."""
 
     remakes_executables: bool = _may("DeviceGraph._end")
-    """Executables can be evicted for the budget of their pool and rebuilt from the graph.
+    """Executables can be evicted to meet the budget of their pool, and rebuilt from the graph.
 
     On other backends an executable lives as long as its graph, regardless of the budget.
     """
     releasable_memory: bool = _may("Pool._release", "TorchBackend.make_pages")
     """A releasable pool gives its memory back to the device and maps it again later.
 
-    The addresses stay the same, so its graphs need no new capture.
+    The addresses stay the same, so graphs need no new capture.
     """
     loops: bool = _may("DeviceGraph._loop")
     """A graph can contain a loop that the device repeats while a tensor is true."""
@@ -65,7 +65,7 @@ class Capabilities:
     On other backends a gate mark causes a break, so policy ``full`` refuses it.
     """
     max_streams: int | None = None
-    """Maximum number of streams that all captured graphs together hold; None without a limit."""
+    """Maximum number of streams that all captured graphs together can hold; None if unlimited."""
 
 
 def hooks(capability: str) -> tuple[str, ...]:

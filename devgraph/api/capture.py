@@ -230,7 +230,7 @@ class Captured:
 
     @property
     def launch(self) -> Callable[[], None] | None:
-        """A callable for ``run`` without host arguments if it is a single launch, else None."""
+        """A callable that replays, if a replay is one launch without host arguments; else None."""
         return None if self._plan.marks or self._broken or self._waits else self._plan.run
 
     def _require_open(self) -> None:
@@ -310,7 +310,7 @@ class Captured:
             raise
 
     def info(self) -> GraphInfo:
-        """Return the sums over all segments."""
+        """Return the totals of all segments."""
         state = "closed" if self._job is None else "ready"
         return summed(self.segments, state=state, capture_seconds=self.capture_seconds)
 

@@ -77,11 +77,11 @@ class Device(abc.ABC):
         return None
 
     def is_current(self) -> bool:
-        """Whether the backend's device is the current one of this thread."""
+        """Whether the backend's device is this thread's current device."""
         return True
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the backend's device the current one of this thread for a block."""
+        """Make the backend's device this thread's current device for a block."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -94,7 +94,7 @@ class Device(abc.ABC):
         yield
 
     def on_working_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Run the block on a working stream if a failed capture left the current one recording."""
+        """Run the block on another stream if a failed capture left the current stream capturing."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ class Device(abc.ABC):
     def keep_memory(self) -> None:
         """Stop freeing memory of graphs for the rest of the process.
 
-        The device is lost, or the driver considers a capture active that could not be ended.
+        Called if the device is lost, or if the driver still considers a failed capture active.
         """
         self.keeps_memory = True
 

@@ -99,8 +99,8 @@ def nothing_done(device: object) -> str:
     """Return the causes and remedies in the text of EmptyCaptureError."""
     return (
         f". Run the step on this backend's device ({device}), inside the with block if there is "
-        f"one. A view of an argument records nothing: return its clone() instead. Nor does a "
-        f"capture record work of a generator or coroutine that runs after the step has returned."
+        f"one. A view of an argument records nothing: return its clone() instead. Work of a "
+        f"generator or coroutine that runs after the step has returned is not captured."
     )
 
 
@@ -161,7 +161,7 @@ class BackendUnavailableError(BackendError):
 
 
 class CapabilityError(BackendError):
-    """The backend does not declare the capability that was asked for."""
+    """The backend does not declare a required capability."""
 
 
 class ResourceError(DeviceGraphError):
@@ -219,7 +219,7 @@ __all__ = sorted(
 
 
 def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
-    """Return a sentence that lists the ``known`` names and suggests the one closest to ``name``."""
+    """Return a list of the ``known`` names as a sentence, and suggest the closest to ``name``."""
     names = sorted(known)
     spellings = {word: valid for word, valid in (habits or {}).items() if valid in names}
     spellings |= {valid.lower(): valid for valid in names}

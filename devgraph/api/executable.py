@@ -124,8 +124,8 @@ class Residency:
 class Recordings:
     """The recordings and executables of a pool's graphs, under one byte budget.
 
-    When the budget is exceeded, executables are evicted before recordings, because they can be
-    rebuilt without running a region. The least recently used ones are evicted first. The newest
+    When the budget is exceeded, executables are evicted before recordings, because executables can
+    be rebuilt without running a region. The least recently used items are evicted first. The newest
     item and the recordings for the next launches stay. Pinned executables are never evicted but
     count against the budget. Executables that the vendor cannot rebuild do not count.
 
@@ -141,7 +141,7 @@ class Recordings:
         self.evictions = 0
         """Number of evicted recordings."""
         self.clock = itertools.count(1)
-        """Counter whose values are stamps of uses."""
+        """The source of stamps."""
         self._made = 0
         self._dropped = 0
         self._seconds = 0.0
@@ -318,7 +318,7 @@ class Recordings:
     def _remove(self, place: tuple[int, Hashable]) -> None:
         item = self._items.get(place)
         if item is not None:
-            item.recording.shrink()  # first: an interrupt must not leave it outside the budget
+            item.recording.shrink()  # first, so that an interrupt leaves no memory uncounted
             self._items.pop(place, None)
             item.recording.close()
 
@@ -361,7 +361,7 @@ class EvictableExecutable(Recording):
             executable.launch()
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return a callable that launches the target in its form for ``stream``."""
+        """Return a callable that launches the target, bound to ``stream`` at its second call."""
         bound, clock = self._bound, self._recordings.clock
 
         def launch() -> None:

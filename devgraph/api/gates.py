@@ -1,7 +1,8 @@
 """Gates: points of a step where the device waits for the host, and signals to the host.
 
-Each replay, or each turn of a loop, is one *epoch* of all gates. ``Gates`` counts the epochs on the
-host. A ``GateChannel`` of the backend makes the device wait and signal; it counts launches.
+Each replay, or each turn of a loop, is one *epoch* of all gates. A gate that is not opened before
+its timeout is *forgotten*. ``Gates`` counts the epochs on the host. A ``GateChannel`` of the
+backend makes the device wait and signal; it counts launches.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Fence = Callable[[], bool]
 class GateChannel(Protocol):
     """The device's side of the gates of one capture or runner.
 
-    A *place* is the number of one name in one turn. Launches are numbered from 1 and run one after
+    A *place* is a number for one name in one turn. Launches are numbered from 1 and run one after
     another on the device.
     """
 
@@ -75,19 +76,19 @@ class GateChannel(Protocol):
         """
 
     def after(self, stream: Any) -> Fence:
-        """Return a fence after the work that is queued on ``stream``; None is the current one."""
+        """Return a fence after the work queued on ``stream``; None is the current stream."""
 
     def source(self, stream: Any) -> int:
-        """Return the handle of ``stream`` for ``behind``. The driver may block this call."""
+        """Return the handle of ``stream`` for ``behind``. The call may block."""
 
     def behind(
         self, launch: int, place: int, source: int
     ) -> tuple[Fence, Callable[[], None]] | None:
-        """Prepare the opening of a place by a stream itself, behind the work queued on it.
+        """Prepare to open a place by the stream ``source``, after the work queued on it.
 
         Returns:
-            the fence of that work and a call that queues the opening; None if the device has not
-            begun the launch, for which the stream would have to wait.
+            a fence after that work, and a callable that queues the opening. None if the device has
+            not begun the launch, for which the stream would have to wait.
         """
 
     def clear(self) -> None:
@@ -168,7 +169,7 @@ class Gate:
     def open(self, *, epoch: int | None = None) -> int:
         """Open the gate for one replay and return its epoch.
 
-        Without ``epoch`` this is the oldest replay for which the gate is not open, launched or not.
+        By default this is the oldest replay, launched or not, for which the gate is not open.
 
         Args:
             epoch: the replay, counted from 1. If its gate is open, nothing happens.
@@ -391,7 +392,7 @@ class Gates(Mapping[str, Gate]):
 
     @contextlib.contextmanager
     def held_open(self) -> Iterator[None]:
-        """Keep all gates open in the block. Its replays do not count as epochs."""
+        """Keep all gates open in the block. Replays in the block do not count as epochs."""
         self._held_open += 1
         try:
             yield
@@ -402,7 +403,7 @@ class Gates(Mapping[str, Gate]):
     def launch(self, recorded: RecordedMarks | None = None) -> Iterator[None]:
         """Run one step in the block, under the lock of its pool.
 
-        The step is eager without ``recorded``, the marks of a capture. An eager step is an epoch
+        Without ``recorded`` (the marks of a capture) the step is eager. An eager step is an epoch
         only if it has marks.
 
         Raises:
@@ -538,11 +539,11 @@ class Gates(Mapping[str, Gate]):
                 self._state.notify_all()
         if behind is None:
             return self.open(gate, None, channel.after(stream))
-        queue()  # A full stream blocks its caller, who must hold no lock.
+        queue()  # outside the lock, because a full stream blocks the caller
         return epoch
 
     def _oldest_closed(self, gate: Gate) -> int:
-        """Return the oldest epoch for which the gate is not open, and take it."""
+        """Return the oldest epoch for which the gate is not open, and count it as opened."""
         epoch = max(gate.next, self.channel.finished() * self._turns + 1)
         while not self._needs(gate, epoch):
             epoch += 1
@@ -709,7 +710,7 @@ class HostGates:
 
 
 def _timeout(given: float | None) -> float:
-    """Return a timeout in seconds, from the environment if it is None.
+    """Return a timeout in seconds, from the environment if ``given`` is None.
 
     Raises:
         InputError: the timeout is not a positive number.

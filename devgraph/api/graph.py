@@ -205,8 +205,8 @@ class DeviceGraph(abc.ABC):
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         """Record the launches of ``body`` as a loop, and return its number of nodes.
 
-        ``body`` is called once. Replays repeat its launches while the bool ``going`` is true. The
-        rest of the graph must not reuse memory that ``body`` allocates.
+        ``body`` is called once. Replays repeat its launches while the bool tensor ``going`` is
+        true. The rest of the graph must not reuse memory that ``body`` allocates.
         """
         raise NotImplementedError
 
@@ -248,8 +248,7 @@ class DeviceGraph(abc.ABC):
     def update(self, **host_args: Any) -> None:
         """Set host arguments of regions for the next and all later replays.
 
-        Arguments that are not named keep their last value. A call that changes no value has no
-        effect.
+        Omitted arguments keep their last value. A call that changes no value has no effect.
 
         Args:
             **host_args: new values by name.
@@ -436,7 +435,7 @@ class DeviceGraph(abc.ABC):
         call = MarkedCall(self.pool, mark, args, kwargs, len(self.calls))
         if mark not in self._host:
             plain = (e for e in Named([(mark.name, mark.fn)]).places if isinstance(e.value, PLAIN))
-            # A list usually holds records that the region appends, so its items are no key.
+            # A region often appends records to a list, so items of lists are not part of keys.
             self._named += [entry for entry in plain if not isinstance(entry.holder, list | deque)]
         self._host[mark] = host
         self._region_begin(call)
@@ -486,7 +485,7 @@ class DeviceGraph(abc.ABC):
         self.key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
-        """Return a hashable key: the host values of all regions and the plain values they name."""
+        """Return a hashable key: the host values of all regions and the plain values they read."""
         try:
             pairs = [(name, exact(v)) for kwargs in host.values() for name, v in kwargs.items()]
             for entry in self._named:

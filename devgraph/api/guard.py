@@ -19,7 +19,7 @@ class Watched(Protocol):
 
     @property
     def terms(self) -> Sequence[Term]:
-        """Terms that are all true only if ``check`` passes; new terms are a new sequence."""
+        """Terms that are all true only if ``check`` passes. Changed terms are a new sequence."""
 
     def check(self) -> None:
         """Raise StateError if the state differs from the capture; accept equal objects."""
@@ -64,7 +64,7 @@ def all_of(terms: Iterable[Term]) -> Callable[[], bool]:
 
 
 def by_turns(terms: Sequence[Term], first: int, each: int) -> Iterator[Term]:
-    """Yield the ``first`` terms and a term that evaluates ``each`` of the others per call."""
+    """Yield the ``first`` terms, and a term that evaluates ``each`` others per call in rotation."""
     yield from terms[:first]
     if parts := [all_of(terms[at : at + each]) for at in range(first, len(terms), each)]:
         yield "{}()()", (itertools.cycle(parts).__next__,)

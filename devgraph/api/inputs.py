@@ -61,7 +61,7 @@ class Inputs:
             if new.setdefault(id(target), source) is not source:
                 raise InputError(
                     f"the bound tensor {brief(target)} is passed as several arguments of the step, "
-                    f"and different data was given for them. Capture with a tensor for each."
+                    f"and different data was given for them. Capture with separate tensors."
                 )
         if len(new) > 1:
             self._require_agreement([target for target, _ in pairs], new)

@@ -145,7 +145,7 @@ STACKS = (
         _pop_dispatch_mode,
     ),
 )
-"""The stack of function modes and that of dispatch modes."""
+"""The stacks of function modes and of dispatch modes."""
 
 
 class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -202,14 +202,14 @@ class Settings:
     __hash__ = None  # type: ignore[assignment]
 
     def key(self) -> Any:
-        """Return a hashable form with default devices, or None if the user has other modes."""
+        """Return a hashable key, or None if the user has modes other than default devices."""
         if not all(isinstance(mode, DeviceContext) for stack in self.stacks for mode in stack):
             return None
         switches = (tuple(v) if isinstance(v, list) else v for v in self.switches)
         return self.modes, *switches, *(mode.device for mode in self.stacks[0])
 
     def hold(self) -> bool:
-        """Whether these settings are in force now."""
+        """Whether these settings are active now."""
         if self._same():  # Every replay with breaks takes this path.
             return True
         if Settings.current() != self:
@@ -255,10 +255,10 @@ def _under(then: dict[str, torch.dtype]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_uncached() -> Iterator[None]:
-    """Disable autocast's cache of casts in the block, and clear it before.
+    """Clear autocast's cache of casts, and disable it in the block.
 
     A cast made in a capture lies in the graph's memory and would be used after the capture. A cast
-    made before the capture is not part of the graph, which would read its memory after it is freed.
+    made before the capture is not part of the graph, so replays would read freed memory.
     """
     cached = torch.is_autocast_cache_enabled()
     try:

@@ -27,7 +27,7 @@ _SMALL = 1024
 
 
 _EACH, _TURN = 32, 8
-"""Numbers of dictionary entries that a replay compares: outside of inner modules, and in them.
+"""Number of dictionary entries that a replay compares, and number of those in inner modules.
 
 Further entries take turns. All cells, entries of lists and members of classes, and the lengths of
 all containers, are compared each time.
@@ -110,13 +110,13 @@ class NamedState:
         return bool(self._held or self._seeds)
 
     def check(self) -> None:
-        """Raise StateError if a place holds another value than at capture."""
+        """Raise StateError if a place holds a different value than at capture."""
         for mapping, keys in self._orders:
             if [*mapping] != keys:
                 raise StateError(
                     f"a {type(mapping).__name__} that the step iterates over has the keys "
                     f"{brief([*mapping])} and had {brief(keys)} at capture, and the graph uses the "
-                    f"keys of capture in their order. Restore them, or {AGAIN}."
+                    f"keys of capture in their order. Restore the keys, or {AGAIN}."
                 )
         try:
             self._bound.check()
@@ -128,7 +128,7 @@ class NamedState:
         if not self._memory.is_kept():
             moved = {*map(id, self._memory.moved())}
             path = next((e.path for e in self._held if id(e.value) in moved), "a named tensor")
-            raise StateError(_stale(f"{path} no longer has its memory of capture"))
+            raise StateError(_stale(f"{path} no longer has the memory of capture"))
         for entry, content in self._contents:
             if content_of(entry.value) != content:
                 _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
@@ -137,7 +137,7 @@ class NamedState:
                 _refuse(entry, f"has the initial seed {now} and had {seed} at capture")
 
     def constants(self) -> tuple[Any, ...]:
-        """Return the plain values, hashable; raise StateError if a place holds another object."""
+        """Return the plain values as hashable values; raise StateError for any other value."""
         return tuple([_constant(entry, entry.now()) for entry in self.plain])
 
     def require_kept(self) -> None:
@@ -220,7 +220,7 @@ def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
 
 def _stale(what: str) -> str:
     return (
-        f"{what}, but the graph uses the old tensor. Write new data into the old tensor with "
+        f"{what}, but the graph uses the old memory. Write new data into the old tensor with "
         f"copy_(), or {AGAIN}."
     )
 
@@ -255,7 +255,7 @@ def is_alike(old: Any, new: Any) -> bool:
         return next(kinds) == next(kinds)
     if isinstance(old, staticmethod | classmethod):
         return is_alike(old.__func__, new.__func__)
-    is_open = hasattr(old, "__dict__") or hasattr(old, "__slots__")  # unlike a number of NumPy
+    is_open = hasattr(old, "__dict__") or hasattr(old, "__slots__")  # unlike a NumPy number
     if isinstance(old, dict) or (is_open and has_state(old) and not isinstance(old, enum.Enum)):
         return True
     return is_equal(old, new)

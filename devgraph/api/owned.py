@@ -65,7 +65,7 @@ _TRAINING = operator.attrgetter("training")
 
 
 class Owned:
-    """The state of one step: its arguments, the trees in ``bound=``, and everything in its reach.
+    """The state of one step: its arguments, the trees in ``bound=``, and reachable state.
 
     Args:
         fn: the step.
@@ -140,7 +140,7 @@ class Owned:
 
     @property
     def given(self) -> list[torch.Tensor]:
-        """The tensors in arguments that new inputs of a replay are copied into."""
+        """The tensors in arguments that receive new inputs of a replay."""
         return [tensor for _, tensor in self.tensors[: self._given]]
 
     @property
@@ -173,8 +173,8 @@ class Owned:
         initialise themselves in their first run. No run may change the containers in arguments.
 
         Args:
-            strict: whether this run must not change such places either, although it is not
-                captured. The first run may add entries.
+            strict: whether a run before the capture must not change such places either. The first
+                run may add entries.
 
         Raises:
             CaptureError: the step rebinds a tensor.
@@ -376,7 +376,7 @@ class Owned:
             warnings.warn(text_of_changes(changes), DeviceGraphWarning, stacklevel=4)
 
     def _restore_created(self) -> None:
-        """Restore the values that the first run gave to tensors it made, with a warning."""
+        """Restore tensors that the first run made to their values after that run, and warn."""
         created, snapshot = self._created or {}, self._after_first
         self._created, self._after_first = {}, None
         written = [] if snapshot is None else snapshot.written(created.values())
@@ -419,7 +419,7 @@ class Owned:
         return given, found
 
     def watch_named(self, *, regions: bool) -> list[Watched]:
-        """Return the state that replays compare. Proofs report its changes instead.
+        """Return the state that only replays compare, because proofs report its changes.
 
         Args:
             regions: whether regions are part of the graph.
@@ -606,8 +606,8 @@ class Weights:
                 raise StateError(f"a module of the step has other submodules than at capture{_OLD}")
         if [*map(_kind_of, self.modules)] != self._kinds:
             raise StateError(
-                "a module of the step has another class or another forward than at capture, but "
-                "the graph runs the old forward. Capture again."
+                "a module of the step has a different class or forward than at capture, but the "
+                "graph runs the old forward. Capture again."
             )
         training, hooks = self._modes
         if self._has_modes and self.training() != training:
@@ -646,7 +646,7 @@ _TURN = 4
 """Number of modules or tables that a replay compares in rotation."""
 
 _OLD = (
-    ", but the graph uses the old one. Write new data into the old tensors with copy_() (as "
+    ", but the graph uses the old state. Write new data into the old tensors with copy_() (as "
     "load_state_dict() without assign=True does), or capture again."
 )
 

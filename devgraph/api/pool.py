@@ -144,7 +144,7 @@ class Pool:
             memory: number of bytes, or a share of the device's memory between 0 and 1.
 
         Raises:
-            InputError: ``memory`` is not such a number.
+            InputError: ``memory`` is not a finite number of at least 0.
             ConfigError: ``memory`` is a share, but the backend cannot report its memory.
         """
         share = 0 < finite("memory", memory) < 1

@@ -1,4 +1,4 @@
-"""The process: its identity across forks, its garbage collector, and objects that outlive it.
+"""The process: its identity across forks, its garbage collector, and immortal objects.
 
 Handles of a device do not survive a fork.
 """

@@ -114,14 +114,14 @@ class Failure:
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """The outcome of ``prove`` of captures and runners."""
+    """The result of ``prove`` on a capture or a runner."""
 
     cases: int
     """Number of cases that were compared."""
     failures: tuple[Failure, ...]
     exact: bool = True
-    """Whether graphs were compared bit for bit; else within tolerance, because a compiler chose
-    other kernels."""
+    """Whether graphs were compared bit for bit. False: a compiler chose other kernels, and graphs
+    were compared within tolerance."""
     not_varied: tuple[str, ...] = ()
     """Inputs, slots and host arguments that had the same data in all cases, because a proof invents
     no integers. Declare ``sample=`` or a range for them."""
@@ -234,8 +234,8 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "updates are lost. Read host arguments in marked functions": only("changed"),
         "only after an update: values of an earlier case stay in the graph, or an update reaches "
         "another region": only("updated"),
-        "every case, and the step draws random numbers: a replay does not draw where eager "
-        "does": report.draws and always,
+        "every case of a step that draws random numbers: a replay does not advance the generator "
+        "as eager does": report.draws and always,
         "outputs that equal other outputs: the graph writes both into the same memory "
         f"({failures[0].where} {failures[0].message})": all(_EQUALS in f.message for f in failures),
         "only padded batches: real rows read padded rows": only("padded"),
@@ -243,10 +243,8 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "memory": not any(failure.where.startswith("output") for failure in failures),
         f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends on "
         "the size is in the graph": len(buckets) < len(_buckets(report.tried)),
-        "every element in every case: the step reads a value on the host that is not marked, a "
-        "setting of torch, or a tensor that was replaced": (
-            always and all(failure.complete for failure in failures)
-        ),
+        "every element in every case: the step reads an unmarked host value, a setting of torch, "
+        "or a tensor that was replaced": (always and all(failure.complete for failure in failures)),
         "only some rows or outputs: a branch taken at capture is in the graph, or memory is shared "
         "with other work": True,
     }
@@ -316,7 +314,7 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
         return ""
     where = tuple((~same).nonzero()[0].tolist())
     one, other = f"{b[where]}", f"{a[where]}"
-    said = f"{one} not {other}" if one != other else f"{one} of other bits"
+    said = f"{one} not {other}" if one != other else f"{one} with different bits"
     return f"differs in {wrong} of {a.numel()} elements, first at {where}: {said}"
 
 
@@ -371,8 +369,8 @@ class State:
     def begin(self) -> None:
         """Restore the contents from before the proof for the next run of a case.
 
-        The default random generator gets the state at the end of the last case, because a graph
-        that repeats the draws of its capture would otherwise pass.
+        The default random generator continues from the end of the previous case. Otherwise a graph
+        that repeats the draws of its capture would pass.
         """
         self.snapshot.restore()
         self._backend.set_rng_state(self._random)
@@ -607,7 +605,7 @@ def host_sets(
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)
     ):
         raise InputTypeError(
-            f"host_args of prove is a list with one mapping per set of values to try, such as "
+            f"host_args of prove must be a list with one mapping per set of values, such as "
             f"[{{'kv_len': 777}}], got {brief(given)}"
         )
     sets = [dict(values) for values in ([captured, *further] if given is None else given)]
@@ -634,7 +632,7 @@ def require_samples(sample: object, names: Iterable[str]) -> Mapping[str, Draw]:
         return {}
     if not isinstance(sample, Mapping) or not all(map(callable, sample.values())):
         raise InputTypeError(
-            f"sample of prove maps names to functions of a shape and a generator, got "
+            f"sample of prove must map names to functions of a shape and a generator, got "
             f"{brief(sample)}"
         )
     known = [*names]

@@ -683,7 +683,7 @@ _IMPLICIT = frozenset(
 
 
 def _environment(code: types.CodeType) -> Iterator[Entry]:
-    """Yield the environment variables that ``code`` names."""
+    """Yield the environment variables that ``code`` reads by name."""
     if not {"environ", "getenv"}.isdisjoint(code.co_names):
         for name in sorted(_strings_in(code)):
             if name in os.environ or name.isupper():

@@ -68,7 +68,7 @@ class BackendInfo:
     name: str
     available: bool
     reason: str
-    """Why the backend cannot be used here; empty if it can."""
+    """Reason why the backend is unavailable; empty if it is available."""
     device: str
     version: str
 
@@ -143,7 +143,7 @@ def _load_plugin(entry: importlib.metadata.EntryPoint) -> Callable[[], Backend]:
 def installed_version(name: str) -> str | None:
     """Return the version of a package, or None if it is not installed.
 
-    A loaded module takes precedence over the metadata, because its version names the build.
+    A loaded module takes precedence over the metadata, because its version identifies the build.
     """
     module = sys.modules.get(name)
     if hasattr(module, "__version__"):

@@ -39,7 +39,7 @@ class ResultCheck:
         before: introduces the earlier result, such as "at capture it returned".
         error: class of the error.
         now: condition of the later result, such as "for these host arguments"; may be empty.
-        remedy: what the user should do.
+        remedy: advice for the user.
     """
 
     function: str

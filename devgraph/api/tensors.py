@@ -51,7 +51,7 @@ def is_size(node: object) -> bool:
 
 
 def describe(value: object) -> str:
-    """Return dtype, shape, strides and device of a tensor for a message, or the repr of a value."""
+    """Return dtype, shape, strides and device of a tensor as text, or the repr of another value."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     kind = f"strides {value.stride()}" if has_place(value) else str(value.layout)
@@ -71,7 +71,7 @@ def has_place(tensor: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass has memory of its own. Fake tensors count as such."""
+    """Whether a tensor of a subclass has memory of its own; fake tensors count as having memory."""
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return not is_lazy(tensor)
     if is_traceable_wrapper_subclass(tensor):
@@ -127,7 +127,7 @@ def addressed(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Iterato
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a strided tensor and that after its last byte."""
+    """Return the address of the first byte of a strided tensor and the address after its last."""
     first = tensor.data_ptr()
     if not tensor.numel():  # data_ptr() of an empty tensor is 0
         first = memory_of(tensor) + int(tensor.storage_offset()) * tensor.itemsize

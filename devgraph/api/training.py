@@ -125,7 +125,7 @@ class StaticInputs:
 def results_of(
     outputs: Any, static_inputs: StaticInputs, *, clone: bool
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Return a function that returns the results of a call, given its tensors."""
+    """Return a function that maps the tensors of a call to its results."""
     positions: dict[int, int] = {}
     for index, static in enumerate(static_inputs.tensors):
         positions.setdefault(id(static), index)

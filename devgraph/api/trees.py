@@ -1,4 +1,4 @@
-"""Trees of arguments: the containers that a capture takes apart, copies and compares."""
+"""Trees of arguments: the containers that a capture traverses, copies and compares."""
 
 from __future__ import annotations
 

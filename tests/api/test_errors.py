@@ -97,7 +97,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _capture().prove(host_args=[{"n": 3}]),
         "unknown host argument 'n'",
     ),
-    "names of a mark": (lambda: dg.region(host_args=3)(lambda n: n), "names of parameters, got 3"),
+    "names of a mark": (lambda: dg.region(host_args=3)(lambda n: n), "parameter names, got 3"),
     "a name of a mark": (lambda: dg.no_graph(mutates=(3,))(print), "parameter names"),
     "rules of a mark": (lambda: dg.region(reduce=[max])(lambda n: n), "names to functions, got"),
     "rule of a mark": (
@@ -129,7 +129,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "pad of a host slot": (lambda: HostSlot("tokens", pad=0), "needs pad=Pad.zero"),
     "budget of a pool": (lambda: BE.make_pool().limit("x"), "must be a number, got 'x'"),
-    "specs of buffers": (lambda: dg.StaticBuffers({"x": 3}, device="cpu"), "specs are a mapping"),
+    "specs of buffers": (lambda: dg.StaticBuffers({"x": 3}, device="cpu"), "specs must map"),
     "parser": (lambda: dg.add_cli_args(None), "expected an argparse parser, got None"),
     "parsed arguments": (
         lambda: dg.DeviceGraphConfig.from_args(["--disable-cuda-graph"]),

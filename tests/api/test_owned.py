@@ -213,7 +213,7 @@ def test_class_of_a_module_is_compared(kit: Kit) -> None:
     captured = kit.capture(module, kit.tensor(2, 3))
     captured.replay()
     module[0].__class__ = Doubled
-    with pytest.raises(dg.StateError, match="has another class or another forward"):
+    with pytest.raises(dg.StateError, match="has a different class or forward"):
         captured.replay()
     module[0].__class__ = torch.nn.Linear
     captured.replay()

@@ -63,7 +63,7 @@ def decoder(backend: Any, step: Callable[..., Any], *slots: dg.InputSlot, **mode
     return runner
 
 
-EVERY = "every element in every case: the step reads a value on the host that is not marked"
+EVERY = "every element in every case: the step reads an unmarked host value"
 
 
 @plant("host value that is not marked", EVERY)
@@ -193,7 +193,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return captured.prove()
 
 
-@plant("generator that stays at its capture", "every case, and the step draws random numbers")
+@plant("generator that stays at its capture", "every case of a step that draws random numbers")
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     old = backend.get_rng_state()
     torch.rand(WIDTH, device=backend.device)
@@ -274,9 +274,9 @@ def mixed_step(
 
 
 MUTANTS_FOUND = {
-    "replay-does-nothing": "every case, and the step draws random numbers",
-    "inputs-copied": "every case, and the step draws random numbers",
-    "rng-frozen": "every case, and the step draws random numbers",
+    "replay-does-nothing": "every case of a step that draws random numbers",
+    "inputs-copied": "every case of a step that draws random numbers",
+    "rng-frozen": "every case of a step that draws random numbers",
     "update-ignored": "only with changed host arguments",
     "update-late": "only the first replay of a case differs",
     "update-wrong-region": "only with changed host arguments",

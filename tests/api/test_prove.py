@@ -78,7 +78,9 @@ def test_tensors_are_compared_by_their_bits() -> None:
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert compare(nans, nans.clone()) == ""
     assert compare(zeros, zeros.abs()).endswith("1 of 3 elements, first at (1,): 0.0 not -0.0")
-    assert compare(nans, nans.flip(0)).endswith("2 of 2 elements, first at (0,): nan of other bits")
+    assert compare(nans, nans.flip(0)).endswith(
+        "2 of 2 elements, first at (0,): nan with different bits"
+    )
     turned = torch.complex(zeros, zeros).conj()
     assert compare(turned, turned.resolve_conj()) == compare(turned[:0], turned[:0]) == ""
     assert compare(zeros[:0].sum(), -zeros[:0].sum()).startswith("differs in 1 of 1")

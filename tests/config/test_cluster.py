@@ -128,8 +128,8 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
     ("document", "kind", "part"),
     [
         ([], ConfigTypeError, "expected an object"),
-        ({}, ConfigTypeError, "groups: expected a list"),
-        ({"groups": []}, ConfigTypeError, "groups: expected a list of groups, at least one"),
+        ({}, ConfigTypeError, "groups: expected a non-empty list"),
+        ({"groups": []}, ConfigTypeError, "groups: expected a non-empty list"),
         ({"group": []}, ConfigError, "Did you mean 'groups'"),
         (group(), ConfigTypeError, r"groups\[0\].backend"),
         (group(backend="cuda", rle="both"), ConfigError, r"groups\[0\].*Did you mean 'role'"),

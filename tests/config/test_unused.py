@@ -16,11 +16,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("prefill", {"policy": "full", "max_requests": 8}, {}),
     ("decode", {"lazy_hits": 3}, {"lazy_hits": "only capture='lazy'"}),
     ("decode", {"lazy_hits": 3, "capture": "lazy"}, {}),
-    ("prefill", {"miss_budget": 3}, {"miss_budget": "no key can be missed"}),
+    ("prefill", {"miss_budget": 3}, {"miss_budget": "no key is recorded"}),
     ("decode", {"miss_budget": 3}, {}),
     ("decode", {"compiler": "inductor"}, {"compiler": "only piecewise compiles"}),
     ("prefill", {"policy": "piecewise", "compiler": "inductor"}, {}),
-    ("decode", {"buckets": [4], "max_bs": 8}, {"max_bs": "the buckets are listed"}),
+    ("decode", {"buckets": [4], "max_bs": 8}, {"max_bs": "a list of buckets is used"}),
     ("decode", {"buckets": [4, 8], "max_bs": 8}, {}),
 ]
 

@@ -76,7 +76,7 @@ class GroupPlan:
 
     @property
     def error(self) -> ConfigError | None:
-        """The error with all choices that safety rules forbid, or None."""
+        """The error that lists the forbidden choices, or None."""
         return self.outcome if isinstance(self.outcome, ConfigError) else None
 
     @property
@@ -112,8 +112,8 @@ def plan_cluster(
     """Resolve one configuration for every group of a cluster.
 
     A group that cannot run the configuration has an ``error``; other groups are resolved.
-    Capabilities come from the declaration of each backend, so no device is needed. For a backend
-    that is registered as a function, they come from the facts of the group.
+    Capabilities come from the declaration of each backend, so no device is needed. A backend that
+    is registered as a function has the capabilities in the facts of the group.
 
     Args:
         config: the configuration of the deployment.
@@ -151,7 +151,7 @@ def _group(entry: object, path: str) -> Group:
     parallel = count(values.get("tensor_parallel", 1), f"{path}.tensor_parallel")
     if number % parallel:
         raise ConfigError(
-            f"{path}.tensor_parallel: {number} devices do not divide into sets of {parallel}"
+            f"{path}.tensor_parallel: {number} devices cannot be divided into sets of {parallel}"
         )
     collectives = FLAG["read"](values.get("collectives", parallel > 1), f"{path}.collectives")
     given = as_object(values.get("facts", {}), f"{path}.facts")

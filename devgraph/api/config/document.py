@@ -181,7 +181,7 @@ def _read_yaml(text: str, name: str) -> object:
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader that refuses repeated keys, where PyYAML would keep the last one."""
+        """A loader that refuses repeated keys, of which PyYAML would keep only the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: list[Any] = []

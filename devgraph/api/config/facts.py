@@ -24,7 +24,7 @@ from devgraph.api.policy import COMPILERS
 
 ROLES = ("both", *reversed(PHASES))
 ATTENTION = ("never", "single_token_decode", "uniform_batch", "always")
-"""The batches whose attention can be captured, from none to any."""
+"""The values of ``attention``, from no batch to any batch."""
 
 
 def _one_of(*values: str) -> Any:
@@ -57,7 +57,7 @@ _COMPILER = choice("compiler", lambda: COMPILERS)["read"]
 
 @attrs.frozen(kw_only=True)
 class EngineFacts:
-    """The properties of an engine. The defaults describe an engine without the feature."""
+    """The properties of an engine. The defaults describe an engine without special features."""
 
     backend: str | None = attrs.field(
         default=None, metadata=optional(text("the name of a backend"))
@@ -142,7 +142,7 @@ class EngineFacts:
     def on_backend(self, backend: Any) -> EngineFacts:
         """Return these facts for a backend, or for its class.
 
-        A capability holds if the facts and the backend's ``Capabilities`` both state it.
+        A capability is true if both the facts and the backend's ``Capabilities`` declare it.
         """
         capabilities = backend.capabilities
         return attrs.evolve(

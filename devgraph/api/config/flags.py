@@ -37,7 +37,7 @@ def _key(phase: str, key: str, value: Any, name: str) -> Source:
 
 
 def _phase(phase: str) -> Iterator[Flag]:
-    """Yield the flags of one phase: the switch that disables it, and one for each short key."""
+    """Yield the flags of one phase: a switch that disables the phase, and flags of single keys."""
     yield Flag(
         name=DISABLE[phase],
         shape="switch",
@@ -82,7 +82,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add ``--device-graph-mode``, its shorthands and the accepted older flags to ``parser``.
 
     Options that the parser already defines are skipped, so a second call, or a call for an engine
-    with flags of its own, is safe. ``DeviceGraphConfig.from_args`` reads their values.
+    with flags of its own, is safe. ``DeviceGraphConfig.from_args`` reads the values of all flags.
     """
     if not isinstance(parser, argparse._ActionsContainer):
         raise ConfigTypeError(f"expected an argparse parser, got {parser!r}")

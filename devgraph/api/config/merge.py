@@ -16,7 +16,7 @@ from devgraph.api.config.unused import unused
 
 
 class Level(enum.IntEnum):
-    """The precedence of a source. Of sources at one level, the later takes precedence."""
+    """The precedence of a source. Within a level, later sources take precedence."""
 
     PYPROJECT = 0
     ENVIRONMENT = 1
@@ -87,7 +87,7 @@ def merge(sources: Iterable[Source]) -> Source:
 
 
 def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list[str]:
-    """Return a note for every overridden value, with the value that holds instead."""
+    """Return a note for every overridden value, with the value that replaces it."""
     notes: list[str] = []
     for setting, entry in entries:
         winner = state.get(setting) or state.get((None, *setting[1:]))

@@ -46,7 +46,7 @@ Overlays = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def _overlays(given: Mapping[str, Mapping[str, Any]] | Source) -> Overlays:
-    """Return the checked parts of ``given`` for single backends, in alphabetical order."""
+    """Return the checked backend-specific parts of ``given``, in alphabetical order."""
     source = given if isinstance(given, Source) else parse_mode({"backends": given}, "overlays")
     settings = source.settings
     overlays: dict[str, dict[str, dict[str, Any]]] = {}
@@ -76,7 +76,7 @@ class DeviceGraphConfig:
     decode: PhaseConfig = attrs.field(default=None, converter=_decode)
     prefill: PhaseConfig = attrs.field(default=None, converter=_prefill)
     overlays: Overlays = attrs.field(factory=dict, converter=_overlays, hash=False)
-    """The parts for single backends, in the form of ``backends`` in the JSON text.
+    """The backend-specific parts, in the form of ``backends`` in the JSON text.
 
     ``for_backend`` applies them."""
 
@@ -114,7 +114,7 @@ class DeviceGraphConfig:
     def from_args(
         cls, namespace: argparse.Namespace, *, parser: argparse.ArgumentParser | None = None
     ) -> DeviceGraphConfig:
-        """Read parsed command line arguments, of ``add_cli_args`` or of an engine's own parser.
+        """Read arguments that a parser with ``add_cli_args``, or an engine's own parser, returned.
 
         Sources are merged per key. In descending precedence they are ``--device-graph-mode``, the
         flags per phase, older flags, ``--device-graph-config``, the environment variable
@@ -159,7 +159,7 @@ class DeviceGraphConfig:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Names of the backends that have a part of their own."""
+        """Names of the backends with a backend-specific part."""
         return tuple(self.overlays)
 
     def phase(self, name: str) -> PhaseConfig:
@@ -174,7 +174,7 @@ class DeviceGraphConfig:
         return DeviceGraphConfig(**self._under(name))
 
     def _under(self, backend: str) -> dict[str, Any]:
-        """Return both phases with the changes of the part for the backend, if it has one."""
+        """Return both phases with the changes of the backend-specific part, if any."""
         phases: dict[str, Any] = {phase: self.phase(phase) for phase in PHASES}
         for phase, changes in self.overlays.get(backend, {}).items():
             explicit = phases[phase].explicit | set(changes)
@@ -204,8 +204,8 @@ class DeviceGraphConfig:
     def to_json(self, *, everything: bool = False) -> str:
         """Return the text for ``--device-graph-mode`` that makes the same choices.
 
-        The text omits defaults, so that they stay defaults for its reader. ``everything`` includes
-        them, for people and digests.
+        Defaults are omitted, so that they stay defaults when the text is read. ``everything``
+        includes them, for display and digests.
         """
         return json.dumps(self.to_dict(everything=everything))
 

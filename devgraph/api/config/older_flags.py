@@ -113,7 +113,7 @@ def _phases_json(value: Any, flag: str) -> Source:
 
 
 def _flag(name: str, key: str, *phases: str, to: Any = None) -> Flag:
-    """Return a flag that sets ``key`` to its value, or to ``to`` if it has no value."""
+    """Return a flag that sets ``key`` to the flag's value, or a switch that sets it to ``to``."""
 
     def read(value: Any, flag: str) -> Source:
         return _source({(phase, key): value if to is None else to for phase in phases}, flag)
@@ -167,7 +167,7 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "--context-bucket": _ANY_LENGTH,
     "--disable-cuda-graph-padding": _in_mode("max_padding"),
     "--debug-cuda-graph": _in_mode("emulate"),
-    "--disable-draft-cuda-graph": "a draft model has a runner and a mode of its own",
+    "--disable-draft-cuda-graph": "a draft model has its own runner and mode",
     **{
         name.format(phase): replacement
         for phase in PHASES
@@ -180,5 +180,5 @@ REMOVED_FLAGS: Mapping[str, str] = {
         }.items()
     },
 }
-"""Flags that earlier versions accepted, each with its replacement. Using one is an error, unless
-the parser of the engine defines it."""
+"""Flags that earlier versions accepted, each with its replacement. Such a flag is an error unless
+the engine's parser defines it."""

@@ -110,7 +110,7 @@ def shown(value: object) -> str:
 
 
 def as_object(value: object, where: str, what: str = "an object") -> Mapping[Any, Any]:
-    """Return ``value`` if it is a JSON object; an error says that it expected ``what``."""
+    """Return ``value`` if it is a JSON object; ``what`` describes the object in errors."""
     if isinstance(value, (dict, Mapping)):  # checking dict first is faster
         return value
     raise ConfigTypeError(f"{where}: expected {what}, got {shown(value)}")

@@ -1,9 +1,9 @@
 """Resolve a configuration for one engine and backend, and explain each decision.
 
-``resolve`` merges the part for the backend into the general part, gives phases without a chosen
-policy the one that the backend recommends, and applies the compatibility rules. A rule may change a
-default. It refuses an explicit choice (safety) or keeps it with a warning (preference). A phase
-that does not occur on the node is set aside (scope).
+``resolve`` merges the part for the backend into the general part, sets the policies that the
+backend recommends for phases without a chosen policy, and applies the compatibility rules. A rule
+may change a default. It refuses an explicit choice (safety) or keeps it with a warning
+(preference). A phase that does not occur on the node is set aside (scope).
 """
 
 from __future__ import annotations

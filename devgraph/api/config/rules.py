@@ -5,9 +5,9 @@ decides its effect on an explicit choice:
 
 - ``safety`` guards against wrong results, a crash or a hang, and refuses the choice.
 - ``preference`` guards against a loss, and keeps the choice with a warning.
-- ``note`` changes nothing and says what the engine must arrange.
-- ``scope`` says that a phase does not occur on this node. It sets the choice aside, because one
-  configuration serves all nodes.
+- ``note`` changes nothing and states a requirement for the engine.
+- ``scope`` sets aside a phase that does not occur on this node, because all nodes have the same
+  configuration.
 
 A rule applies to every registered policy (devgraph/api/policy), except to policies that make all
 promises in the rule's ``spares``.
@@ -41,7 +41,7 @@ class Rule:
     source: str
     phases: tuple[str, ...] = PHASES
     spares: Set[str] | None = None
-    """The rule does not apply to policies that make all of these promises. None: no exception."""
+    """Promises of the policies to which the rule does not apply. None: it applies to all."""
     key: str = "policy"
     value: Any = "disabled"
     """The new value of ``key``, or a function of the facts and the phase. Notes ignore it."""
@@ -65,9 +65,9 @@ def _row(kind: str) -> Callable[..., Rule]:
 
 _safety, _preference, _note, _scope = map(_row, ("safety", "preference", "note", "scope"))
 _INSIDE = {"spares": {BREAKS}, "value": "breakable"}
-"""For rules about marked code that is captured together with the rest."""
+"""Fields of rules about marked code that is captured with the rest of the step."""
 _TRACED = {"spares": {UNTRACED}, "value": "breakable"}
-"""For rules about policies that trace or compile the code of the step."""
+"""Fields of rules about policies that trace or compile the code of the step."""
 
 RULES: tuple[Rule, ...] = (
     # Phases that do not occur.

@@ -12,7 +12,7 @@ from devgraph.api.policy import breaks, compiles, policies
 
 @attrs.frozen
 class Unused:
-    """One row: a key, the condition under which nothing reads it, and the reason."""
+    """One row: a key, the condition under which it has no effect, and the reason."""
 
     key: str
     when: Callable[[PhaseConfig], bool]
@@ -43,7 +43,7 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         "miss_budget",
         lambda phase: breaks(phase.policy),
-        "with breaks, marked code runs eagerly and no key can be missed",
+        "with breaks, marked code runs eagerly and no key is recorded",
     ),
     Unused(
         "compiler",
@@ -53,7 +53,7 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         "max_bs",
         lambda phase: phase.buckets is not None and phase.max_bs != phase.buckets[-1],
-        "the buckets are listed, and a list is kept exactly",
+        "a list of buckets is used exactly as given",
     ),
 )
 """The table. If several rows apply to a key, the first one gives the reason."""

@@ -75,7 +75,7 @@ class Tracked:
 
 
 def taken_from(own: str, name: str) -> str:
-    """Return the ``derive=`` text for parameter ``name`` of a mark from host argument ``own``."""
+    """Return the advice to derive parameter ``name`` of a mark from host argument ``own``."""
     return (
         f"Declare {own!r} on its mark with host_args=({own!r},), and compute {name!r} there with "
         f"derive={{{name!r}: lambda {own}: {own}}}."
@@ -153,7 +153,7 @@ _types_checked: ContextVar[bool] = ContextVar("devgraph_types_checked", default=
 def exact_types_checked(checked: bool) -> Iterator[None]:
     """Skip ``exact_types_refused`` in captures of the block if ``checked``.
 
-    The check slows down all Python calls, so a runner makes it once for all sizes of a step.
+    The check slows down all Python calls, so a runner checks a step once for all sizes.
     """
     token = _types_checked.set(checked)
     try:
@@ -187,7 +187,7 @@ def _refuse_exact_types(frame: FrameType, event: str, argument: object) -> None:
         value: Any = frame.f_locals.get(name)
         if is_tracked(value):
             sys.setprofile(None)
-            how = f" by type({name}); use isinstance(), or decide by type before the step,"
+            how = f" by type({name}) (use isinstance(), or decide by type before the step)"
             raise refused(frozen(value._devgraph_name, line_in(frame, number), how))
 
 
@@ -272,7 +272,7 @@ def declared_names(declared: object) -> dict[str, Any]:
         )
     for name in declared:
         if not isinstance(name, str):
-            raise HostArgumentError(f"host arguments have strings as names, got {brief(name)}")
+            raise HostArgumentError(f"names of host arguments must be strings, got {brief(name)}")
     return dict(declared)
 
 

@@ -337,7 +337,7 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
     # Tracers compare functions by code. If all marks had the same code, a tracer would reuse the
     # trace of a step for the same step with another region.
     marked.__code__ = marked.__code__.replace(co_name=mark.name)  # type: ignore[attr-defined]
-    # In a module of torch, generated code would call the attribute of that name instead.
+    # Code generated from a trace would call the unmarked function of the torch module.
     if (marked.__module__ or "").partition(".")[0] == "torch":
         marked.__module__ = __name__
     marked.__devgraph_mark__ = mark  # type: ignore[attr-defined]

@@ -216,7 +216,7 @@ def capture_segments(
     host: Mapping[Mark, dict[str, Any]] | None = None,
     finish: Callable[[Any], None] | None = None,
 ) -> BreakablePlan:
-    """Capture ``job.fn`` in segments; on failure, no segment stays captured."""
+    """Capture ``job.fn`` in segments. A failure leaves no segments."""
     scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):
         scope.open()

@@ -28,7 +28,7 @@ class UpdateBudget:
     """Limits of policy ``full`` for new host arguments during serving.
 
     A recording costs about the host time of two broken steps, and each later step with the same key
-    saves nearly that of one. The defaults bound the loss if no key is repeated.
+    saves nearly one. The defaults bound the loss if no key is repeated.
 
     Raises:
         InputError: a limit is out of range.
@@ -175,4 +175,4 @@ class Policy(Protocol):
         return job
 
     def capture(self, job: Job, session: Session) -> Plan:
-        """Capture ``job.fn`` in ``session``; on failure, no graph stays captured."""
+        """Capture ``job.fn`` in ``session``. A failure leaves no graphs."""

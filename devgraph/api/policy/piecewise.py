@@ -147,7 +147,7 @@ class _Closed(OwnMode):
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             # A tracer's mode would create a symbol that the step does not define.
-            raise HostReadError("it reads device data on the host")
+            raise HostReadError("the function reads device data on the host")
         args, kwargs = pytree.tree_map(self._leaf, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -168,7 +168,7 @@ class _Closed(OwnMode):
                 device=leaf.device,
                 requires_grad=leaf.requires_grad,
             )
-            self._known[id(leaf)] = (leaf, made)  # ``leaf`` keeps its id in use
+            self._known[id(leaf)] = (leaf, made)  # the reference to ``leaf`` keeps its id valid
         return self._known[id(leaf)][1]
 
 
@@ -282,7 +282,7 @@ class _Tracing(Scope):
 
 
 def _untraceable(result: Any, index: str = "") -> str | None:
-    """Describe the first leaf of ``result`` that a trace cannot hold, with its path, or None."""
+    """Return a description of the first leaf of ``result`` that a trace cannot hold, or None."""
     if type(result) in (tuple, list):
         found = (_untraceable(item, f"{index}[{at}]") for at, item in enumerate(result))
         return next(filter(None, found), None)
@@ -336,7 +336,7 @@ class _Compiler:
 
 
 def _bind_tokens(graph: GraphModule, values: Mapping[str, torch.Tensor]) -> None:
-    """Replace tokens by reads of live values; refuse other uses of a token."""
+    """Replace tokens by reads of current host values; refuse other uses of tokens."""
     names = {id(token): name for name, token in values.items()}
     tokens: dict[Node, str] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -435,7 +435,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
 class _Build:
     """The pieces of one compilation. Equal pieces share code.
 
-    Compilations do not share code, because the guards on its sizes belong to one compilation.
+    Compilations do not share code, because guards on sizes belong to one compilation.
     """
 
     def __init__(self, compiler: str, piece_type: type[Any] | None) -> None:
@@ -567,13 +567,13 @@ class _CompiledStep:
         self.job = job
         self.tokens = {name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared}
         self.live: Mapping[str, Any] = job.spec.declared
-        """Values of tokens for marked functions: plain ones, or tracked ones in a capture."""
+        """Host values for the tokens: plain values, or tracked values in a capture."""
         self.session: Session | None = None  # the session, during a capture
         self.plan: BreakablePlan | None = None
         self.entry: _Entry | None = None  # the compiled step that ran
         self.entered_at = 0.0
         self.build: _Build | None = None
-        """The compilation for this step; None if older code is reused."""
+        """The compilation for this step; None if existing code is reused."""
         self._compiler = compiler
         if isinstance(job.fn, torch.jit.ScriptModule | torch.jit.ScriptFunction):
             raise CaptureError(
@@ -718,7 +718,7 @@ class _Piecewise(Policy):
         name = job.compiler or "eager"
         if name not in capabilities.compilers:
             raise CapabilityError(
-                f"backend {job.backend.name!r} cannot use compiler {name!r}; it has "
+                f"backend {job.backend.name!r} cannot use compiler {name!r}; it supports "
                 f"{', '.join(capabilities.compilers)}"
             )
         key = name, type(job.backend), _hooks_of(job.fn)

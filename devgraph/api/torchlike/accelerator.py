@@ -1,7 +1,7 @@
-"""A backend for devices without one of their own, through the graph that they register with torch.
+"""A backend for devices that have no other backend but register a graph with torch.
 
 ``torch.accelerator.Graph`` (torch 2.12 and newer) captures and replays on torch's current
-accelerator. Its features are unknown, so the backend declares no capabilities.
+accelerator. The features of such a graph are unknown, so the backend declares no capabilities.
 """
 
 from __future__ import annotations

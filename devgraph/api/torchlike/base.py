@@ -174,7 +174,7 @@ class TorchPool(Pool):
     def snapshot(self, memory: Any) -> Any:
         """Return torch's description of the segments of ``memory``, a MemPool."""
         # memory.snapshot() cannot be used: torch drops one reference too many to each number in its
-        # argument (pytorch/pytorch#196366), so that pool numbers from 257 on were freed in use.
+        # argument (pytorch/pytorch#196366), so pool numbers above 256 were freed while in use.
         backend = self.backend
         if backend.drops_references is None:
             backend.drops_references = self._drops_references()
@@ -223,7 +223,7 @@ class TorchPool(Pool):
         The next capture creates the new keeper, because the current stream may be stuck.
         """
         if stuck is not None:
-            # For torch the capture is still running, so freeing memory would fail an assertion.
+            # torch still considers the capture active, so freeing memory would fail an assertion.
             self.backend.keep_memory()
         self._stuck.append((stuck, self._memory, self.keeper))
         self._memory = self._make_memory()
@@ -372,7 +372,7 @@ class TorchGraph(DeviceGraph):
 
         Some versions of torch then keep routing allocations to the pool and keep the random
         generator in capture mode. Ending a new, empty capture through the same object runs the
-        steps that were skipped.
+        skipped clean-up.
         """
         if self.pool.uses == self._uses:
             return  # torch has cleaned up
@@ -480,7 +480,7 @@ class TorchBackend(Backend):
         return self.graph_type(self, pool)
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
-        """Begin the capture of ``native`` into ``pool``; a refusal changes nothing."""
+        """Begin the capture of ``native`` into ``pool``; a failure changes nothing."""
         native.capture_begin(pool=pool.handle, capture_error_mode=mode)
 
     def end_native(self, native: Any) -> None:
@@ -576,7 +576,7 @@ class TorchBackend(Backend):
         return tensor.pin_memory()
 
     def hold(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep the memory of ``tensor``, once deleted, until queued work of ``stream`` is done."""
+        """Keep the memory of a deleted ``tensor`` until the queued work of ``stream`` is done."""
         tensor.record_stream(stream)
 
     def _make_current_stream_id(self) -> Callable[[], int]:

@@ -72,7 +72,8 @@ class FlagGates:
         self._size, self._mask = sizeof(self.word), 256 ** sizeof(self.word) - 1
         dtype = torch.int32 if self._size == 4 else torch.int64
         self._flags = torch.zeros(3 * CAPACITY + 2, dtype=dtype, device=backend.device)
-        """A flag for each place, and copies of the words for drivers that write no host memory."""
+        """Flags of all places, and copies of the words for drivers that cannot write host memory.
+        """
         self._words = backend.pin(torch.zeros(2 * CAPACITY + 2, dtype=dtype, device="cpu"))
         backend.namespace.current_stream(backend.device).synchronize()
         self._flag = self._flags.data_ptr()
@@ -154,7 +155,7 @@ class FlagGates:
         if self._read(self._begun) != value:
             return None
         word = self._opened + self._size * place
-        # The launch may end, and free the words, when the flag is written: the flag comes last.
+        # Write the flag last, because the launch may then end and free the words.
         ops = [Op(WRITE, word, value), Op(WRITE, self._place(place), 1)]
         fence = _After(lambda: self._read(word) == value, source, next(self._numbers), None)
         self._note(fence)
@@ -208,8 +209,8 @@ class FlagGates:
     def _make_openers(self) -> None:
         """Make openers while no launch waits.
 
-        A driver may finish all work before it makes a stream, even a launch whose gate the stream
-        must open.
+        A driver may wait for all work before it makes a stream, including a launch whose gate that
+        stream must open.
         """
         self._opener(None)
         with self._backend.on_device():

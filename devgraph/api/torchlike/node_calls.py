@@ -1,8 +1,8 @@
 """The node calls of a driver, bound by ctypes from one table for all vendors.
 
 Drivers whose captures are graphs of nodes use the same names after a prefix and nearly the same
-arguments. Additional and different calls are in the vendor's room. The callers of this module use
-plain functions on raw handles.
+arguments. Additional and different calls are in the vendor's package. The callers of this module
+use plain functions on raw handles.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class NodeRuntime:
     suffixes: ClassVar[Mapping[str, str]] = {}
     """Suffixes of the library's names of some calls."""
     calls: ClassVar[Mapping[str, Arguments]] = {}
-    """Brief calls of this driver that the tables lack or that have other arguments there."""
+    """Brief calls of this driver that the tables lack, or list with other arguments."""
     waiting_calls: ClassVar[Mapping[str, Arguments]] = {}
     """Calls of this driver that may wait."""
     structures: ClassVar[Mapping[str, type[Any]]]

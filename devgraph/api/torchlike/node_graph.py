@@ -300,8 +300,8 @@ class NodeGraph(TorchGraph):
         with (
             backend.namespace.stream(other),
             looping(address, backend.prepare_stream) as count,
-            # The pool accepts allocations only from torch's own capture, and torch 2.14 routes no
-            # other capture to another pool. So the region pool is entered on the capture stream.
+            # The pool accepts allocations only from torch's own capture, and torch 2.14 cannot
+            # route other captures to another pool. So enter the region pool on the capture stream.
             backend.namespace.stream(captured),
             self.pool.region_memory(),
             backend.namespace.stream(other),
@@ -443,8 +443,8 @@ class NodeGraph(TorchGraph):
             # torch refuses random numbers in a capture that it did not begin, with a message that
             # depends on its version. A second run under a guard names the operation.
             reason = (
-                f"an update of region {call.mark.name} cannot keep their order. Draw them outside "
-                f"the region and pass the tensor, or use policy='breakable'."
+                f"an update of region {call.mark.name} cannot keep the order of random numbers. "
+                f"Draw them outside the region and pass the tensor, or use policy='breakable'."
             )
             with contextlib.suppress(RuntimeError), RandomGuard(reason, UpdateError):
                 self._run_in_lane(call, host)
@@ -500,7 +500,7 @@ class NodeBackend(TorchBackend):
     graph_type: type[TorchGraph] = NodeGraph
     pool_type = NodePool
     update_strategy_type: Callable[[], UpdateStrategy] = UpdateStrategy
-    """Factory of the object by which a graph applies its recordings."""
+    """Factory of the object that applies the recordings of a graph."""
     stream_handle_name: str = ""
     """Attribute of a torch stream that holds the driver's handle."""
     runtime: NodeRuntime | None = None
@@ -568,11 +568,11 @@ class NodeBackend(TorchBackend):
     ) -> bool:
         """Whether the capture of ``native`` draws random numbers.
 
-        The call is in the session after the capture. A replay of ``native`` launches no captured
+        Call this in the session after the capture. A replay of ``native`` launches no captured
         work. Before a graph that draws random numbers, torch writes the offsets of generators with
         torch operations. Versions of torch that register the default generator with every capture
-        always write them. With these versions, only a changed offset, of that generator or of
-        ``own``, shows that the capture draws numbers. The keeper of ``pool`` draws none, so its
+        always write these offsets. With such versions, only a changed offset, of that generator or
+        of ``own``, shows that the capture draws numbers. The keeper of ``pool`` draws none, so its
         replay shows the kind of version.
         """
         # After a failed capture there is no keeper, so the version of torch stays undetermined.

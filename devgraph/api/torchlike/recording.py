@@ -53,7 +53,7 @@ def free_executable(runtime: NodeRuntime, executable: int) -> None:
 class RawGraph:
     """A graph of the driver that lives as long as this object.
 
-    The graph is the captured graph, or a new capture of regions whose parameters a recording uses.
+    This is the captured graph, or a new capture of regions whose parameters a recording uses.
     """
 
     def __init__(self, runtime: NodeRuntime, graph: int) -> None:
