@@ -28,7 +28,6 @@ class Backend(Device):
     """
 
     graph_type: type[DeviceGraph] = DeviceGraph  # type: ignore[type-abstract]
-    """Class of the graphs that ``make_graph`` returns."""
 
     compiled_piece_type: type[Any] | None = None
     """Class that wraps a compiled piece of a step so that a capture can record it.

@@ -50,7 +50,7 @@ from devgraph.api.policy import registration
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report
-from devgraph.api.reach import PLAIN, Entry, modules_of, optimizer_state, set_by_hooks
+from devgraph.api.reach import PLAIN, modules_of, optimizer_state, set_by_hooks
 from devgraph.api.registry import get_backend
 from devgraph.api.tensors import alike_to, overwrite
 from devgraph.api.training import (
@@ -72,10 +72,6 @@ _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _NO_HOST: dict[str, Any] = {}
-
-
-def _is_plain(entry: Entry) -> bool:
-    return isinstance(entry.value, PLAIN)
 
 
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes, torch.dtype, torch.device})
@@ -368,7 +364,7 @@ class Graphed:
 
     def _name(self) -> NamedState:
         """Find the state that the function uses by name."""
-        self._named = NamedState(roots_of(self._fn), _is_plain)
+        self._named = NamedState(roots_of(self._fn), lambda entry: isinstance(entry.value, PLAIN))
         self._names = Guard([self._named])
         return self._named
 

@@ -136,7 +136,7 @@ class Captured:
         if inputs or not named.keys() <= self._host_names:
             assert self._inputs is not None  # until close()
             pairs, named = self._inputs.taken(inputs, named)
-        values = self._spec.fill(named)
+        values = self.host_spec.fill(named)
         with self._lock:
             if self.pool.occupied:
                 self.pool.require_free("replay a capture")
@@ -242,11 +242,6 @@ class Captured:
             raise NestedCaptureError("cannot replay a capture inside a capture")
         if torch._C._len_torch_dispatch_stack():
             refuse_fakes("replay a capture")
-
-    @property
-    def host_spec(self) -> HostSpec:
-        """The declared host arguments."""
-        return self._spec
 
     @property
     def written(self) -> Collection[int]:

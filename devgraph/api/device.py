@@ -30,12 +30,10 @@ class CaptureLock:
 
     @property
     def is_held_here(self) -> bool:
-        """Whether this thread has exclusive access."""
         return self.owner is threading.current_thread()
 
     @property
     def is_recording_here(self) -> bool:
-        """Whether this thread has an open session."""
         return self.recording and self.is_held_here
 
 

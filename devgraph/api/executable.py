@@ -179,7 +179,6 @@ class Recordings:
             self.trim()
 
     def residency(self) -> Residency:
-        """Return the memory in use and the counters."""
         return Residency(
             bytes=self.bytes,
             budget_bytes=self.budget_bytes,

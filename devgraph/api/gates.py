@@ -276,7 +276,6 @@ class Gates(Mapping[str, Gate]):
 
     @property
     def channel(self) -> GateChannel:
-        """The device's side."""
         if self._channel is None:
             with _disable_current_modes():  # torch.compile traces marks with fake tensors
                 self._channel = self._backend.make_gate_channel(self)

@@ -242,7 +242,6 @@ class DeviceGraph(abc.ABC):
 
     @property
     def state(self) -> GraphState:
-        """The current state."""
         return self._state
 
     def update(self, **host_args: Any) -> None:

@@ -43,7 +43,6 @@ class Modes(NamedTuple):
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Run the block under these modes."""
         with (
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),

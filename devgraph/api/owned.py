@@ -10,7 +10,6 @@ import operator
 import random
 import re
 import sys
-import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -591,7 +590,6 @@ class Weights:
         return [[*table.values()] for table in every]
 
     def training(self) -> list[bool]:
-        """Return the attribute ``training`` of each module."""
         return [*map(_TRAINING, self.modules)]
 
     def check(self) -> None:
@@ -724,10 +722,6 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-def _receiver(fn: Any) -> Any:
-    return fn.__self__ if isinstance(fn, types.MethodType) else None
-
-
 def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
     """Return the named objects from which the state of a step is searched.
 
@@ -743,7 +737,6 @@ def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 
 def raise_rebinding(changes: Iterable[Change]) -> None:
-    """Raise CaptureError for the first change."""
     for change in changes:
         raise CaptureError(rebinding(change.verb, change.path))
 

@@ -727,7 +727,6 @@ class _Prover:
 
 
 def copies_of(outputs: Any) -> NamedTensors:
-    """Return copies of the tensors in outputs, by name."""
     return [(name, tensor.detach().clone()) for name, tensor in _named_tensors(outputs)]
 
 

@@ -197,7 +197,6 @@ class Snapshot:
         self.restore_contents()
 
     def restore_contents(self) -> None:
-        """Restore contents and layouts of tensors."""
         for _, tensor, place, *_ in self._saved:
             if not is_at(tensor, place):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():

@@ -79,7 +79,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: BE.capture_context(BE.make_graph(), host_args=3).__enter__(),
         "host_args must be a mapping of names",
     ),
-    "name of a host argument": (lambda: _capture(host_args={3: 3}), "strings as names, got 3"),
+    "name of a host argument": (lambda: _capture(host_args={3: 3}), "must be strings, got 3"),
     "host argument that the step lacks": (
         lambda: _capture(host_args={"n": 3}),
         "takes no keyword argument 'n'",

@@ -98,7 +98,7 @@ def stale_weight(how: str) -> Callable[[Any, pytest.MonkeyPatch], dg.Report]:
 
 
 for how, name in [
-    ("assignment", "weight that is assigned"),
+    ("assignment", "weight that is replaced by assignment"),
     ("data", "weight with another `.data`"),
     ("load", "`load_state_dict(assign=True)`"),
 ]:
@@ -144,7 +144,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     )
 
 
-@plant("update that reaches another region", CHANGED)
+@plant("update that is applied to another region", CHANGED)
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     def swapped(host: Any) -> Any:
         values = [next(iter(kwargs.values())) for kwargs in host.values()]
@@ -193,7 +193,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return captured.prove()
 
 
-@plant("generator that stays at its capture", "every case of a step that draws random numbers")
+@plant("generator that replays do not advance", "every case of a step that draws random numbers")
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     old = backend.get_rng_state()
     torch.rand(WIDTH, device=backend.device)
@@ -207,7 +207,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     "side stream that is not joined",
     "stream",
     is_refused=True,
-    absent="it has no streams",
+    absent="no streams",
 )
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     side = torch.Stream(backend.device)
@@ -229,7 +229,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return runner.prove()
 
 
-@plant("capture under another autocast", EVERY)
+@plant("capture with another autocast setting", EVERY)
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     weight = torch.randn(WIDTH, WIDTH, device=backend.device)
     with torch.autocast(backend.device.type, torch.bfloat16):
@@ -240,7 +240,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
 
 
 @plant(
-    "break that is captured",
+    "eager body of a break that is captured",
     "is marked @dg.no_graph and was called under policy 'full'",
     is_refused=True,
 )

@@ -136,7 +136,11 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
         (group(backend="cuda", role="decod"), ConfigError, "Did you mean 'decode'"),
         (group(backend="cuda", count=0), ConfigError, r"groups\[0\].count: expected at least 1"),
         (group(backend="cuda", count=True), ConfigTypeError, "count: expected an integer"),
-        (group(backend="cuda", count=6, tensor_parallel=4), ConfigError, "6 devices do not divide"),
+        (
+            group(backend="cuda", count=6, tensor_parallel=4),
+            ConfigError,
+            "6 devices cannot be divided",
+        ),
         (group(backend="cuda", collectives="yes"), ConfigTypeError, "collectives"),
         (group(backend="cuda", facts={"loar": True}), ConfigError, "Did you mean 'lora'"),
         (group(backend="cuda", facts={"role": "both"}), ConfigError, "in the group itself"),

@@ -230,7 +230,6 @@ def _flag(value: object, path: str) -> bool:
 
 
 FLAG: Mapping[str, Any] = {"kind": "`true` or `false`", "read": _flag}
-"""The declaration of a boolean."""
 
 
 def _buckets(value: object, path: str) -> tuple[int, ...]:
@@ -283,7 +282,6 @@ def verify_from_environment() -> Verify | None:
 
 _COUNT = number(int, 1)
 count: Callable[[object, str], int] = _COUNT["read"]
-"""The reader of integers of at least 1."""
 _POLICY_NAME = choice("policy", choices)["read"]
 
 

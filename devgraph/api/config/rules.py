@@ -35,7 +35,6 @@ class Rule:
 
     name: str
     kind: str
-    """``safety``, ``preference``, ``note`` or ``scope``."""
     when: Callable[[EngineFacts, PhaseConfig], bool]
     explanation: str
     source: str

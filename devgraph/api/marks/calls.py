@@ -399,5 +399,4 @@ class MarkedCall:
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """The tensors among the arguments."""
         return tensors_in((self.args, self.kwargs))

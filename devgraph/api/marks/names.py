@@ -32,7 +32,6 @@ class NodeRange:
 
 
 def nodes_text(first: int | None, stop: int | None) -> str:
-    """Return a range of nodes as text."""
     if first is None or stop is None:
         return "? nodes"
     if stop - first < 2:
@@ -88,7 +87,6 @@ class Names:
 
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Give the nodes of the block a name."""
         self._enter(name)
         try:
             yield

@@ -44,7 +44,6 @@ class EagerSegment:
         return self._held().bound_run(self._host)
 
     def reset(self) -> None:
-        """Drop all tensors."""
         self.call = None
 
     def _held(self) -> MarkedCall:

@@ -97,7 +97,6 @@ class FullPlan:
         self._host: HostKwargs = {}
 
     def bind(self, host: HostKwargs) -> None:
-        """Set the host values of the next ``run``."""
         key = self._graphs[0].key_of(host)
         if self._current is not None and self._current.key == key:
             self.notes["repeats"] += 1

@@ -644,7 +644,6 @@ class _CompiledStep:
         job.warmed_up()
 
     def capture(self, session: Session) -> Plan:
-        """Capture the compiled step."""
         self.live, self.session = self.job.spec.tracked(), session
         outputs = self()
         plan, entry, build = self.plan, self.entry, self.build

@@ -498,7 +498,6 @@ class TorchBackend(Backend):
         """Create the library handles of the current stream, which a capture could not create."""
 
     def make_native_graph(self) -> Any:
-        """Create an empty graph of the vendor."""
         return getattr(self.namespace, self.graph_class_name)()
 
     def synchronize(self) -> None:

@@ -294,7 +294,6 @@ class NodeRuntime:
         return nodes[:]  # a slice is 4x faster than list()
 
     def edges(self, graph: int) -> Edges:
-        """Return all edges in three columns."""
         count, none = c_size_t(), (None,) * self._edge_columns
         self.call("GraphGetEdges", graph, *none, addressof(count))
         if not count.value:

@@ -506,7 +506,6 @@ class NodeBackend(TorchBackend):
     runtime: NodeRuntime | None = None
 
     def use_runtime(self, runtime: NodeRuntime | None) -> None:
-        """Use the driver calls of ``runtime``."""
         self.runtime = runtime
         self._lazy_generators: bool | None = None
         self._loop_stream: Any = None
