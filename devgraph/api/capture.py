@@ -65,8 +65,8 @@ class Captured:
         self.backend = job.backend
         self.pool = job.pool
         self.exact = not compiles(policy) or job.compiler in (None, "eager")
-        """Whether replays run the kernels of eager, so that results are equal bit for bit."""
-        self._spec = job.spec
+        """Whether replays run the same kernels as eager, so that results are bitwise equal."""
+        self.host_spec = job.spec
         self.settings = Settings.current()
         """Settings of torch at the capture."""
         self._process = identity.token
@@ -77,7 +77,7 @@ class Captured:
         self._use(job, plan, seconds)
 
     def _use(self, job: Job, plan: Plan, seconds: float) -> None:
-        """Replay ``plan``, a capture of ``job``, from now on."""
+        """Replay ``plan``, a capture of ``job``, in later calls."""
         self.capture_seconds = seconds
         self.phases: dict[str, float] = job.phases
         """Seconds of each phase of the capture: activate and compile (under ``piecewise``), warm-up
@@ -87,7 +87,7 @@ class Captured:
         self._job: Job | None = job
         self._plan = plan
         self.places: Mapping[str, int] = addresses(job.owned.everything())
-        """Addresses at capture of the tensors in reach of the step, by name."""
+        """Addresses at capture of the tensors that the step can reach, by name."""
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
         self._given, found = job.owned.watch()
         self._watched = [*self._given, *found]
@@ -127,8 +127,8 @@ class Captured:
             HostArgumentError: host arguments are missing, unknown or of a wrong type (a TypeError).
             InputError: new data does not match the bound arguments. No tensor was changed.
             StateError: the capture is closed or belongs to another process, a bound tensor has
-                moved, was replaced or has another layout, or other state differs from that of
-                capture and may not be captured again; see ``recaptures`` of ``capture``.
+                moved, was replaced or has another layout, or other state differs from the capture
+                and cannot be captured again; see ``recaptures`` of ``capture``.
             NestedCaptureError: the call is inside a capture.
         """
         is_written = not self._guard.same() and self._settled(inputs, named)
@@ -156,10 +156,10 @@ class Captured:
     __call__ = replay
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        """Check the state of the step, and capture again if state that the step found differs.
+        """Check the state of the step, and capture again if state differs that the step found.
 
         Returns:
-            Whether it captured again, for which the inputs were copied into the bound tensors.
+            Whether there was a new capture, before which inputs were copied into bound tensors.
         """
         self._require_open()
         with self._lock:
@@ -174,7 +174,7 @@ class Captured:
                 if self._recaptures >= job.recaptures or _has_peers() or not job.may_capture():
                     raise
                 pairs, host = bound.taken(inputs, named)
-                self._spec.fill(host)
+                self.host_spec.fill(host)
                 self.pool.require_free("capture")
                 self.pool.order()
                 write(pairs)
@@ -191,8 +191,8 @@ class Captured:
         self._plan.close()
         self._use(job, plan, seconds)
         warnings.warn(
-            f"a replay captured the step again, which it does at most {job.recaptures} times "
-            f"(recaptures=): {cause}",
+            f"a replay captured the step again, at most {job.recaptures} times (recaptures=): "
+            f"{cause}",
             DeviceGraphWarning,
             stacklevel=4,
         )
@@ -445,10 +445,10 @@ def capture(
             hashed, and must not be written.
         gate_timeout: seconds after which a closed gate makes a replay invalid. By default the value
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
-        gates: gates to share with other captures of the pool. They have their own timeout.
-        recaptures: how often replays capture again, each time with a warning, because state that
-            the step finds by itself (weights, attributes, globals, closures, hooks, modes) differs
-            from that of capture. Beyond that number, a replay raises StateError.
+        gates: gates to share with other captures of the pool, instead of ``gate_timeout``.
+        recaptures: how often replays may capture again, with a warning, if state that the step
+            finds by itself (weights, attributes, globals, closures, hooks, modes) differs from the
+            capture. Beyond that number, a replay raises StateError.
 
     Returns:
         The captured step.
@@ -532,7 +532,7 @@ def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> t
 
 
 def _has_peers() -> bool:
-    """Whether this process is one of several ranks, which never capture alone."""
+    """Whether this process is one of several ranks, which must capture together."""
     ranks = torch.distributed
     return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 

@@ -285,7 +285,7 @@ class Owned:
         self._state[path] = (self._state.get(path, (old,))[0], new)
 
     def renewed(self) -> Owned:
-        """Return the present state of the step with the same arguments."""
+        """Return the current state of the step with the same arguments."""
         values = [*self.arguments.values()]
         kwargs = dict(zip(self._kwargs, values[self.count :], strict=True))
         return Owned(self._fn, tuple(values[: self.count]), kwargs, self._bound)
@@ -392,7 +392,7 @@ class Owned:
         )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
-        """Return the state that replays and proofs compare: given by the caller, and found."""
+        """Return the state that replays and proofs compare: the caller's, and found state."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Only functions in ``bound`` return trees. The step calls functions in its arguments.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -400,7 +400,11 @@ class Owned:
         named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
         given: list[Watched] = [Bound(named[:count], owners, values=True, weights=False)]
         found: list[Watched] = []
-        owner = self._fn if isinstance(self._fn, torch.nn.Module) else _receiver(self._fn)
+        owner = (
+            self._fn
+            if isinstance(self._fn, torch.nn.Module)
+            else getattr(self._fn, "__self__", None)
+        )
         if isinstance(owner, torch.nn.Module):
             modules.append(owner)
             found.append(Bound((), {"self": owner}, values=True, weights=False))

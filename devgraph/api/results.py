@@ -27,7 +27,7 @@ from devgraph.api.tensors import (
 )
 
 _VALUES = (type(None), bool, int, float, complex, str, torch.Size)
-"""Types of outputs that are compared as values. Other objects are not looked into."""
+"""Types of outputs that are compared as values; other objects are ignored."""
 
 
 @attrs.frozen
@@ -86,8 +86,8 @@ class Outputs:
     Args:
         pool: the pool of the graphs.
         arguments: the bound arguments of the step.
-        earlier, before: the outputs of an earlier capture of the step. New outputs with the same
-            layout are moved there instead.
+        earlier, before: the outputs of an earlier capture of the step, into which new outputs with
+            the same layout are moved instead.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Outputs:
             isinstance(source, torch.Tensor)
             and isinstance(target, torch.Tensor)
             and _alike(source, target)
-            and source.data_ptr() != target.data_ptr()  # the step reuses a tensor of its own
+            and source.data_ptr() != target.data_ptr()  # else the step reuses one tensor
             and self.owns(source)
         ):
             return source

@@ -46,7 +46,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def is_size(node: object) -> bool:
-    """Whether a node is a ``torch.Size``, which torch would take apart and return as a tuple."""
+    """Whether a node is a ``torch.Size``, which torch's pytree would flatten into a tuple."""
     return type(node) is torch.Size
 
 

@@ -182,8 +182,8 @@ class MarkedCall:
         self.note: Any = None
         """Vendor data: node set, tape span or task-group handle."""
         self.nodes: range | None = None
-        """Its nodes in the graph, if the backend reports them."""
-        with torch._C.DisableTorchFunction():  # queries here are not work of the step
+        """The nodes of the call in the graph, if the backend reports them."""
+        with torch._C.DisableTorchFunction():  # the step does not make these queries
             self.args: tuple[Any, ...] = pytree.tree_map(alias, args, is_leaf=is_size)
             self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs, is_leaf=is_size)
             placed = [leaf for leaf in self.tensors if has_place(leaf)]

@@ -77,7 +77,7 @@ class FullPlan:
     def __init__(self, job: Job, graph: DeviceGraph, outputs: Any) -> None:
         self.segments: list[Any] = [graph]
         self.outputs = outputs
-        # Detached, and with a layout that the user cannot change.
+        # Detached tensors, so that the user cannot change their layout.
         self._targets = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.detach, outputs, is_leaf=is_size
         )

@@ -89,7 +89,7 @@ class Job:
     snapshot_limit: int
     """Maximum bytes of copies of the state."""
     recaptures: int
-    """Maximum number of captures in replays because of state that differs."""
+    """Maximum number of new captures in replays because of changed state."""
     phases: dict[str, float] = attrs.field(factory=dict)
     """Seconds of each phase, filled during the capture."""
 
