@@ -343,9 +343,9 @@ def _copying(name: str, run: Callable[[], Any], outputs: Any) -> Callable[[], No
                 continue
             if result.shape != out.shape or result.dtype is not out.dtype:
                 raise DeviceGraphError(
-                    f"{name} returned {result.dtype} {tuple(result.shape)}, but torch's metadata "
-                    f"promised {out.dtype} {tuple(out.shape)}; please report this with the version "
-                    f"of torch ({torch.__version__})."
+                    f"{name} returned {result.dtype} {tuple(result.shape)}, but {out.dtype} "
+                    f"{tuple(out.shape)} for torch's fake tensors; please report this with the "
+                    f"version of torch ({torch.__version__})."
                 )
             out.copy_(result)
 

@@ -245,7 +245,7 @@ class Randomness:
         """
         if not all(map(self._is_held, self._unknown)):
             raise UnrecordableError(
-                "the step creates a random generator and sets its state, and every replay would "
+                "the step creates a random generator and sets its state, but every replay would "
                 "set the same state again. Seed the generator with a number, or create it before "
                 "the capture"
             )

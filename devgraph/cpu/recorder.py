@@ -330,7 +330,7 @@ class Recorder:
             self._refusal.other(plan.name, str(error), cause=error.__cause__)
 
     def note_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Record the tensors that the code returns as uses of their memory."""
+        """Count returned tensors as uses of their memory."""
         for tensor in outputs:
             if tensor.is_cpu and has_place(tensor):
                 self._alias_of(tensor)

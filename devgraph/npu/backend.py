@@ -47,7 +47,7 @@ class NpuBackend(NpuDevice):
     )
     # A breakable prefill holds a stream for each segment, a full prefill only one.
     recommended_mode: Mapping[str, str] = {"prefill": "full"}
-    needs: Mapping[str, str] = {"gates": "a CANN whose streams wait for values"}
+    needs: Mapping[str, str] = {"gates": "a CANN release that supports waits for values"}
     unproven = "never ran on hardware; it is tested over a simulated driver"
 
     attention_version: int = 2

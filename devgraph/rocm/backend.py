@@ -43,7 +43,7 @@ class RocmBackend(NodeBackend):
     unproven = "never ran on hardware; it is tested over a simulated library"
     needs: Mapping[str, str] = {
         "concurrent_threads": "HIP 7.14 or newer",
-        "gates": "a runtime that captures waits for values",
+        "gates": "a runtime that can capture waits for values",
         "compilers": "Triton from PyTorch's ROCm index for inductor",
     }
     runtime: Runtime
@@ -81,12 +81,15 @@ class RocmBackend(NodeBackend):
     def _why_no_device() -> str:
         build = f"torch {torch.__version__} (HIP {torch.version.hip}) sees no AMD GPU"
         if not os.path.exists("/dev/kfd"):
-            return f"{build}: /dev/kfd does not exist. Load the amdgpu driver, or pass the device."
+            return (
+                f"{build}: /dev/kfd does not exist. Load the amdgpu driver, or pass the device to "
+                f"the container."
+            )
         if not os.access("/dev/kfd", os.R_OK | os.W_OK):
             return f"{build}: /dev/kfd is not accessible. Add the user to the group render."
         return (
-            f"{build}. Check whether rocminfo lists one, and whether HIP_VISIBLE_DEVICES or "
-            f"ROCR_VISIBLE_DEVICES hides it."
+            f"{build}. Check whether rocminfo lists a GPU, and whether HIP_VISIBLE_DEVICES or "
+            f"ROCR_VISIBLE_DEVICES hides the GPU."
         )
 
     @property

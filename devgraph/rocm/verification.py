@@ -42,7 +42,7 @@ class Verification:
         self._words: weakref.WeakKeyDictionary[Pool, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def word_of(self, pool: Pool) -> torch.Tensor:
-        """Return the word of ``pool``, which is enough because replays run one at a time."""
+        """Return the word of ``pool``. One word is enough, because replays run one at a time."""
         word = self._words.get(pool)
         if word is None:
             word = torch.zeros(1, dtype=torch.int64, device=pool.backend.device)

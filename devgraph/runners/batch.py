@@ -126,7 +126,7 @@ class Batch:
         live_names: frozenset[str] = frozenset(),
         state: StateViews | None = None,
     ) -> None:
-        for name, tensor in tensors.items():  # Compilers of the step can trace this loop.
+        for name, tensor in tensors.items():  # A plain loop, so that compilers can trace it.
             setattr(self, name, tensor)
         if state is not None:
             self.state = state
@@ -226,7 +226,7 @@ class HostArgs:
                 return given
         if given is not None and not isinstance(given, Mapping):
             raise HostArgumentError(
-                f"host_args of a run must be a mapping of names, got {brief(given)}"
+                f"host_args of a run must be a mapping of names to values, got {brief(given)}"
             )
         given = given or {}
         if not self._partly:

@@ -186,7 +186,6 @@ def reason_of(error: UpdateError | ExecutableError) -> Reason:
 
 
 def canonical_variant(options: Mapping[str, Any]) -> Variant:
-    """Return the canonical form of a variant, for keys."""
     check_mapping(options)
     items = [(k, v) for k, v in options.items() if not (k == "width" and v == 1)]
     variant = tuple(sorted(items, key=lambda item: item[0]))

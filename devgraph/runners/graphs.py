@@ -265,7 +265,7 @@ class Graphs:
         if not (is_variant and self.counting.fits(size) and self.rows(size) <= graph.key.bucket):
             raise InputError(
                 f"the decision is for bucket {graph.key}, but the batch has {size.requests} "
-                f"requests and {size.tokens} tokens of the variant {dict(options)}"
+                f"requests and {size.tokens} tokens of the variant {dict(options)}; decide again"
             )
 
     def _choose(self, variant: Variant, size: Size) -> Decision:

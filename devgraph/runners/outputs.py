@@ -91,7 +91,6 @@ class OutputStore:
         self._layouts[variant] = self.layout_of(result, size)
 
     def layout_of(self, result: Any, size: Size) -> Layout:
-        """Return the structure of a result of ``size``."""
         paths, spec = pytree.tree_flatten_with_path(result)
         slots = slots_by_leaf(self._slots, result)
         leaves = [
@@ -117,7 +116,7 @@ class OutputStore:
         return pytree.tree_unflatten(tensors, layout.spec)
 
     def by_item(self, result: Any, lengths: Sequence[int]) -> list[Any]:
-        """Return the views of each item in the result of a pack of items of these lengths."""
+        """Return a tree of views for each item, from the result of a pack of these lengths."""
         layout = self.layout_of(result, Size(len(lengths), sum(lengths)))
         parts: list[Sequence[Any]] = []
         for value, leaf in zip(pytree.tree_leaves(result), layout.leaves, strict=True):

@@ -108,8 +108,6 @@ class PrefillRunner(Runner):
 def _joined(
     body: Callable[[Batch], Any], tail: Callable[[Any, Batch], Any]
 ) -> Callable[[Batch], Any]:
-    """Return a function that calls body and tail."""
-
     def whole(batch: Batch) -> Any:
         result = body(batch)
         with in_tail():

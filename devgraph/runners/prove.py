@@ -415,7 +415,7 @@ class _CaseRun:
             lambda name: self._proof.terms.near,
         )
 
-    # Padding that writes.
+    # Padding that writes state.
 
     def _integers(self) -> Iterator[tuple[InputSlot, list[int]]]:
         """Yield each integer slot with its real values."""

@@ -62,7 +62,6 @@ class BucketStats:
     hits: int
     real_rows: int
     padded_rows: int
-    """Total number of padding rows in all hits."""
     bytes: int
     """Device memory that the capture added; before the capture, the estimate of ``plan``."""
     capture_seconds: float
@@ -113,7 +112,6 @@ class RunnerStats:
     """Counters of the policy, summed over the current graphs: updates of host arguments by kind,
     loops and the reasons for unrolling them; under ``piecewise`` also pieces and compilations."""
     graph_bytes: int
-    """Device memory of all graphs."""
     estimated: bool
     """Whether ``graph_bytes`` includes estimates of ``plan(sample=True)``."""
     replay_pace: ReplayPace | None
@@ -133,13 +131,8 @@ class RunnerStats:
     ) -> RunnerStats:
         """Return the snapshot of a runner.
 
-        Args:
-            graphs: the graphs of the runner.
-            counters: its counters.
-            per_request: whether the graphs depend on the number of requests.
-            estimates: bytes of the largest graphs, used for those that are not captured; the last
-                number also estimates all smaller graphs.
-            **facts: the remaining fields.
+        ``estimates`` are the bytes of the largest graphs, for those that are not captured; the last
+        number also estimates all smaller graphs. ``facts`` are the remaining fields.
         """
         sizes = estimates or (0,)
         buckets = tuple(

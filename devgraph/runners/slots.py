@@ -267,7 +267,6 @@ class InputSlot:
         return self.row_dim in ("requests", "requests+1")
 
     def shape(self, size: Size) -> tuple[int, ...]:
-        """Return the shape for a batch of ``size``."""
         return tuple(size.rows(dim) if isinstance(dim, str) else dim for dim in self.dims)
 
 
@@ -296,7 +295,6 @@ class HostSlot:
             )
 
     def padded(self, values: Sequence[Any], size: Size) -> tuple[Any, ...]:
-        """Return ``values`` padded to the length of a batch of ``size``."""
         return self.pad.continued(values, size.rows(self.dim))
 
 

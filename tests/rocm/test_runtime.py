@@ -144,7 +144,7 @@ def rocm_build(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     [
         (False, False, "/dev/kfd does not exist. Load the amdgpu driver"),
         (True, False, "Add the user to the group render"),
-        (True, True, "HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES hides it"),
+        (True, True, "HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES hides the GPU"),
     ],
     ids=["no driver", "no access", "no device"],
 )

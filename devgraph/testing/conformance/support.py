@@ -23,7 +23,6 @@ BREAKING = ("breakable", pytest.param("piecewise", marks=declares("piecewise")))
 """Parameters: the policies that break a step at its marks."""
 
 POLICIES = ("full", *BREAKING)
-"""Parameters: all policies."""
 
 
 def same(got: Any, want: Any, what: str = "the result") -> None:
