@@ -1,14 +1,14 @@
-"""Tests and benchmarks of one backend in one call: what a change to a device's code has to pass.
+"""Run all tests and benchmarks of one backend, as a check of changes to device code.
 
     python benchmarks/device.py OUT [--times 3] [--docs docs]
 
-Steps are processes of their own, each with a time limit; the outputs lie in a folder as they come,
-so that what was measured is kept when the machine goes. With several devices, steps run beside each
-other, one at a time per device: then they share the processors, and host times are worth less.
-Steps over two devices come after them. Engines are measured where they can be imported.
+Each step is a process with a time limit. Its output is written to the folder OUT at once, so that
+results are kept if the machine is lost. With several devices, one step runs on each device at a
+time. These steps share the processors, so their host times are less accurate. Steps on two devices
+run after all others. Engines are measured if they are installed.
 
-``--docs`` writes the tables of the docs from the outputs, as ``tables.py`` does later from the same
-folder.
+``--docs`` writes the tables of the docs from the outputs. ``tables.py`` can do this later from the
+same folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 
 import devgraph as dg
 
-# Files beside this one have the names of engines that are looked for.
+# Files in this folder have the names of engines that this module imports.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 ROOT = Path(__file__).parents[1]
@@ -40,22 +40,22 @@ DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VI
 
 @attrs.frozen
 class Step:
-    """One command; fields in braces are filled in, ``{json}`` with the file of its figures."""
+    """One command. Fields in braces are replaced, ``{json}`` by the path of the results."""
 
     name: str
     command: str
     seconds: int
-    """After which it is ended: about twice what it takes on an H200."""
+    """Time limit, about twice the time of the step on an H200."""
     backends: tuple[str, ...] = ()
-    """The backends that it is made for; any if empty."""
+    """Supported backends; empty means all."""
     ranks: int = 1
-    """How many devices it takes."""
+    """Number of devices."""
     package: str = ""
-    """What has to be there."""
+    """Required package."""
 
     @property
     def measures(self) -> bool:
-        """Whether it leaves figures, and so is worth repeating."""
+        """Whether the step writes results, so that ``--times`` repeats it."""
         return "{json}" in self.command
 
 
@@ -66,7 +66,7 @@ _PAIRS = ("default", "devgraph", "default#2", "devgraph#2")
 STEPS = (
     Step("conformance", f"{_TESTS} --pyargs devgraph.testing.conformance", 180),
     Step("tests", f"{_TESTS} tests -m {{backend}}", 300),
-    # Flat memory of the device shows only where no other test takes some.
+    # No other test may allocate device memory while this test checks that memory stays constant.
     Step("soak", f"{_TESTS} -n 0 tests/cuda/test_update.py -k ten_thousand", 60, ("cuda",)),
     Step("update", f"{_BENCHMARK} --json {{json}}", 300, ("cuda",)),
     Step("foundation", f"{_BENCHMARK} --json {{json}}", 120, ("cuda",)),
@@ -114,16 +114,16 @@ def steps_for(backend: str, only: Sequence[str]) -> list[Step]:
 
 
 def missing(step: Step) -> str | None:
-    """Return what this machine lacks for a step."""
+    """Return the reason why this machine cannot run a step, or None."""
     if step.package and importlib.util.find_spec(step.package) is None:
         return f"{step.package} is not installed"
     if step.ranks > max(1, torch.accelerator.device_count()):
-        return f"it takes {step.ranks} devices"
+        return f"it needs {step.ranks} devices"
     return None
 
 
 def commit() -> str:
-    """Return the commit of this checkout, or the version of devgraph where there is none."""
+    """Return the commit of this checkout, or the version of devgraph outside of a checkout."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -133,7 +133,7 @@ def commit() -> str:
 
 
 def run_step(step: Step, backend: str, out: Path, device: str | None, run: int = 1) -> int:
-    """Run one step; return its exit code, 124 if it took too long."""
+    """Run one step; return its exit code, or 124 after the time limit."""
     name = step.name if run == 1 else f"{step.name}-{run}"
     fields = {"python": sys.executable, "name": step.name, "backend": backend, "out": str(out)}
     fields["json"] = str(out / f"{name}.json")
@@ -163,20 +163,20 @@ def run_step(step: Step, backend: str, out: Path, device: str | None, run: int =
 
 
 def main() -> int:
-    """Run the steps; return 1 if one of them failed."""
+    """Run the steps; return 1 if a step failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder for the outputs")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--devices", nargs="+", default=[], help="numbers; default: as they are")
+    parser.add_argument("--devices", nargs="+", default=[], help="device numbers (default: all)")
     parser.add_argument("--only", nargs="+", default=[], choices=[step.name for step in STEPS])
-    parser.add_argument("--times", type=int, default=1, help="processes of each benchmark")
-    parser.add_argument("--docs", type=Path, help="folder of the pages whose tables are written")
-    parser.add_argument("--commit", help="of the code that runs; default: that of this checkout")
+    parser.add_argument("--times", type=int, default=1, help="number of runs of each benchmark")
+    parser.add_argument("--docs", type=Path, help="folder of the pages with tables to write")
+    parser.add_argument("--commit", help="commit of the code (default: that of this checkout)")
     args = parser.parse_args()
     backend = dg.get_backend(args.backend)
     steps = steps_for(backend.name, args.only)
     if not steps:
-        parser.error(f"no step of {', '.join(args.only)} is made for backend {backend.name}")
+        parser.error(f"no step of {', '.join(args.only)} supports backend {backend.name}")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     machine = tables.Machine(backend.device_name, torch.__version__, args.commit or commit())

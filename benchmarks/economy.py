@@ -1,22 +1,23 @@
-"""What graphs cost: device memory, seconds at the start, what a plan says before and sleep after.
+"""Costs of graphs: device memory, its estimate by ``plan``, start-up time, and sleep.
 
     python benchmarks/economy.py [--only NAME ...] [--models SHAPE ...] [--backend cuda] [--small]
                                  [--json FILE]
 
 memory      device memory of 36 decode and 30 prefill graphs of 540 nodes after a trace that uses a
-            quarter of them, under a budget of that quarter, against the same by hand with torch;
-            steady replays with and without the budget
-plan        ``plan(sample=True)`` of both runners of the transformers engine against what the device
-            then has less, default buckets, each graph launched once
-start       seconds of a capture round of those buckets, and in which phases they go
-first       first token of a cold engine that runs eagerly and one with capture="background", and
-            the time until all its buckets are captured while it serves
-sleep       how much of the graphs' device memory suspend(release="memory") gives back, which is
-            what captures and launches take beyond what is there once their graphs are closed;
-            milliseconds from resume() to the end of the first replay, over 50 cycles
+            quarter of them, with a budget for that quarter and with graphs captured by hand with
+            torch; time of replays with and without the budget
+plan        ``plan(sample=True)`` of both runners of the transformers engine with default buckets,
+            compared with the device memory that is used after each graph was launched once
+start       seconds of a capture of these buckets, by phase
+first       time to the first token of a cold engine, eager and with capture="background", and the
+            time until all buckets are captured while the engine serves
+sleep       share of the graphs' device memory that suspend(release="memory") releases, and
+            milliseconds from resume() to the end of the first replay, over 50 cycles. The memory of
+            graphs is the memory of captures and launches that is free after the graphs are closed.
 
-Each runs in a process of its own, ``plan`` in one for each model, ``memory`` and ``first`` in one
-for each side: what a process has loaded, compiled or reserved, the next must not find.
+Each measurement runs in its own process, so that no process reuses memory, kernels or compiled code
+of another one. ``plan`` has a process for each model; ``memory``, ``first`` and ``start`` have one
+for each variant.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ WAYS = {
     "first": ("eager", "background"),
     "start": ("warmup 0", "warmup 1", "warmup 2"),
 }
-"""What is measured in a process of its own each."""
+"""Variants of measurements, each in its own process."""
 CYCLES = 50
 MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-1b")
 MIB = 2**20
 
 
 class Device:
-    """A backend and the memory that its device has free."""
+    """A backend, and the free memory of its device."""
 
     def __init__(self, name: str, small: bool) -> None:
         self.backend = dg.get_backend(name)
@@ -57,7 +58,7 @@ class Device:
         self.dtype = torch.float32 if self.backend.device.type == "cpu" else torch.bfloat16
 
     def free(self) -> int:
-        """Return the free bytes after everything that can go is gone."""
+        """Return the free bytes of the device after garbage and caches were freed."""
         gc.collect()
         self.backend.synchronize()
         if self.backend.device.type == "cpu":
@@ -66,7 +67,7 @@ class Device:
         return int(self.backend.memory_info()[0])
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Return the default buckets of 256 requests and of 512 tokens, or a few."""
+        """Return the default buckets for 256 requests and for 512 tokens, or only a few."""
         from devgraph.runners.buckets import default_buckets
 
         most = (4, 8) if self.small else (256, 512)
@@ -96,7 +97,7 @@ def layers(device: Device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def by_hand(device: Device, step: Any, inputs: dict[Any, torch.Tensor]) -> dict[Any, Any]:
-    """Capture as engines do: one pool, one stream, largest first."""
+    """Capture as engines do without devgraph: one pool, one stream, largest first."""
     namespace = device.backend.namespace
     pool, stream, graphs = namespace.graph_pool_handle(), namespace.Stream(), {}
     for size, x in inputs.items():
@@ -112,7 +113,7 @@ def by_hand(device: Device, step: Any, inputs: dict[Any, torch.Tensor]) -> dict[
 
 
 def measure_memory(device: Device, model: str | None, how: str) -> dict[str, Any]:
-    """Device memory after a trace of a quarter of the buckets, and steady replays."""
+    """Measure device memory after a trace of a quarter of the buckets, and times of replays."""
     backend, layered = device.backend, layers(device)
     sizes = [(phase, n) for phase, each in enumerate(device.sizes()) for n in reversed(each)]
     sizes.sort(key=lambda key: -key[1])
@@ -127,7 +128,7 @@ def measure_memory(device: Device, model: str | None, how: str) -> dict[str, Any
     first = inputs[sizes[0]]
     found: dict[str, Any] = {"graphs": len(sizes), "used": len(used)}
     if how == "by hand":
-        by_hand(device, step, {0: first}).popitem()[1].replay()  # kernels, workspaces
+        by_hand(device, step, {0: first}).popitem()[1].replay()  # Load kernels and workspaces.
         start = device.free()
         graphs = by_hand(device, step, inputs)
         found["captured_mib"] = (start - device.free()) / MIB
@@ -175,7 +176,7 @@ def measure_memory(device: Device, model: str | None, how: str) -> dict[str, Any
 
 
 def steady(backend: Any, runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return host and wall microseconds of calls taken in turn, and the ratio of the first two."""
+    """Return host and wall microseconds of alternating calls, and the ratio of the first two."""
     host: dict[str, list[float]] = {name: [] for name in runs}
     wall: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(15):
@@ -208,7 +209,7 @@ def steady(backend: Any, runs: dict[str, Callable[[], object]]) -> dict[str, flo
 def make_engine(
     device: Device, model: str, capture: str, policy: str | None = None, **more: Any
 ) -> Any:
-    """Return a model of random weights and an engine of 256 requests and 512 tokens a step."""
+    """Return an engine for a model with random weights, and the time before its creation."""
     from generate import make_model
 
     from devgraph.integrations.transformers import Engine
@@ -234,7 +235,7 @@ def make_engine(
 
 
 def launch_all(engine: Any, *phases: str) -> int:
-    """Launch every graph of ``phases`` once; return how many of theirs were launched."""
+    """Launch every graph of ``phases``; return the number of launched graphs."""
     if "prefill" in phases:
         for size in sorted(engine.prefill.buckets):
             engine.add_request([7] * size, max_new_tokens=1)
@@ -242,7 +243,7 @@ def launch_all(engine: Any, *phases: str) -> int:
     if "decode" in phases:
         sizes = sorted(engine.decode.buckets)
         for number in range(1, sizes[-1] + 1):
-            # So many stay that every bucket gets a step.
+            # Requests end in such an order that every bucket gets a step.
             steps = len(sizes) - bisect.bisect_left(sizes, number)
             engine.add_request([7, 8], max_new_tokens=1 + steps)
         while engine.has_work:
@@ -252,12 +253,12 @@ def launch_all(engine: Any, *phases: str) -> int:
 
 
 def measure_plan(device: Device, model: str | None) -> dict[str, Any]:
-    """What each runner says beforehand, and what is then gone."""
+    """Compare the planned memory of each runner with the memory that its graphs use."""
     assert model is not None
     found: dict[str, Any] = {}
     engine, _ = make_engine(device, model, "eager")
     launch_eagerly(engine)
-    for runner in engine.runners:  # prefill first, as the engine captures
+    for runner in engine.runners:  # Prefill is first, as in ``engine.capture``.
         before = device.free()
         started = time.perf_counter()
         plan = runner.plan(sample=True)
@@ -288,7 +289,7 @@ def measure_plan(device: Device, model: str | None) -> dict[str, Any]:
 
 
 def launch_eagerly(engine: Any) -> None:
-    """Run steps of the largest sizes, so that kernels and workspaces are there."""
+    """Run steps of all sizes eagerly, so that kernels and workspaces are loaded."""
     for runner in engine.runners:
         runner.suspend()
     launch_all(engine, "prefill", "decode")
@@ -297,7 +298,7 @@ def launch_eagerly(engine: Any) -> None:
 
 
 def measure_start(device: Device, model: str | None, how: str) -> dict[str, Any]:
-    """Seconds of a first and of a second capture round, by phase."""
+    """Measure the seconds of a first and of a second capture of all buckets, by phase."""
     assert model is not None
     engine, _ = make_engine(device, model, "eager", warmup=int(how.removeprefix("warmup ")))
     found: dict[str, Any] = {}
@@ -326,7 +327,7 @@ def measure_start(device: Device, model: str | None, how: str) -> dict[str, Any]
 
 
 def measure_first(device: Device, model: str | None, how: str = "") -> dict[str, Any]:
-    """Seconds of a cold engine to its first token; then until its buckets are captured."""
+    """Measure the time of a cold engine to its first token and until its buckets are captured."""
     assert model is not None
     graphs = how == "background"
     engine, started = make_engine(
@@ -365,7 +366,7 @@ def measure_first(device: Device, model: str | None, how: str = "") -> dict[str,
 
 
 def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
-    """What a suspended engine gives back, and how fast it returns, with a request under way."""
+    """Measure the released memory of a suspended engine, and the time to resume with a request."""
     assert model is not None
     engine, _ = make_engine(device, model, "eager", releasable=True)
     launch_eagerly(engine)
@@ -374,7 +375,7 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
     launch_all(engine, "prefill", "decode")
     engine.invalidate("once more")
     engine.suspend(release="memory")
-    # Static buffers, kernels that were loaded and workspaces of libraries stay when graphs go.
+    # Static buffers, loaded kernels and workspaces of libraries stay after graphs are closed.
     start = device.free()
     engine.resume()
     engine.capture()
@@ -402,7 +403,7 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
         begun = time.perf_counter()
         engine.resume()
         resumes.append((time.perf_counter() - begun) * 1e3)
-        engine.step()  # a decode step of the request
+        engine.step()  # This is a decode step of the request.
         device.backend.synchronize()
         firsts.append((time.perf_counter() - begun) * 1e3)
         if cycle in (0, CYCLES - 1):
@@ -423,7 +424,7 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
 
 
 def watch(runner: Any, sums: list[int]) -> None:
-    """Let every step of ``runner`` note a sum of the bits of its logits."""
+    """Append a checksum of the logits of every step of ``runner`` to ``sums``."""
     run = runner.run
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -436,7 +437,7 @@ def watch(runner: Any, sums: list[int]) -> None:
 
 
 def alone(args: argparse.Namespace) -> dict[str, Any]:
-    """Take one measurement in this process."""
+    """Run one measurement in this process."""
     device = Device(args.backend, args.small)
     torch.manual_seed(0)
     (name,), (model,) = args.only, args.models
@@ -455,7 +456,7 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_process(args: argparse.Namespace, name: str, model: str, how: str = "") -> Any:
-    """Take one measurement in a process of its own; return its figures, or why there are none."""
+    """Run one measurement in a new process; return its results, or the error as text."""
     command = [sys.executable, __file__, "--alone", "--only", name, "--models", model]
     command += ["--backend", args.backend, "--how", how, *(["--small"] if args.small else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -470,7 +471,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=MEASURES)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--small", action="store_true", help="few layers and sizes, to try it")
+    parser.add_argument("--small", action="store_true", help="few layers and sizes, for a test")
     parser.add_argument("--json")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--how", default="", help=argparse.SUPPRESS)

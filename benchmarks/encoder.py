@@ -1,6 +1,6 @@
-"""Images of five sizes encoded by a SigLIP tower: one at a time, and packed in graphs.
+"""Time to encode images of five sizes with a SigLIP tower, one at a time and packed into graphs.
 
-Weights are random. Eager encodes image by image, as transformers does; the policies pack all
+Weights are random. Eager encodes one image at a time, as transformers does. The policies pack all
 images into the graphs of an ``EncoderRunner``.
 """
 
@@ -48,24 +48,24 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
         "budgets": (40, 64),
     },
 }
-"""Vision towers of the benchmark by name: their sizes, the patches along each side of the
-images (positions are for the middle one), and token budgets."""
+"""Vision towers by name. ``grids`` has the patches along each side of the images; the position
+table has the size of the middle grid. ``budgets`` has the token budgets."""
 
 IMAGES = 64
 """Number of images."""
 
 NOTHING = dict.fromkeys(("capture_seconds", "pool_bytes", "padding", "eager_packs"))
-"""The figures of a way without graphs."""
+"""Capture results of a contender without graphs."""
 
 MAX_ITEMS = 64
-"""Images of a pack at most."""
+"""Maximum number of images in a pack."""
 
 
 class PackedVision:
-    """The SigLIP tower of transformers over packed images of any sizes: the step of an encoder.
+    """An encoder step: the SigLIP tower of transformers over packed images of any sizes.
 
-    An item has a row of pixels and a row of the interpolated positions for each patch.
-    Attention is kept within items by a mask; padded rows are zero, so that nothing of them counts.
+    An item has a row of pixels and a row of interpolated positions for each patch. A mask limits
+    attention to the patches of one item. Padded rows are zero.
 
     Args:
         model: a ``SiglipVisionModel``.
@@ -114,7 +114,7 @@ class PackedVision:
 
 def siglip(shape: Mapping[str, Any]) -> Any:
     """Return a ``SiglipVisionModel`` of ``shape`` with random weights, on the host."""
-    importlib.import_module("devgraph.integrations.transformers")  # says what is to be installed
+    importlib.import_module("devgraph.integrations.transformers")  # Its error has install hints.
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def siglip(shape: Mapping[str, Any]) -> Any:
 
 
 def measure_encoder(backend: dg.Backend, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what all images cost in every way, and those of each size alone."""
+    """Return the results of all contenders, for all images and for each size of images."""
     shape, dtype = ENCODERS[args.encoder], getattr(torch, args.dtype)
     model = siglip(shape).to(device=backend.device, dtype=dtype)
     vision = PackedVision(model)
@@ -174,7 +174,7 @@ def _ways(
     vision: PackedVision,
     runners: Mapping[str, dg.EncoderRunner],
 ) -> list[Contender]:
-    """Return every way to encode ``images``, eager first, compared with it."""
+    """Return the contenders that encode ``images``, eager first, with their differences from it."""
 
     def way(name: str, call: Callable[..., Tensor]) -> Contender:
         lengths = functools.partial(itertools.repeat, 0)
@@ -226,7 +226,7 @@ def _print(report: Mapping[str, Any]) -> None:
     ]
     print_table(report["title"], columns, rows, numbers=columns[1:-1])
     if report["backend"] == "cpu":
-        print("on the CPU these figures show the overhead of devgraph, not the speed of a device")
+        print("on the CPU, these figures show the overhead of devgraph, not the speed of a device")
     for name, why in report["failed"].items():
         print(f"{name} FAILED: {why}")
 

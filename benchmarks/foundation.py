@@ -1,14 +1,15 @@
-"""The foundation's own costs on a device, each as a ratio to the same work without devgraph.
+"""Costs of devgraph's base layer on a device, compared with the same work without devgraph.
 
     python benchmarks/foundation.py [--only NAME ...] [--backend cuda] [--layers 36]
                                     [--repeats 7] [--json FILE]
 
-replay      DeviceGraph.replay() against the vendor's native replay of the same graph, host time
-runner      DecodeRunner.run() with six device-resident input slots and padding, host time above
-            the native replay of a graph of the same work
-prepare     DecodeRunner.run() with a ``prepare`` that does nothing against one without, host time,
-            with gradients off and on; on the CPU reference too
-capture     the default decode buckets up to 256, time and memory, against captures written by hand
+replay      host time of DeviceGraph.replay() and of the vendor's native replay of the same graph
+runner      host time of DecodeRunner.run() with six device-resident input slots and padding, minus
+            that of the native replay of a graph of the same work
+prepare     host time of DecodeRunner.run() with and without a ``prepare`` that does nothing, with
+            gradients off and on; also on the CPU reference
+capture     time and memory to capture the default decode buckets up to 256, with devgraph and by
+            hand with torch
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers, logits; reads six inputs as a decode step does."""
+    """A model with embedding, layers and logits; it reads six inputs, like a decode step."""
 
     def __init__(self, layers: int, width: int = WIDTH) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ SLOTS = [
 
 
 def inputs(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return one step's inputs for ``rows`` requests."""
+    """Return the inputs of a step of ``rows`` requests."""
     ids = torch.randint(1024, (rows,), device=device)
     return {
         "input_ids": ids,
@@ -94,7 +95,7 @@ def inputs(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def host_us(run: Callable[[], object], synchronize: Callable[[], None], steps: int = 200) -> float:
-    """Return the median host microseconds of one call, the device idle before each."""
+    """Return the median host time of a call on an idle device in microseconds."""
     times = []
     for _ in range(steps):
         synchronize()
@@ -107,7 +108,7 @@ def host_us(run: Callable[[], object], synchronize: Callable[[], None], steps: i
 def interleaved(
     runs: dict[str, Callable[[], object]], synchronize: Callable[[], None], repeats: int
 ) -> dict[str, float]:
-    """Return each run's median host time over ``repeats`` turns, taken in turn."""
+    """Return the median host time of each run; the runs alternate ``repeats`` times."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
@@ -116,7 +117,7 @@ def interleaved(
 
 
 def measure_replay(backend: Any, model: Model, repeats: int) -> dict[str, float]:
-    """Host time of a replay, native and through the contract, of graphs of the same work."""
+    """Measure the host time of native and devgraph replays of graphs of the same work."""
     data = inputs(BUCKET, backend.device)
     captured = dg.capture(model, *data.values(), backend=backend)
     graph = captured.segments[0]
@@ -151,7 +152,7 @@ def make_runner(
 
 
 def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]:
-    """Host time of a padded run above the native replay of a graph of the same work."""
+    """Measure the host time of a padded run minus that of a native replay of the same work."""
     runner = make_runner(backend, model, [BUCKET])
     data = inputs(BUCKET - 3, backend.device)
     by_hand = capture_by_hand(backend, model, [BUCKET])
@@ -162,8 +163,11 @@ def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]
 
 
 def measure_prepare(backend: Any, model: Model, repeats: int) -> dict[str, float]:
-    """Host time that an empty ``prepare`` adds to a run of one operation: call by call in turns,
-    since it is a small part of one; the median of the repeats' lower quartiles."""
+    """Measure the host time that an empty ``prepare`` adds to a run of one operation.
+
+    The difference is small, so calls with and without ``prepare`` alternate. The result is the
+    median over the repeats of the difference of the lower quartiles.
+    """
     data = inputs(BUCKET - 3, backend.device)
     runners = [
         make_runner(backend, lambda *given: given[-1] + 1, [BUCKET], prepare=one)
@@ -190,7 +194,7 @@ def measure_prepare(backend: Any, model: Model, repeats: int) -> dict[str, float
 
 
 def capture_by_hand(backend: Any, model: Model, buckets: list[int]) -> list[Any]:
-    """Capture the buckets as an engine does today: one pool, one stream, largest first."""
+    """Capture the buckets as engines do without devgraph: one pool, one stream, largest first."""
     namespace = backend.namespace
     stream, pool = namespace.Stream(), namespace.graph_pool_handle()
     largest = inputs(max(buckets), backend.device)
@@ -209,7 +213,7 @@ def capture_by_hand(backend: Any, model: Model, buckets: list[int]) -> list[Any]
 
 
 def measure_capture(backend: Any, model: Model, repeats: int) -> dict[str, float]:
-    """Seconds and bytes of capturing the default buckets up to 256."""
+    """Measure the seconds and bytes of captures of the default buckets up to 256."""
     from devgraph.runners.buckets import default_buckets
 
     repeats = min(repeats, 5)

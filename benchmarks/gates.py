@@ -1,9 +1,9 @@
-"""Cost of gates, overlap with a transfer, and the comparison with breaks; one command for all rows.
+"""Cost of gates, overlap of a step with a transfer, and gates compared with breaks.
 
     python benchmarks/gates.py --json gates.json
 
-Each row is a process of its own. It compares two graphs of the same step in turns: ``with`` gates
-or breaks, and ``without``.
+Each row runs in its own process, which alternates between two graphs of the same step. ``with``
+has gates. ``without`` has none; in rows of kind ``breaks``, it has breaks instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWS = (
 
 
 class Model:
-    """Layers that write their keys and values into a cache and attend to it."""
+    """A model whose layers write keys and values to a cache and attend to the cache."""
 
     def __init__(self, shape: str, tokens: int, backend: str) -> None:
         hidden, inner, heads, kv_heads = SHAPES[shape]
@@ -68,7 +68,7 @@ class Model:
         return x + (F.silu(gate) * value) @ down
 
     def step(self, before: Callable[[int], None], after: Callable[[int], None]) -> Any:
-        """Return the step with a call before and one after each layer."""
+        """Return the step with a call of ``before`` and of ``after`` around each layer."""
 
         def run(x: torch.Tensor) -> torch.Tensor:
             for number in range(LAYERS):
@@ -88,7 +88,7 @@ class Model:
         return dg.capture(self.step(before, after), self.x, backend=self.backend, **options)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the seconds of ``run`` on the device and the host together."""
+        """Return the seconds from the call of ``run`` until the device has finished."""
         self.backend.synchronize()
         begin = time.perf_counter()
         run()
@@ -102,9 +102,9 @@ class Model:
         count: int,
         prepare: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return the median microseconds of one replay of both, and their ratio.
+        """Return the median microseconds of a replay of each, and the ratio of both.
 
-        ``prepare`` is called before each ``new`` and not timed.
+        ``prepare`` is called before each ``new`` and is not timed.
         """
         pairs = []
         for _ in range(ROUNDS + 1):
@@ -128,7 +128,7 @@ def gates_of(captured: dg.Captured) -> list[dg.Gate]:
 
 
 def same(one: dg.Captured, other: dg.Captured) -> None:
-    """Fail unless one replay of both returns the same bits."""
+    """Exit unless one replay of each returns the same bits."""
     for gate in gates_of(one) if one.gates else ():
         gate.open()
     want = other.replay().clone()
@@ -137,7 +137,7 @@ def same(one: dg.Captured, other: dg.Captured) -> None:
 
 
 def cost(model: Model, variant: str) -> Any:
-    """Compare a graph with gates and the plain graph."""
+    """Compare a graph with gates to the same graph without gates."""
     plain = model.capture()
     gated = model.capture(wait) if variant == "waits" else model.capture(wait, signal)
     same(gated, plain)
@@ -168,7 +168,7 @@ def cost(model: Model, variant: str) -> Any:
 
 
 def overlap(model: Model, _variant: str) -> Any:
-    """Return the share of a transfer, as long as the step, that is hidden behind the step."""
+    """Return the share of a transfer that overlaps with the step; both take equally long."""
     namespace = torch.get_device_module(model.backend.device)
     plain, gated = model.capture(), model.capture(wait)
     same(gated, plain)
@@ -207,12 +207,12 @@ def overlap(model: Model, _variant: str) -> Any:
 
 
 def breaks(model: Model, variant: str) -> Any:
-    """Compare full with gates and breakable with a wait of the host in each layer."""
+    """Compare ``full`` with gates to ``breakable`` with a host wait in each layer."""
     return (loads if variant == "loads" else sends)(model)
 
 
 def loads(model: Model) -> Any:
-    """Wait in each layer for a transfer that has finished, as engines do that load a cache."""
+    """Wait in each layer for a finished transfer, as engines do that load a cache."""
     namespace = torch.get_device_module(model.backend.device)
     stream = namespace.Stream()
     events = [namespace.Event() for _ in range(LAYERS)]
@@ -240,7 +240,7 @@ def loads(model: Model) -> Any:
 
 
 def sends(model: Model) -> Any:
-    """Send each layer's cache when the host knows that it is computed."""
+    """Send the cache of each layer when the host knows that the layer has finished."""
     namespace = torch.get_device_module(model.backend.device)
     stream = namespace.Stream()
     sent = torch.zeros(model.cache.shape, dtype=model.cache.dtype, pin_memory=True)

@@ -1,34 +1,33 @@
-"""Greedy generation of models: graphs under transformers' generate, the engine, transformers alone.
+"""Speed of greedy generation with ``accelerate``, with the engine, and with transformers alone.
 
     python benchmarks/generate.py [--models SHAPE_OR_PATH ...] [--backend auto] [--dtype NAME]
                                   [--batch 1 8 32] [--prompt-tokens 16] [--new-tokens 64]
                                   [--repeats 5] [--threads N] [--only NAME ...] [--json FILE]
 
 accelerated  ``model.generate`` after ``accelerate(model)``
-graphs       the engine, decode and prefill through device graphs
-looped       the same with eight decode steps a launch
-unfused      the engine with graphs over the model's own modules, none fused
-eager        the same engine without graphs: same steps, same kernels
+graphs       the engine with device graphs for decode and prefill
+looped       the engine with device graphs and eight decode steps per launch
+unfused      the engine with device graphs and without fusion
+eager        the engine without graphs, with the same steps and kernels as ``graphs``
 dynamic      ``model.generate`` with its default cache
-static       ``model.generate`` with a static cache, which compiles first on devices
+static       ``model.generate`` with a static cache, which is compiled first on devices
 batched      ``model.generate_batch`` after ``accelerate(model)``
-own_batched  ``model.generate_batch``, transformers' continuous batching
+own_batched  ``model.generate_batch``, the continuous batching of transformers
 
-Each runs in a process of its own, on the same prompts and threads, one after another, so that
-nothing that one leaves behind (memory, compiled code, autotuning) meets the next. Each turn
-generates one token (the prompt) and then all of them; decode is the difference. Figures are medians
-over the turns:
+The contestants run one after another with the same prompts and threads. Each has its own process,
+so that none reuses memory, compiled code or autotuning of another one. A turn generates one token
+per prompt, and then all tokens; the difference is the decode time. Results are medians over turns:
 
-wall       seconds of one generation, until the last token is on the host
-decode     tokens a second after the first, over all requests
-cpu        CPU seconds of the process a generation, all threads; on a device, waiting counts too
-host_ms    milliseconds of host time inside the runner of a decode launch, before any wait
-setup      seconds before the first token can be fast: captures, or the first call (compilation)
-graph_share  part of the decode steps that were replays, of an accelerated model
+wall         seconds of a generation, until the last token is on the host
+decode       tokens per second after the first token, over all requests
+cpu          CPU seconds of all threads per generation; on a device, this includes waiting
+host_ms      milliseconds of host time of a decode launch in the runner, before any wait
+setup        seconds for captures, or for the first call with its compilation
+graph_share  share of replays in the decode steps of an accelerated model
 
-A model is a folder, a .gguf file, or the shape of one with random weights: smollm2-135m,
+A model is a folder, a .gguf file, or the name of a shape with random weights: smollm2-135m,
 qwen3-0.6b, llama-1b, and qwen3.5-0.6b (linear attention in 30 of 40 layers). The report has one
-entry for each model and batch.
+entry for each model and batch size.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ PAIRS = (
     ("looped", "graphs"),
     ("batched", "own_batched"),
 )
-"""What is divided by what in the report."""
+"""Contestants whose speeds the report divides."""
 
 SHAPES: dict[str, Callable[[], Any]] = {
     "smollm2-135m": lambda: LlamaConfig(
@@ -141,7 +140,7 @@ Generate = Callable[[int], list[list[int]]]
 
 @attrs.frozen(kw_only=True)
 class Turn:
-    """One generation of one token a prompt, and one of all tokens."""
+    """The times of a generation of one token per prompt, and of a generation of all tokens."""
 
     first: float
     wall: float
@@ -150,7 +149,7 @@ class Turn:
 
 
 class Contestant:
-    """One way to generate; ``generate(n)`` returns ``n`` new tokens of every prompt."""
+    """A method of generation; ``generate(n)`` returns ``n`` new tokens of every prompt."""
 
     def __init__(self, name: str, generate: Generate, host: list[float] | None = None) -> None:
         self.name = name
@@ -161,7 +160,7 @@ class Contestant:
         self.turns: list[Turn] = []
 
     def turn(self, new_tokens: int) -> None:
-        """Generate twice and note what it took."""
+        """Generate twice and record the times."""
         begin = time.perf_counter()
         self.generate(1)
         first = time.perf_counter() - begin
@@ -192,7 +191,7 @@ class Contestant:
 
 
 def make_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return the model of a path, or of a shape with random weights."""
+    """Return the model at a path, or a model with a known shape and random weights."""
     if name not in SHAPES:
         return load(name, dtype=dtype, device=device)[0]
     torch.manual_seed(0)
@@ -211,7 +210,7 @@ def graph_mode(batch: int, packed: int) -> dict[str, Any]:
 def engine_of(
     model: Any, backend: Any, prompts: Sequence[list[int]], new_tokens: int, name: str
 ) -> tuple[Engine, Generate, list[float]]:
-    """Return an engine that fits the prompts, how it generates, and its host times a launch."""
+    """Return an engine for the prompts, its function ``generate``, and its host times."""
     batch, packed = len(prompts), sum(map(len, prompts))
     off = dict.fromkeys(("decode", "prefill"), "disabled")
     mode = off if name == "eager" else graph_mode(batch, packed)
@@ -244,7 +243,7 @@ def engine_of(
 
 
 def own_generate(model: Any, prompts: Sequence[list[int]], cache: str | None) -> Generate:
-    """Return transformers' generate over the prompts, which never ends early."""
+    """Return a function that runs ``generate`` of transformers without end-of-sequence tokens."""
     ids = torch.tensor(prompts, device=next(model.parameters()).device)
     mask = torch.ones_like(ids)
 
@@ -261,7 +260,7 @@ def own_generate(model: Any, prompts: Sequence[list[int]], cache: str | None) ->
 
 
 def own_batches(model: Any, prompts: Sequence[list[int]]) -> Generate:
-    """Return continuous batching over the prompts, which never ends early."""
+    """Return a function that runs ``generate_batch`` without end-of-sequence tokens."""
 
     @torch.no_grad()
     def generate(count: int) -> list[list[int]]:
@@ -275,14 +274,14 @@ def own_batches(model: Any, prompts: Sequence[list[int]]) -> Generate:
 
 
 def make_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Return different prompts of one length."""
+    """Return different prompts of equal length."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(100, min(vocabulary, 20000), (batch, length), generator=generator)
     return [list(map(int, row)) for row in drawn]
 
 
 def contestant(name: str, model: Any, backend: Any, prompts: list[list[int]], new: int) -> Any:
-    """Return what ``name`` stands for, before its first generation."""
+    """Return the contestant ``name`` before its first generation."""
     if name in ENGINES:
         engine, generate, host = engine_of(model, backend, prompts, new, name)
         engine.capture()
@@ -303,7 +302,7 @@ def contestant(name: str, model: Any, backend: Any, prompts: list[list[int]], ne
 
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
-    """Run one contestant in this process and return its figures."""
+    """Run one contestant in this process and return its results."""
     if args.threads:
         torch.set_num_threads(args.threads)
     backend = dg.get_backend(args.backend)
@@ -315,7 +314,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     prompts = make_prompts(batch, args.prompt_tokens, model.config.vocab_size)
     begin = time.perf_counter()
     one = contestant(name, model, backend, prompts, args.new_tokens)
-    # The lengths that count: a static cache of another length would compile again.
+    # Use the lengths of the turns, because a static cache of another length would compile again.
     one.generate(args.new_tokens)
     one.generate(1)
     first = time.perf_counter() - begin
@@ -343,7 +342,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, model: str, batch: int) -> dict[str, Any]:
-    """Run every contestant over one model and batch, each in a process of its own."""
+    """Run every contestant on one model and batch size, each in its own process."""
     report: dict[str, Any] = {
         "model": model + (", random weights" if model in SHAPES else ""),
         "batch": batch,
@@ -373,7 +372,7 @@ def run(args: argparse.Namespace, model: str, batch: int) -> dict[str, Any]:
             report["runs"][name][f"same_tokens_as_{base}"] = own == tokens[base]
     for one, other in PAIRS:
         if one in tokens and other in tokens:
-            # Continuous batching sets itself up in each call: the difference of two is noise.
+            # Each call of generate_batch includes a long set-up, so a difference would be noise.
             rate = "tokens_per_s" if one == "batched" else "decode_tokens_per_s"
             rates = [report["runs"][n][rate] for n in (one, other)]
             report[f"{one}_over_{other}"] = rates[0] / rates[1]
@@ -381,7 +380,7 @@ def run(args: argparse.Namespace, model: str, batch: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, and write JSON where asked."""
+    """Run all contestants, print the report, and write it to ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
     parser.add_argument("--backend", default="auto")
@@ -396,7 +395,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.new_tokens < 2:
-        parser.error("--new-tokens must be at least 2: decode is what follows the first token")
+        parser.error("--new-tokens must be at least 2: decode begins after the first token")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if args.alone:

@@ -1,18 +1,21 @@
-"""Speed of ``dg.graphed`` against eager, raw graphs and other graphed callables.
+"""Speed of ``dg.graphed`` compared with eager, raw graphs and other graphed callables.
 
     python benchmarks/graphed.py [--quick] [--only SHAPE ...] [--contenders NAME ...] [--rounds N]
                                  [--backend cuda] [--small] [--json FILE]
 
-Contenders: ``eager``; ``graphed``; ``raw``, a graph of torch that is replayed without copies;
-``copies``, the same with copies of inputs and outputs, as ``graphed`` makes them; ``torch`` and
-``dg``, the ``make_graphed_callables`` of torch and of devgraph; ``tensordict``, its
-``CudaGraphModule``; ``whole`` (training only), ``dg.capture`` of forward, backward and optimiser.
+eager       the model without graphs
+graphed     ``dg.graphed``
+raw         a graph of torch, replayed without copies
+copies      a graph of torch with copies of inputs and outputs, as in ``graphed``
+torch, dg   ``make_graphed_callables`` of torch and of devgraph
+tensordict  ``CudaGraphModule`` of tensordict
+whole       ``dg.capture`` of forward, backward and optimiser (training only)
 
-Each contender has a process of its own in each round, and takes all shapes there. The table has the
-median over the rounds and the speed against eager. ``=`` means that the outputs have the bits of
-eager. ``dropped`` says whether ``min_speedup=1.05`` closed the graph. ``first`` has the seconds of
-the first two calls. The last line has the host time of a known key with four tensors above that
-of the copies and the launch.
+In each round, each contender runs all shapes in a new process. The table has the median over the
+rounds and the speedup over eager. ``=`` means that the outputs equal those of eager bit for bit.
+``dropped`` tells whether ``min_speedup=1.05`` closed the graph. ``first`` has the seconds of the
+first two calls. The last line has the host time of a call with a known key and four tensors, minus
+the time of its copies and its launch.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class Block(nn.Module):
 
 
 class DiT(nn.Module):
-    """A diffusion transformer over latents, or over tokens where ``patch`` is 0."""
+    """A diffusion transformer over latents, or over tokens if ``patch`` is 0."""
 
     def __init__(self, depth: int, width: int, heads: int, *, hidden: int = 0, patch: int = 2):
         super().__init__()
@@ -97,7 +100,7 @@ class DiT(nn.Module):
 
 
 class Stack(nn.Module):
-    """Transformer blocks without condition."""
+    """A stack of transformer blocks without a condition."""
 
     def __init__(self, depth: int, width: int, heads: int, hidden: int):
         super().__init__()
@@ -169,7 +172,7 @@ SHAPES: dict[str, tuple[Callable[[bool], nn.Module], Callable[[bool], list[Any]]
         lambda s: [(1, 16) if s else (1, 512)] * 2,
     ),
 }
-"""A model and the shapes of its inputs, each given whether it is a small one."""
+"""Functions of ``small`` that return the model and the shapes of its inputs."""
 
 
 class Case:
@@ -235,7 +238,7 @@ class Case:
         return bits.hexdigest()[:12]
 
     def time(self, step: Callable[..., Any]) -> float:
-        """Return microseconds of one call, the best of three timings."""
+        """Return the microseconds of one call in the fastest of three timings."""
         synchronize, count = self.backend.synchronize, 1
         one, other = self.inputs
         step(*one)
@@ -248,7 +251,7 @@ class Case:
                 step(*other)
             synchronize()
             seconds = (time.perf_counter() - started) / (2 * count)
-            if turn == 0:  # learns how many calls take long enough
+            if turn == 0:  # Determine the number of calls of a timing.
                 count = max(1, min(20000, int(self.seconds / 3 / (2 * seconds))))
                 continue
             best = min(best, seconds)
@@ -288,10 +291,10 @@ def raw_graph(case: Case, *, copies: bool) -> Callable[..., Any]:
 
 
 def runner_of(contender: str, case: Case, **options: Any) -> Callable[..., Any]:
-    """Return the model as the contender runs it.
+    """Return a callable that runs the model in the way of the contender.
 
     Raises:
-        LookupError: the contender does not take this case.
+        LookupError: the contender does not support this case.
     """
     model = case.model
     if contender == "eager":
@@ -318,7 +321,7 @@ def runner_of(contender: str, case: Case, **options: Any) -> Callable[..., Any]:
 
 
 def measure(contender: str, case: Case) -> dict[str, Any]:
-    """Return the figures of one contender for one case."""
+    """Return the results of one contender for one case."""
     figures: dict[str, Any] = {}
     if contender == "whole":
         if not case.training or case.backend.device.type == "cpu":
@@ -335,7 +338,7 @@ def measure(contender: str, case: Case) -> dict[str, Any]:
     figures["first"] = time.perf_counter() - started
     torch.manual_seed(1)
     for parameter in case.model.parameters() if case.training else ():
-        parameter.data.normal_(std=0.02)  # the steps above moved them
+        parameter.data.normal_(std=0.02)  # The steps above changed the parameters.
     figures["bits"] = case.digest(getattr(run, "checked", run))
     figures["us"] = case.time(case.step(run))
     if contender == "graphed" and not case.training:
@@ -350,7 +353,7 @@ def measure(contender: str, case: Case) -> dict[str, Any]:
 
 
 def host_time(backend: Any) -> float:
-    """Return microseconds of a known key with four tensors, without its copies and its launch."""
+    """Return the host microseconds of a known key with four tensors, without copies and launch."""
     device = backend.device
     inputs = tuple(torch.randn(16, device=device) for _ in range(4))
     step = dg.graphed(lambda a, b, c, d: a + b + c + d, backend=backend)
@@ -372,7 +375,7 @@ def host_time(backend: Any) -> float:
         for _ in range(60):
             backend.synchronize()
             started = time.perf_counter()
-            for _ in range(20):  # fewer than a stream queues
+            for _ in range(20):  # The queue of a stream has room for these calls.
                 call()
             times.append((time.perf_counter() - started) / 20)
         return min(times) * 1e6
@@ -382,7 +385,7 @@ def host_time(backend: Any) -> float:
 
 
 def alone(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the figures of one contender, shape by shape."""
+    """Yield the results of one contender for each shape."""
     [contender] = args.contenders
     for name in args.only:
         try:
@@ -402,7 +405,7 @@ def alone(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def in_process(args: argparse.Namespace, contender: str) -> dict[str, Any]:
-    """Return the figures of a contender that has a process of its own."""
+    """Run a contender in a new process, and return its results."""
     command = [sys.executable, __file__, "--alone", "--contenders", contender, "--only", *args.only]
     command += ["--backend", args.backend]
     command += [f"--{flag}" for flag in ("small", "quick") if getattr(args, flag)]
@@ -417,7 +420,7 @@ def in_process(args: argparse.Namespace, contender: str) -> dict[str, Any]:
 
 
 def median(rounds: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the figures of one shape with the median time of the rounds."""
+    """Return the results of one shape with the median time of the rounds."""
     figures = [found[name] for found in rounds if name in found]
     times = [found["us"] for found in figures if "us" in found]
     last = dict(figures[-1]) if figures else {}
@@ -454,14 +457,14 @@ def table(report: dict[str, Any], contenders: list[str]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the contenders in turns and print the table."""
+    """Run the contenders alternately and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*SHAPES], default=[*SHAPES], metavar="SHAPE")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--quick", action="store_true", help="one round of short timings")
-    parser.add_argument("--small", action="store_true", help="tiny models, to try it")
+    parser.add_argument("--small", action="store_true", help="tiny models, for a quick test")
     parser.add_argument("--json")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -1,12 +1,12 @@
-"""Time of handoffs between two processes: admission, and decode steps while handoffs arrive.
+"""Time of handoffs between two processes: of ``admit``, and of steps while handoffs arrive.
 
     python benchmarks/handoff.py --backends cpu cuda
     python benchmarks/handoff.py --backends cuda cuda          # two processes on one GPU
     python benchmarks/handoff.py --backends cuda cuda --direct # two GPUs, from device to device
 
-The exporter runs prompts and offers their handoffs. The receiver decodes eight requests, without
-and with handoffs that a thread fetches in the meantime. *copy* is the time of one transfer of the
-same bytes to the device and one pass over them there, measured beside ``admit``.
+The exporter runs a prompt and offers its handoff. The receiver decodes eight requests, first alone
+and then while a thread fetches handoffs. *copy* is the time to transfer the same bytes to the
+device and copy them once there, for comparison with ``admit``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def engine_of(args: argparse.Namespace, rank: int) -> Engine:
 
 
 def export(args: argparse.Namespace, store: Any) -> None:
-    """Offer one handoff for each word of the receiver."""
+    """Offer one handoff for each request of the receiver."""
     engine = engine_of(args, 0)
     with TorchTransport() as transport:
         request = engine.add_request([1] * args.tokens, max_new_tokens=1024)
@@ -63,7 +63,7 @@ def export(args: argparse.Namespace, store: Any) -> None:
             pass
         handoff = engine.export(request, timeout_s=3600)
         while store.queue_pop("want") == b"handoff":
-            # Each offer is of its own: an offer ends with its handoff.
+            # Each offer needs its own handoff, because the offer ends with the handoff.
             offer = transport.offer(attrs.evolve(handoff, progress=fresh(handoff)))
             store.queue_push("offers", offer)
         store.queue_push("bye", "")
@@ -119,7 +119,7 @@ def receive(args: argparse.Namespace, store: Any) -> dict[str, Any]:
         times = []
         for _ in range(count):
             begin = time.perf_counter()
-            engine.step()  # It reads the tokens, so it waits for the device.
+            engine.step()  # A step reads its tokens, so it waits for the device.
             times.append(time.perf_counter() - begin)
         return times
 
@@ -173,7 +173,7 @@ def rank_main(args: argparse.Namespace) -> None:
         if args.json:
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump(results, file)
-    os._exit(0)  # The other rank may be gone, and its connections with it.
+    os._exit(0)  # The other rank may have ended, so connections cannot be closed.
 
 
 def main() -> int:

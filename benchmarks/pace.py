@@ -1,15 +1,16 @@
-"""Which acts of a process make every graph replay slower, and what brings the pace back (CUDA).
+"""Actions of a process that slow down all graph replays, and the recovery (CUDA only).
 
     python benchmarks/pace.py [--acts wait streams ...] [--times 8] [--json FILE]
     python benchmarks/pace.py --serve 5
 
-Each act has a process of its own. A graph of a small decoder (36 layers, 468 nodes) is timed by
-events before the act, after each repetition, and after eight empty programmatic launches on the
-streams that the act used. docs/fast-replay.md says what was found.
+Each action runs in its own process. Events time a graph of a small decoder (36 layers, 468 nodes)
+before the action, after each repetition, and after eight empty programmatic launches on the streams
+that the action used. docs/fast-replay.md has the results.
 
-``--serve`` compares whole processes instead, each as often as it says: one with nothing but that
-graph, made by torch; one whose decode runner captured 36 buckets and replayed all of them; one with
-30 breakable prefill buckets and 200 keys of a region besides. The replay of the same work is timed.
+``--serve TIMES`` compares three kinds of processes instead, each started TIMES times. The first has
+only that graph, made by torch. The second has a decode runner that captured and replayed 36
+buckets. The third has in addition 30 breakable prefill buckets and 200 keys of a region. All
+processes time a replay of the same work.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Block(nn.Module):
 
 
 def attention(qkv: torch.Tensor, *, rows: int | None = None) -> torch.Tensor:
-    """Return what ``qkv`` attends to among its first ``rows``, or causally."""
+    """Return the attention of ``qkv`` over its first ``rows``, or causal attention."""
     q, k, v = (each.transpose(0, 1)[None] for each in qkv.view(len(qkv), 3, HEADS, -1).unbind(1))
     mixed = F.scaled_dot_product_attention(
         q, k[:, :, :rows], v[:, :, :rows], is_causal=rows is None
@@ -66,7 +67,7 @@ def attention(qkv: torch.Tensor, *, rows: int | None = None) -> torch.Tensor:
 
 
 class Process:
-    """What an act works on: a captured model, a word of device memory, streams."""
+    """The objects that actions use: a captured model, a word of device memory and streams."""
 
     def __init__(self) -> None:
         self.net = nn.Sequential(*(Block() for _ in range(LAYERS)))
@@ -88,7 +89,7 @@ class Process:
             self.word.add_(0)
 
     def capture(self) -> None:
-        """Capture one kernel, as torch does; it launches two on the stream that captures."""
+        """Capture one kernel in torch's way, which launches two kernels on the capture stream."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self.used[self.side.cuda_stream] = self.side
         with torch.cuda.stream(self.side):
@@ -104,7 +105,7 @@ class Process:
             self.net(self.x)
 
     def timed(self, graph: Any = None) -> float:
-        """Return the microseconds of a replay of ``graph``, or of the model's own."""
+        """Return the microseconds of a replay of ``graph`` or, by default, of the model's graph."""
         found, replay = [], (graph or self.graph).replay
         for _ in range(3):
             replay()
@@ -135,7 +136,7 @@ ACTS: dict[str, Callable[[Process], Any]] = {
 
 @torch.no_grad()
 def measure(act: str, times: int) -> dict[str, Any]:
-    """Repeat one act in this process, and then bring the pace back."""
+    """Repeat one action in this process, time replays, and recover the pace."""
     from devgraph.cuda.pace import PaceKeeper
 
     process = Process()
@@ -154,7 +155,7 @@ def measure(act: str, times: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def serve(kind: str) -> float:
-    """Return the microseconds of a replay in a process that serves with graphs of this kind."""
+    """Return the microseconds of a replay in a process with this kind of graphs."""
     process = Process()
     if kind == "torch":
         return process.timed()
@@ -200,7 +201,7 @@ KINDS = ("torch", "decode", "decode, prefill and keys")
 
 
 def compare(times: int) -> list[dict[str, Any]]:
-    """Serve ``times`` times with each kind, in turns."""
+    """Run a process of each kind ``times`` times, alternately."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(times):
         for kind, values in found.items():
@@ -216,21 +217,21 @@ def compare(times: int) -> list[dict[str, Any]]:
 
 
 def elsewhere(*options: str) -> Any:
-    """Return what this program prints in a process of its own."""
+    """Run this program in a new process, and return its output."""
     command = [sys.executable, __file__, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:
-    """Measure each act in a process of its own."""
+    """Measure each action in its own process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--acts", nargs="+", choices=ACTS, default=list(ACTS))
     parser.add_argument("--times", type=int, default=8)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=int, default=0, metavar="TIMES")
-    parser.add_argument("--here", choices=ACTS, help="measure one act in this process")
-    parser.add_argument("--kind", choices=KINDS, help="serve in this process")
+    parser.add_argument("--here", choices=ACTS, help="measure one action in this process")
+    parser.add_argument("--kind", choices=KINDS, help="measure one kind in this process")
     args = parser.parse_args()
     if args.here or args.kind:
         print(json.dumps(serve(args.kind) if args.kind else measure(args.here, args.times)))

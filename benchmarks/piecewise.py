@@ -1,18 +1,19 @@
-"""Policy piecewise with Inductor against breakable, and against torch.compile's own graphs.
+"""Policy piecewise with Inductor, compared with breakable and with torch.compile's own graphs.
 
     python benchmarks/piecewise.py [--json FILE] [--layers 28] [--seconds 160] [--only capture]
 
-A decoder of the shape of Qwen3-0.6B (28 layers, width 1024, 16 heads of 128 over 8 for keys and
-values, random weights in bfloat16) runs prefill steps of one request. Attention is the region:
-causal SDPA over the step's tokens, the same call in every contender.
+A decoder with the shape of Qwen3-0.6B (28 layers, width 1024, 16 query heads and 8 key-value heads
+of size 128, random weights in bfloat16) runs prefill steps of one request. The region is attention:
+causal SDPA over the tokens of the step, with the same call in every contender.
 
-prefill   PrefillRunner with 30 buckets to 4096 tokens: capture time, then host and wall time per
+prefill   PrefillRunner with 30 buckets up to 4096 tokens: capture time, then host and wall time per
           step under breakable, piecewise+inductor, piecewise+eager and without graphs
-fixed     one bucket against torch.compile(mode="reduce-overhead"), once with attention as a break
-          in both, once with the whole step in one graph in both
+fixed     one bucket compared with torch.compile(mode="reduce-overhead"), first with attention as a
+          break in both, then with the whole step in one graph in both
 
-Host time is one call on an idle device, wall time a call in a row of them; medians of turns taken
-in turn. Parts that --seconds leaves no time for are not run. Needs a CUDA device and Triton.
+Host time is the time of a call on an idle device. Wall time is the time per call of consecutive
+calls. Contenders alternate, and results are medians. Parts that do not fit into --seconds are
+skipped. The benchmark needs a CUDA device and Triton.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ REPEATS = 7
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-    """Write causal attention of the step's tokens over themselves to ``out``."""
+    """Write causal self-attention of the step's tokens to ``out``."""
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
     out.copy_(attended[0].transpose(0, 1))
@@ -53,7 +54,7 @@ attend_break = torch.compiler.disable(attend)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return rotary position embedding of ``x`` (tokens, heads, head)."""
+    """Apply the rotary position embedding to ``x``, ``[tokens, heads, head_dim]``."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -93,7 +94,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers, norm."""
+    """A decoder with embedding, layers and norm, without logits."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ def make_model(layers: int, device: torch.device) -> Model:
 
 
 class Report:
-    """Results that are written to a file as they come; a part that fails does not end the rest."""
+    """A report that is written to a file after each result; a failed part does not end the run."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -137,7 +138,7 @@ class Report:
         self.failed = False
 
     def attempt(self, name: str, part: Callable[[], None]) -> None:
-        """Run a part; note its failure."""
+        """Run a part; if it fails, report the error."""
         try:
             part()
         except Exception as error:
@@ -167,7 +168,7 @@ def host_ms(call: Callable[[], Any], steps: int) -> list[float]:
 
 
 def wall_ms(call: Callable[[], Any], steps: int) -> float:
-    """Time ``steps`` calls in a row; return milliseconds per call."""
+    """Time ``steps`` consecutive calls; return milliseconds per call."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(steps):
@@ -179,7 +180,7 @@ def wall_ms(call: Callable[[], Any], steps: int) -> float:
 def compare(
     calls: dict[str, Callable[[], Any]], steps: int, repeats: int = REPEATS
 ) -> dict[str, dict[str, float]]:
-    """Return median host and wall milliseconds of each call, taken in turn."""
+    """Return median host and wall milliseconds of each call; calls alternate."""
     host: dict[str, list[float]] = {name: [] for name in calls}
     wall: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -223,7 +224,7 @@ class Contender:
         )
 
     def capture(self) -> dict[str, Any]:
-        """Capture twice, compiled then; return seconds, phases, counts and bytes."""
+        """Capture twice, the second time with compiled code; return times, counts and memory."""
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -258,7 +259,7 @@ class Contender:
 
 
 def inputs(tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return one step's inputs."""
+    """Return the inputs of a step."""
     generator = torch.Generator(device).manual_seed(tokens)
     ids = torch.randint(VOCAB, (tokens,), device=device, generator=generator)
     return {"ids": ids, "positions": torch.arange(tokens, device=device)}
@@ -270,7 +271,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def measure_prefill(model: Model, contenders: dict[str, Contender], report: Report) -> None:
-    """Times of all contenders at every size, and how far their outputs are from eager."""
+    """Report times of all contenders at every size, and distances of their outputs from eager."""
     result: dict[int, Any] = {}
     for tokens in SIZES:
         result[tokens] = measure_size(model, contenders, tokens)
@@ -278,7 +279,7 @@ def measure_prefill(model: Model, contenders: dict[str, Contender], report: Repo
 
 
 def measure_size(model: Model, contenders: dict[str, Contender], tokens: int) -> dict[str, Any]:
-    """Times of all contenders at one size, and how far their outputs are from eager."""
+    """Return times of all contenders at one size, and distances of their outputs from eager."""
     data = inputs(tokens, model.embed.weight.device)
     want = model(**data)
     calls: dict[str, Callable[[], Any]] = {
@@ -294,7 +295,7 @@ def measure_size(model: Model, contenders: dict[str, Contender], tokens: int) ->
 def measure_fixed(
     model: Model, ours: dg.Captured, attention: Callable[..., None], name: str, report: Report
 ) -> None:
-    """One bucket against torch.compile's own graphs with ``attention`` in both."""
+    """Compare one bucket with torch.compile's own graphs, with ``attention`` in both."""
     data = inputs(FIXED, model.embed.weight.device)
     want = model(**data, attention=attend)
     theirs = torch.compile(model, mode="reduce-overhead", dynamic=False)
@@ -323,7 +324,7 @@ def measure_fixed(
 
 
 def whole_step(model: Model, backend: Any) -> dg.Captured:
-    """Capture the step with attention inside the one piece."""
+    """Capture the step as one piece that includes attention."""
     data = inputs(FIXED, backend.device)
 
     def step(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -335,28 +336,28 @@ def whole_step(model: Model, backend: Any) -> dg.Captured:
 
 
 def fixed_breaks(model: Model, contenders: dict[str, Contender], report: Report) -> None:
-    """One bucket with attention between graphs in both."""
+    """Compare one bucket with attention between graphs in both."""
     ours = contenders["piecewise+inductor"].captured(FIXED)
     torch._dynamo.reset()
     measure_fixed(model, ours, attend_break, "fixed, attention breaks", report)
 
 
 def fixed_whole(model: Model, backend: Any, report: Report) -> None:
-    """One bucket with the whole step in one graph in both."""
+    """Compare one bucket with the whole step in one graph in both."""
     whole = whole_step(model, backend)
     report.put("whole step", {"phases": whole.phases, **whole.stats()})
     measure_fixed(model, whole, attend, "fixed, one graph", report)
 
 
 def with_eager(model: Model, contenders: dict[str, Contender], report: Report) -> None:
-    """The prefill sizes again, with the pieces not compiled as one more contender."""
+    """Measure the prefill sizes again, with uncompiled pieces as an additional contender."""
     eager = Contender(model, dg.get_backend("cuda"), "piecewise+eager")
     report.put("capture piecewise+eager", eager.capture())
     measure_prefill(model, {**contenders, "piecewise+eager": eager}, report)
 
 
 def main() -> None:
-    """Run the parts that time allows."""
+    """Run the parts that fit into the time limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json")
     parser.add_argument("--layers", type=int, default=28)
@@ -390,7 +391,7 @@ def main() -> None:
         report.attempt("prefill", lambda: measure_prefill(model, contenders, report))
         if left() > 20:
             report.attempt("piecewise+eager", lambda: with_eager(model, contenders, report))
-        # Last: the graph trees of torch.compile free cuBLAS workspaces that captures go on using.
+        # Run these last: graph trees of torch.compile free cuBLAS workspaces that captures use.
         if left() > 20:
             report.attempt("breaks", lambda: fixed_breaks(model, contenders, report))
         if left() > 30:

@@ -1,7 +1,7 @@
-"""``devgraph bench`` on every backend of this machine, or on the one that ``--backend`` names.
+"""``devgraph bench`` on the backend in ``--backend`` or on every backend of this machine.
 
-All options are those of ``devgraph bench``. The public package breakable-cuda-graphs is timed on
-the same step where it is installed.
+The options are those of ``devgraph bench``. If the public package breakable-cuda-graphs is
+installed, it is timed on the same step.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from devgraph.cli import app, bench
 from devgraph.cli.decoder import Decoder, attention
 
 PACKAGE, MODULE = "breakable-cuda-graphs", "breakable_cuda_graphs"
-"""The public package for breaks, and its module."""
+"""Name and module of the public package for breaks."""
 
 
 def public_breakable(
     backend: dg.Backend, model: Decoder, ids: Tensor, where: Tensor, kv_len: int
 ) -> Callable[..., Tensor] | None:
-    """Capture the step with the public package, with its breaks at the same function.
+    """Capture the step with the public package, with breaks at the same function.
 
     The package passes no arguments to eager bodies, so the body reads the length from a variable.
 
     Returns:
-        The replay, or None without the package or its backend.
+        The replay, or None if the package is missing or does not support the backend.
     """
     if backend.name != "cuda" or importlib.util.find_spec(MODULE) is None:
         return None

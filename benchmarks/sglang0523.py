@@ -1,27 +1,27 @@
-"""SGLang 0.5.23 on its own graphs and on devgraph, in turns on one device.
+"""SGLang 0.5.23 on its own graphs and on devgraph, alternately on one device.
 
     python benchmarks/sglang0523.py [MODEL] [--jobs own:default devgraph:default ...] [--rounds 5]
                                     [--json FILE]
 
-MODEL is a folder with a configuration and weights; without it, one with the shape of Qwen3-0.6B
-and random weights is made. A job is LAYER:MODE: the layer is own, devgraph
-or devgraph+64, with a budget of 64 MiB for executables ("executable_budget" of the mode); the mode
-is default (decode full, prefill breakable), full, breakable or eager. own:default#2 is another job
-of the same kind. Every job is SGLang's
-ModelRunner in a process of its own, through SGLang's benchmark.one_batch. They import SGLang at the
-same time, start one after the other, so that captures and memory are each one's own, stay, and then
-measure in turns: the least of all rounds counts, of milliseconds a step and of the host's alone.
-The memory of the graphs is that after the captures, and that after a trace in which each of them
-ran. The last line of each job is how fast its device goes from kernel to kernel of a graph, where
-that can change (docs/fast-replay.md).
+MODEL is a folder with a configuration and weights. Without MODEL, the benchmark creates a model
+with the shape of Qwen3-0.6B and random weights.
 
-With --engine a job is sglang.Engine with its processes: milliseconds a token, the median of all
-rounds. devgraph has to be installed for that, for SGLang looks for its entry point.
+A job is LAYER:MODE. LAYER is own, devgraph or devgraph+64 (with an executable budget of 64 MiB).
+MODE is default (decode full, prefill breakable), full, breakable or eager. own:default#2 is another
+job of the same kind. Every job runs SGLang's ModelRunner in its own process, through SGLang's
+benchmark.one_batch. The jobs import SGLang at the same time and start one after another, so that
+captures and memory are measured separately. Then they measure alternately. Results are minimums
+over all rounds: milliseconds per step, and milliseconds of host time per step. Graph memory is
+reported after the captures, and again after a trace that replays each graph. The last line of each
+job has the time between two kernels of a graph, if that can change (docs/fast-replay.md).
 
-With --warm a job of the first kind starts and ends before, so that SGLang compiles its kernels
-outside of what is measured.
+With --engine, a job runs sglang.Engine with its processes. Results are medians over all rounds, in
+milliseconds per token. devgraph must be installed, because SGLang loads its entry point.
 
-With --dry-run a job captures nothing, on the CPU: it shows that SGLang starts and measures.
+With --warm, a job of the first kind runs before the measurement, so that SGLang's kernels are
+compiled in advance.
+
+With --dry-run, jobs run on the CPU and capture nothing. This tests that SGLang starts and measures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-# SGLang looks for vLLM, and a file beside this one has its name.
+# SGLang imports vLLM if it exists, and vllm.py in this folder has the same name.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 MODES = {
@@ -68,7 +68,7 @@ DRY = {
 
 
 def options(mode: str, dry: bool) -> dict[str, Any]:
-    """Return what SGLang is given."""
+    """Return the options for SGLang."""
     chosen = {"cuda_graph_config": MODES[mode]} if MODES[mode] else {}
     return {"grammar_backend": "none", **chosen, **SHARE, **(DRY if dry else {})}
 
@@ -78,7 +78,7 @@ def prompts(requests: int, tokens: int) -> list[list[int]]:
 
 
 class Engine:
-    """One job: an engine, and what is measured on it."""
+    """One job with an engine, and its measurements."""
 
     def __init__(self, model: str, layer: str, mode: str, dry: bool) -> None:
         import sglang
@@ -103,19 +103,19 @@ class Engine:
         return taken, [token for output in found for token in output["output_ids"]]
 
     def decode(self, batch: int) -> tuple[float, None, list[int]]:
-        """Return milliseconds a token after the first of each request, and all tokens."""
+        """Return milliseconds per token after the first token of each request, and all tokens."""
         first = min(self._generate(batch, PROMPT, 1)[0] for _ in range(3))
         taken, tokens = self._generate(batch, PROMPT, 1 + self.steps)
         return (taken - first) / self.steps, None, tokens
 
     def prefill(self, requests: int, tokens: int) -> tuple[float, None, list[int]]:
-        """Return milliseconds to the first tokens, and these."""
+        """Return milliseconds until the first tokens, and these tokens."""
         taken, found = min(self._generate(requests, tokens, 1) for _ in range(3))
         return taken, None, found
 
 
 class Worker:
-    """One job: a model runner, and what is measured on it."""
+    """One job with a model runner, and its measurements."""
 
     def __init__(self, model: str, layer: str, mode: str, dry: bool) -> None:
         from sglang.benchmark import one_batch
@@ -161,7 +161,7 @@ class Worker:
         return 0 if self.dry else torch.cuda.memory_reserved()
 
     def _free(self) -> int:
-        """Return the device's free bytes; what the allocator has cached counts as free."""
+        """Return the free bytes of the device; memory cached by the allocator counts as free."""
         if self.dry:
             return 0
         torch.cuda.synchronize()
@@ -169,10 +169,10 @@ class Worker:
         return torch.cuda.mem_get_info()[0]
 
     def trace(self) -> float:
-        """Run every captured shape once; return the GiB that this took and that stayed."""
+        """Run every captured shape once; return the GiB that stayed allocated."""
         if self.dry:
             return 0.0
-        self._extend(1, PROMPT)  # nothing but graphs is new to what follows
+        self._extend(1, PROMPT)  # Afterwards, only graphs allocate memory.
         before, runner = self._free(), self.runner.torch_runner
         for tokens in getattr(runner.prefill_cuda_graph_runner, "capture_num_tokens", ()):
             requests = -(-tokens // 4000)
@@ -188,8 +188,7 @@ class Worker:
         return self.runner.extend(make(requests, tokens, prompts(requests, tokens)))
 
     def decode(self, batch: int) -> tuple[float, float, list[int]]:
-        """Return milliseconds a step without waiting for each, those of the host alone, and the
-        tokens of the last one."""
+        """Return wall and host milliseconds per step of consecutive steps, and the last tokens."""
         tokens, _, state = self._extend(batch, PROMPT)
         steps = 4 if self.dry else STEPS
         self.runner.synchronize()
@@ -202,8 +201,7 @@ class Worker:
         return 1e3 * wall / steps, 1e3 * host / steps, tokens.tolist()
 
     def prefill(self, requests: int, tokens: int) -> tuple[float, float, list[int]]:
-        """Return milliseconds of one step, those of the host alone, the least of five runs each,
-        and its tokens."""
+        """Return the minimum wall and host milliseconds of a step in five runs, and its tokens."""
         host, wall = [], []
         for _ in range(5):
             self.runner.synchronize()
@@ -215,14 +213,14 @@ class Worker:
         return min(wall), min(host), found.tolist()
 
     def pace(self) -> str:
-        """Say how fast graphs go now; needs devgraph's probe, in whichever layer."""
+        """Return the pace of graphs as text, measured by devgraph's probe for both layers."""
         import devgraph
 
         return str(devgraph.get_backend("auto").after_captures())
 
 
 def random_model() -> str:
-    """Make a folder with the shape of Qwen3-0.6B and random weights; return its name."""
+    """Create a folder with a model in the shape of Qwen3-0.6B and random weights."""
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
@@ -249,9 +247,9 @@ def random_model() -> str:
 
 
 def work(model: str, job: str, dry: bool, engine: bool) -> None:
-    """Answer one line of JSON for each: a list of a method's name and its arguments."""
+    """Answer requests: each is a line of JSON with the name and arguments of a method."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # SGLang prints
+    os.dup2(2, 1)  # SGLang prints to standard output.
     layer, mode = job.split("#")[0].split(":")
     importlib.import_module(
         f"sglang.{'srt.entrypoints.engine' if engine else 'benchmark.one_batch'}"
@@ -265,11 +263,11 @@ def work(model: str, job: str, dry: bool, engine: bool) -> None:
             print(json.dumps(getattr(worker, name)(*arguments)), file=out, flush=True)
         if engine:
             worker.engine.shutdown()
-    os._exit(0)  # without SGLang's own ends of processes, which differ between versions
+    os._exit(0)  # Skip SGLang's own shutdown, which differs between versions.
 
 
 class Job:
-    """A worker's process, as its parent sees it."""
+    """A worker process, on the side of its parent."""
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
         command = [sys.executable, __file__, options.model, "--work", name]
@@ -289,7 +287,7 @@ class Job:
         self.facts = self.ask("start")
 
     def end(self) -> None:
-        """Let the process end."""
+        """End the process."""
         self.process.stdin.close()  # type: ignore[union-attr]
         self.process.wait(60)
 
@@ -311,8 +309,8 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--jobs", nargs="+", default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm", action="store_true", help="start another job before")
-    parser.add_argument("--json", type=Path, help="write the figures of every round")
+    parser.add_argument("--warm", action="store_true", help="run another job before")
+    parser.add_argument("--json", type=Path, help="write the results of every round to this file")
     for flag in FLAGS:
         parser.add_argument(f"--{flag}".replace("_", "-"), action="store_true")
     parser.add_argument("--work", help=argparse.SUPPRESS)

@@ -1,14 +1,14 @@
-"""Tables of the docs, written from the outputs of ``device.py``: no figure is typed.
+"""Write the tables of the docs from the outputs of ``device.py``.
 
     python benchmarks/tables.py OUT [--docs docs]
 
-Each benchmark becomes rows of one form: what devgraph took, what its peer took, and median, minimum
-and maximum of their ratio over all processes. A page has a table where it has the two lines
+Each row has a result of devgraph, the result of a peer, and the median, minimum and maximum of
+their ratio over all processes. The table of benchmark NAME goes between these two lines of a page:
 
     <!-- figures NAME -->
     <!-- end of figures -->
 
-Rows of other devices and of other versions of torch stay, so that runs lie beside each other.
+Rows of other devices and of other versions of torch are kept.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ DECODES = (1, 8, 64, 256)
 
 @attrs.frozen
 class Pair:
-    """What devgraph and its peer took for the same work in one process, or in one of each."""
+    """Results of devgraph and of a peer for the same work, in one process or in one each."""
 
     what: str
     unit: str
     measured: float
-    """By devgraph, unless ``what`` says otherwise."""
+    """Result of devgraph, unless ``what`` names another contender."""
     peer: float
     against: str
 
 
 @attrs.frozen
 class Machine:
-    """Where and of what figures were taken."""
+    """Device, torch version and commit of a measurement."""
 
     device: str
     torch: str
@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """Device and torch; rows of the same name replace each other."""
+        """Device and torch version; new rows replace old rows with the same name."""
         short = re.sub(r"^NVIDIA (\S+).*", r"\1", self.device)
         return f"{short}, torch {self.torch}"
 
@@ -153,7 +153,7 @@ def economy(report: Any) -> Rows:
 
 
 def measured(report: Any, name: str, *ways: str) -> list[Any]:
-    """Return what was measured in each of the ways, or nothing if one of them failed."""
+    """Return the results of all ``ways``, or an empty list if one of them failed."""
     found = [report.get(name, {}).get(way) for way in ways]
     return found if all(isinstance(one, dict) for one in found) else []
 
@@ -225,7 +225,7 @@ def encoder(report: Any) -> Rows:
 
 
 def same_number(jobs: Iterable[str], ours: str, theirs: str) -> Iterator[tuple[str, str]]:
-    """Yield the jobs of two kinds that have the same number, as ``KIND#2`` and ``OTHER#2``."""
+    """Yield pairs of jobs of two kinds with the same number, such as ``KIND#2``, ``OTHER#2``."""
     for job in jobs:
         kind, mark, number = job.partition("#")
         if kind == ours:
@@ -298,11 +298,11 @@ READERS: dict[str, Callable[[Any], Rows]] = {
     )
 }
 FILES = {"handoff": ("handoff", "handoff_direct"), "vllm_pace": ("vllm",)}
-"""Steps whose figures a table has, where they are not those of its name."""
+"""Steps with the results of a table, for tables that do not have the name of their step."""
 
 
 def number(value: float) -> str:
-    """Return a figure with three digits that count, or all of those before the point."""
+    """Format a number with three significant digits, or with all digits before the point."""
     digits = 2 - len(str(int(abs(value)))) + (abs(value) >= 1)
     return f"{value:,.{max(0, digits if abs(value) >= 1 else 3)}f}"
 
@@ -338,14 +338,14 @@ def key_of(cells: Sequence[str]) -> tuple[str, str, str]:
 
 
 def merged(old: Iterable[Sequence[str]], new: Iterable[Sequence[str]]) -> list[Sequence[str]]:
-    """Return the rows of both, those of one work together, new ones in place of old ones."""
+    """Merge rows: new rows replace old rows with the same key; rows of one work are adjacent."""
     rows = {key_of(cells): cells for cells in (*old, *new)}
     order = {key[:2]: place for place, key in reversed([*enumerate(rows)])}
     return [rows[key] for key in sorted(rows, key=lambda key: (order[key[:2]], key[2]))]
 
 
 def written(text: str, name: str, new: Iterable[Sequence[str]]) -> str:
-    """Return the text of a page with the new rows in its table of this name, if it has one."""
+    """Return the text of a page with the new rows merged into its table ``name``, if it exists."""
     begin = BEGIN.format(name)
     before, mark, rest = text.partition(f"{begin}\n")
     if not mark:
@@ -367,7 +367,7 @@ def reports_of(out: Path, name: str) -> Iterator[Any]:
 
 
 def write(out: Path, docs: Path) -> list[str]:
-    """Write all tables that ``out`` has figures for; return the names of the changed pages."""
+    """Write the tables of all results in ``out``; return the names of the changed pages."""
     machine = Machine(**json.loads((out / "machine.json").read_text(encoding="utf-8")))
     tables = {
         name: [*lines_of((pair for one in reports_of(out, name) for pair in read(one)), machine)]
@@ -386,9 +386,9 @@ def write(out: Path, docs: Path) -> list[str]:
 
 
 def main() -> int:
-    """Write the tables and say which pages changed."""
+    """Write the tables and print the names of the changed pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="what device.py left")
+    parser.add_argument("out", type=Path, help="output folder of device.py")
     parser.add_argument("--docs", type=Path, default=Path(__file__).parents[1] / "docs")
     args = parser.parse_args()
     print("changed:", *(write(args.out, args.docs) or ["nothing"]))

@@ -1,22 +1,23 @@
-"""Graphs that hold all-reduces: host time of a replay against torch's own graphs.
+"""Graphs with all-reduces, compared with torch's own graphs.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py [--json FILE]
     torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py --first HOW [--json FILE]
 
-The step is that of ``examples/tensor_parallel.py``. Host times are those of one call with the
-device idle before it; medians over turns that are taken in turn, and of the ranks the slower one.
+The step is that of ``examples/tensor_parallel.py``. Host time is the time of a call on an idle
+device. Contenders alternate. Results are medians on the slowest rank, in microseconds.
 
-decode    one graph: captured by hand with torch, ``DeviceGraph.replay`` and ``DecodeRunner.run``
-prefill   segments: the native graphs and the eager attention in a bare loop, and the whole replay
-step      wall time of a decode step: eagerly, in the graph, and in the graph after a vote of the
-          ranks, which the example takes once a step, through shared memory and over gloo
-vote      ``agree`` alone, both ways
+decode    host time of a replay of one graph, captured by hand with torch, with
+          ``DeviceGraph.replay`` and with ``DecodeRunner.run``
+prefill   host time of a replay of several segments, in a bare loop over native graphs and eager
+          attention, and with devgraph
+step      wall time of a decode step: eager, in a graph, and in a graph after a vote of the ranks
+          through shared memory and over gloo (the example votes once per step)
+vote      host time of ``agree`` through shared memory and over gloo
 
-All these times are in microseconds.
-
-With ``--first`` a process is a cold engine of default buckets: HOW is ``disabled`` (no graphs),
-``eager`` (all captured before the first token) or ``background`` (a bucket between two steps, which
-all ranks vote on). It tells the seconds to the first token and until all is captured, under load.
+With ``--first``, each process is a rank of a cold engine with default buckets. HOW is ``disabled``
+(no graphs), ``eager`` (all graphs are captured before the first token) or ``background`` (all ranks
+vote on the capture of a bucket between two steps). Results are the seconds to the first token, and
+until all buckets are captured under load.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SIZES = {"decode": 8, "prefill": 64}
 
 
 def host_us(run: Callable[[], object], synchronize: Callable[[], None], steps: int) -> float:
-    """Return the median host microseconds of one call, the device idle before each."""
+    """Return the median host time of a call on an idle device in microseconds."""
     times = []
     for _ in range(steps):
         synchronize()
@@ -55,7 +56,7 @@ def host_us(run: Callable[[], object], synchronize: Callable[[], None], steps: i
 
 
 def wall_us(run: Callable[[], object], synchronize: Callable[[], None], steps: int) -> float:
-    """Return the microseconds of one call in a row of ``steps``, the device's time included."""
+    """Return the microseconds per call of ``steps`` consecutive calls, including device time."""
     synchronize()
     started = time.perf_counter()
     for _ in range(steps):
@@ -70,7 +71,7 @@ def interleaved(
     args: argparse.Namespace,
     measure: Callable[..., float] = host_us,
 ) -> dict[str, float]:
-    """Return each run's median over turns; every rank takes the same turns."""
+    """Return the median of each run over alternating turns; all ranks use the same order."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.repeats):
         for name, run in runs.items():
@@ -109,7 +110,7 @@ def segments_of(runner: Any) -> tuple[Any, list[Any]]:
 
 
 def by_hand(engine: Engine, data: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-    """Capture the decode step with torch alone; return the graph and what must live as long."""
+    """Capture the decode step with torch; return the graph and the tensors that it needs."""
     backend: Any = engine.backend
     namespace = backend.namespace
     batch = argparse.Namespace(**{name: tensor.clone() for name, tensor in data.items()})
@@ -120,14 +121,15 @@ def by_hand(engine: Engine, data: dict[str, torch.Tensor]) -> tuple[Any, Any]:
             engine.model.decode(batch)
     namespace.synchronize()
     graph = getattr(namespace, backend.graph_class_name)()
-    # The watchdog thread of the communicator asks events meanwhile, which "global" forbids.
+    # The watchdog thread of the communicator queries events during the capture, which the mode
+    # "global" forbids.
     with namespace.graph(graph, stream=stream, capture_error_mode="thread_local"):
         out = engine.model.decode(batch)
     return graph, (batch, out)
 
 
 def measure_decode(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
-    """Host time of one decode step's graph."""
+    """Measure the host time of the graph of a decode step."""
     data = rows_of(engine, "decode")
     _, segments = segments_of(engine.decode)
     runs: dict[str, Callable[[], object]] = {"runner": lambda: engine.decode.run(data)}
@@ -148,7 +150,7 @@ def measure_decode(engine: Engine, args: argparse.Namespace) -> dict[str, float]
 
 
 def bare_loop(segments: list[Any]) -> Callable[[], None]:
-    """Return what launches the native graphs and runs the bodies between them, and no more."""
+    """Return a function that only launches the native graphs and runs the bodies between them."""
     steps = [
         segment.bound()
         if isinstance(segment, dg.DeviceGraph)
@@ -164,7 +166,7 @@ def bare_loop(segments: list[Any]) -> Callable[[], None]:
 
 
 def measure_prefill(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
-    """Host time of one prefill step's segments, eager attention included."""
+    """Measure the host time of the segments of a prefill step, including eager attention."""
     data = rows_of(engine, "prefill")
     engine.prefill.run(data)
     captured, segments = segments_of(engine.prefill)
@@ -182,7 +184,7 @@ def measure_prefill(engine: Engine, args: argparse.Namespace) -> dict[str, float
 
 
 def votes_of(engine: Engine) -> dict[str, Callable[[], dg.Decision]]:
-    """Return how the ranks agree on a decode step, by the way of the vote."""
+    """Return functions that vote on a decode step, by transport of the vote."""
     if not dist.is_initialized():
         return {}
     gloo, size = dist.new_group(backend="gloo"), SIZES["decode"]
@@ -199,7 +201,7 @@ def votes_of(engine: Engine) -> dict[str, Callable[[], dg.Decision]]:
 
 
 def measure_step(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
-    """Wall time of a decode step."""
+    """Measure the wall time of a decode step."""
     data = rows_of(engine, "decode")
     batch = argparse.Namespace(**data)
 
@@ -213,19 +215,19 @@ def measure_step(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     }
     for name, vote in votes_of(engine).items():
         runs[f"graph, vote by {name}"] = lambda vote=vote: engine.decode.run(data, decision=vote())
-    # In a row, so a few steps are enough; an eager one takes long.
+    # Wall times need fewer steps, and eager steps are slow.
     few = argparse.Namespace(repeats=args.repeats, steps=max(1, args.steps // 5))
     found = slowest(interleaved(runs, engine.backend.synchronize, few, wall_us))
     return {**found, "speedup": found["eager"] / found["graph"]}
 
 
 def measure_vote(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
-    """Host time of one vote."""
+    """Measure the host time of a vote."""
     return slowest(interleaved({**votes_of(engine)}, engine.backend.synchronize, args))
 
 
 def measure_first(model: Model, world: World, how: str) -> dict[str, Any]:
-    """Seconds of a cold engine to its first token, then until all its buckets are captured."""
+    """Measure the time of a cold engine to its first token and until its buckets are captured."""
     capture = {} if how == "disabled" else {"capture": how}
     overlay = {"policy": "breakable"} if world.backend.name == "cpu" else {}
     policies = {
@@ -251,7 +253,7 @@ def measure_first(model: Model, world: World, how: str) -> dict[str, Any]:
     while left:
         engine.step(engine.decode, load["decode"], model.shape.requests)
         idle = time.perf_counter()
-        left = any(runner.idle() for runner in runners)  # one of them, the same on all ranks
+        left = any(runner.idle() for runner in runners)  # All ranks capture the same bucket.
         pauses.append(time.perf_counter() - idle)
         steps += 1
     if how == "background":
@@ -267,7 +269,7 @@ def measure_first(model: Model, world: World, how: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print on the first rank."""
+    """Measure on all ranks, and print on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--layers", type=int, default=16)
@@ -303,7 +305,7 @@ def main() -> None:
     }
     for measure in (measure_decode, measure_prefill, measure_step, measure_vote):
         report[measure.__name__.removeprefix("measure_")] = measure(engine, args)
-        if args.json and world.rank == 0:  # after each, lest a later one fails
+        if args.json and world.rank == 0:  # Write after each part, because a later one may fail.
             Path(args.json).write_text(json.dumps(report, indent=2), encoding="utf-8")
     engine.close()
     world.leave()

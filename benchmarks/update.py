@@ -1,17 +1,17 @@
-"""Dynamic regions: one updated graph, and a breakable one, against the package of Meta.
+"""Steps with changing host arguments: updated and broken graphs, compared with Meta's package.
 
     python benchmarks/update.py [--steps 240] [--json FILE] [--only d256 d1024 d4096]
 
-On each size of a 36-layer decoder whose KV length changes at every step it compares
+The benchmark runs three sizes of a 36-layer decoder, whose KV length changes in every step, with
 
 meta         the public package breakable-cuda-graphs (``pip install breakable-cuda-graphs``)
 breakable    dg.capture(policy="breakable")
 full+update  dg.capture(policy="full") with a recording for every length
 
-Host time is one call on an idle device, wall time is a call in a row of them; medians. Contenders
-take turns, and times to meta are medians of the ratios of one turn: a host with other guests is
-slower for seconds at a time, for all of them. Every length of every contender must equal eager bit
-for bit. Needs a CUDA device.
+Host time is the time of a call on an idle device. Wall time is the time per call of consecutive
+calls. Results are medians. Contenders alternate, and ratios to meta are medians over turns, because
+a shared host may be slower for seconds. Every length of every contender must equal eager bit for
+bit. The benchmark needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ GOALS = {
     "first use of a length where the host was quickest, ms": dict.fromkeys(WORKS, 4.0),
 }
 WALL_TURNS = 96
-"""Turns in which each contender runs WALL_STEPS calls in a row."""
+"""Number of turns in which each contender runs WALL_STEPS consecutive calls."""
 WALL_STEPS = 12
 EMPTY_TURNS = 40
-"""The same for breaks that do nothing, where each turn compares EMPTY_STEPS replays with as many
-bare launches; the quicker half of the turns counts."""
+"""Number of turns for breaks that do nothing. Each turn compares EMPTY_STEPS replays with as many
+bare launches. Only the faster half of the turns counts."""
 EMPTY_STEPS = 12
 FIRST_USES = 100
-"""New lengths that are timed at each of four moments of a run."""
+"""Number of new lengths in each of the four parts of ``FirstUses``."""
 
 
 @attrs.define
 class Contender:
-    """One way to run a step of a given KV length."""
+    """An implementation of a step with a given KV length."""
 
     name: str
     call: Callable[[int], torch.Tensor]
@@ -83,8 +83,7 @@ def host_seconds(call: Callable[[int], Any], lengths: Iterator[int], steps: int)
 
 
 def wall_seconds(call: Callable[[int], Any], lengths: Iterator[int], steps: int) -> float:
-    """Time ``steps`` calls in a row, after a few that warm the caches for this contender; return
-    seconds per call."""
+    """Time ``steps`` consecutive calls after three calls that warm caches; return seconds each."""
     for _ in range(3):
         call(next(lengths))
     torch.cuda.synchronize()
@@ -96,12 +95,12 @@ def wall_seconds(call: Callable[[int], Any], lengths: Iterator[int], steps: int)
 
 
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median of what ``times`` are of ``others``, turn by turn."""
+    """Return the median over turns of the ratio of ``times`` to ``others``."""
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 class MetaBreakable:
-    """The model captured by the public package, with the KV length as ambient state."""
+    """A capture of the model by the public package; its bodies read the KV length from here."""
 
     def __init__(self, model: Model, body: Callable[..., None]) -> None:
         import breakable_cuda_graphs as meta
@@ -128,7 +127,7 @@ class MetaBreakable:
         return self.outputs
 
     def executables(self) -> list[int]:
-        """Handles of what the captured segments launch."""
+        """Return the handles of the executables that the segments launch."""
         graphs = [s for s in self.graph._segments if isinstance(s, torch.cuda.CUDAGraph)]
         return [graph.raw_cuda_graph_exec() for graph in graphs]
 
@@ -147,7 +146,7 @@ def captured(
 
 
 def bare_launches(handles: Sequence[int]) -> Callable[[int], None]:
-    """Return what only launches the executables, through the driver."""
+    """Return a function that launches the executables through the driver and does nothing else."""
     launch = ctypes.CDLL("libcuda.so.1").cuGraphLaunch
     launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     stream = torch.cuda.current_stream().cuda_stream
@@ -160,7 +159,7 @@ def bare_launches(handles: Sequence[int]) -> Callable[[int], None]:
 
 
 def contenders(model: Model) -> list[Contender]:
-    """Make everything that runs the real attention."""
+    """Create the contenders with the real attention."""
     made = []
     if has_meta():
         meta = MetaBreakable(model, attend)
@@ -189,13 +188,13 @@ def compare(
 ) -> dict[str, Any]:
     """Time the contenders on the real attention and check every length."""
     lengths = work.lengths()
-    # After one pass in rising order every row of the caches has its final content.
+    # After one pass in ascending order, every row of the caches has its final content.
     for length in sorted(lengths):
         model.step(model.x, attend, kv_len=length)
     expected = {length: model.step(model.x, attend, kv_len=length).clone() for length in lengths}
     all_made = make(model)
     for made in all_made:
-        # In turns: a length gets its own executable when it comes back, and repeats are no uses.
+        # Cycle through the lengths, because only a length that returns gets its own executable.
         for length in lengths * 3:
             got = made.call(length)
             if not torch.equal(got, expected[length]):
@@ -203,7 +202,7 @@ def compare(
     turns = {made.name: itertools.cycle(lengths) for made in all_made}
     for made in all_made:
         host_seconds(made.call, turns[made.name], 10)
-    # Step by step in turn: what disturbs the host for a while disturbs all of them.
+    # Contenders alternate after each step, so that disturbances of the host affect all of them.
     orders = itertools.cycle(itertools.permutations(all_made))
     for _ in range(steps):
         for made in next(orders):
@@ -230,10 +229,10 @@ def compare(
 
 
 def empty_bodies(model: Model) -> dict[str, float]:
-    """Host time of breakable replays whose eager bodies do nothing, above the bare launches."""
+    """Measure breakable replays with empty eager bodies: host time minus that of bare launches."""
     pairs: dict[str, tuple[Callable[[int], Any], Callable[[int], None], Callable[[], None]]] = {}
     cap = captured(model, "breakable", nothing_region)
-    cap.replay(kv_len=512)  # makes the executables
+    cap.replay(kv_len=512)  # This creates the executables.
     handles = [s._own._executable for s in cap.segments if isinstance(s, dg.DeviceGraph)]
     pairs["breakable"] = (lambda n: cap.replay(kv_len=n), bare_launches(handles), cap.close)
     if has_meta():
@@ -250,8 +249,8 @@ def empty_bodies(model: Model) -> dict[str, float]:
             )
             turns[name].append((whole, bare))
     result = {}
-    # The half of the turns in which the host was quickest, by all bare launches of the turn: what
-    # is left between two slow times is noise.
+    # Use only the half of the turns with the fastest bare launches, because differences of slow
+    # times are mostly noise.
     bare_times = [sum(bare for _, bare in pair) for pair in zip(*turns.values(), strict=True)]
     quick = sorted(range(EMPTY_TURNS), key=bare_times.__getitem__)[: EMPTY_TURNS // 2]
     for name, all_taken in turns.items():
@@ -265,10 +264,10 @@ def empty_bodies(model: Model) -> dict[str, float]:
 
 
 def new_lengths(model: Model, count: int) -> dict[str, Any]:
-    """Host time of a trace in which every length is new, recording and captures included.
+    """Measure the host time of a trace of new lengths, including recordings and captures.
 
-    Step by step in turn, as in ``compare``: an eager step, whose output is the truth, then both
-    policies. All write the same rows to the caches, so that each finds them as the others did.
+    For each length, an eager step gives the expected output, and then both policies run. All write
+    the same rows to the caches, so that they compute the same results.
     """
     order = torch.randperm(1200, generator=torch.Generator().manual_seed(2))
     trace = [512 + 2 * int(i) for i in order[:count]]
@@ -299,18 +298,18 @@ def resident_bytes() -> int:
 
 
 class FirstUses:
-    """Host times of lengths that are new, of updates without an executable, and of making one.
+    """Host times of new lengths, of updates without an executable, and of creating an executable.
 
-    ``take`` new lengths in several parts, between other measurements: the core of a host with
-    other guests is half as quick for seconds at a time. How quick it was, the eager step tells,
-    which is timed in turn. ``result`` needs 40 lengths.
+    Call ``take`` several times between other measurements, because a shared host may be half as
+    fast for seconds. The eager step, which ``take`` also times, shows the speed of the host.
+    ``result`` needs 40 lengths.
     """
 
     def __init__(self, model: Model, backend: str = "cuda") -> None:
         self._model = model
         budget = UpdateBudget(misses=10**6)
         self._captured = captured(model, "full", attend_region, backend, budget=budget)
-        host_seconds(self._call, iter((514, 516, 518)), 3)  # the replays that load kernels
+        host_seconds(self._call, iter((514, 516, 518)), 3)  # These replays load kernels.
         self._lengths: list[int] = []
         self._parts: list[tuple[list[float], list[float]]] = []
         self._grown = 0
@@ -322,7 +321,7 @@ class FirstUses:
         self._model.step(self._model.x, attend, kv_len=length)
 
     def take(self, count: int) -> None:
-        """Time the next ``count`` new lengths and, in turn, the same step run eagerly."""
+        """Time the next ``count`` new lengths, alternately with the same steps run eagerly."""
         start = 520 + 2 * len(self._lengths)
         new, eager = [], []
         for length in range(start, start + 2 * count, 2):
@@ -334,16 +333,18 @@ class FirstUses:
         self._parts.append((new, eager))
 
     def result(self) -> dict[str, Any]:
-        """Time updates and executables too, close the graphs and return all. ``new_ms`` is the
-        median of the part in which the host was quickest, by its eager steps."""
+        """Time updates and executables, close the graphs, and return all results.
+
+        ``new_ms`` is the median of the part with the fastest eager steps.
+        """
         recordings, lengths = self._captured.pool.recordings, self._lengths
         recording_bytes = sum(each.bytes for each in recordings.kept()) / len(recordings)
         budget = recordings.budget_bytes
-        recordings.budget_bytes = recordings.bytes  # no room for executables
+        recordings.budget_bytes = recordings.bytes  # This leaves no room for executables.
         update = host_seconds(self._call, itertools.cycle(lengths[4:8]), 40)
         recordings.budget_bytes = budget
         free, charged = torch.cuda.mem_get_info()[0], recordings.bytes
-        fresh = lengths[8:40]  # as many executables as the budget has room for
+        fresh = lengths[8:40]  # The budget has room for the executables of these lengths.
         build = host_seconds(self._call, iter(fresh), len(fresh))
         torch.cuda.synchronize()
         parts = [[statistics.median(times) * 1e3 for times in part] for part in self._parts]
@@ -367,7 +368,7 @@ class FirstUses:
 
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:
-    """Return the measured value of each goal that can be measured here."""
+    """Return the measured value of each goal, as far as it can be measured here."""
     real, empty = result["real"], result["empty"]
     out = {}
     if "meta" in real:
@@ -404,7 +405,7 @@ def measure(name: str, steps: int, trace: int) -> dict[str, Any]:
 
 
 def report(name: str, result: dict[str, Any]) -> bool:
-    """Print one size; return whether every output was right."""
+    """Print the results of one size; return whether every output was correct."""
     say = sys.stdout.write
     say(f"\n{WORKS[name]}, {WORKS[name].layers} layers\n")
     right = True
@@ -440,10 +441,10 @@ def main() -> int:
     )
     parser.add_argument("--trace", type=int, default=1000, help="new lengths (default: 1000)")
     parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--json", metavar="FILE", help="write all results to this file")
     args = parser.parse_args()
-    # cuDNN plans its attention anew for every length (about a millisecond each): whoever takes a
-    # new length on the step's path uses the flash kernels.
+    # cuDNN plans attention again for every length, which takes about a millisecond. Engines with
+    # new lengths in each step use the flash kernels instead.
     torch.backends.cuda.enable_cudnn_sdp(False)
     sys.stdout.write(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
@@ -454,7 +455,7 @@ def main() -> int:
         results[name] = measure(name, args.steps, args.trace)
         right = report(name, results[name]) and right
         sys.stdout.flush()
-        if args.json:  # after each size: a run that is cut short leaves what it measured
+        if args.json:  # Write after each size, so that an interrupted run keeps its results.
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump(results, file, indent=1, default=str)
     return 0 if right else 1

@@ -1,8 +1,8 @@
 """The decoder that ``update.py`` times, and its attention under every kind of mark.
 
-A step runs ``tokens`` new tokens through all layers; each layer writes their keys and values into
-its cache in front of position ``kv_len`` and attends over the ``kv_len`` cached tokens. The
-attention's host argument is ``kv_len``: it sets the shapes, and so the kernels, of the attention.
+A step runs ``tokens`` new tokens through all layers. Each layer writes their keys and values to the
+last of the first ``kv_len`` rows of its cache, and attends over these ``kv_len`` rows. The host
+argument ``kv_len`` determines the shapes and therefore the kernels of attention.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Work:
         return f"d={self.width}, {self.tokens} tokens"
 
     def lengths(self) -> list[int]:
-        """KV lengths whose newly written rows do not overlap, in a shuffled order."""
+        """Return KV lengths in random order, whose new rows do not overlap."""
         step = max(self.tokens, 40)
         order = torch.randperm((3000 - 512) // step, generator=torch.Generator().manual_seed(0))
         return [512 + step * int(i) for i in order]
@@ -57,9 +57,9 @@ def attend(
     *,
     kv_len: int,
 ) -> None:
-    """Gated attention of ``q`` over the first ``kv_len`` cached rows, after adding ``k`` and ``v``.
+    """Write ``k`` and ``v`` to the cache; compute gated attention of ``q`` over ``kv_len`` rows.
 
-    Five kernels: two writes into the cache, the attention in two steps, the gate.
+    The function launches five kernels: two cache writes, two for attention, and the gate.
     """
     tokens = q.shape[0]
     keys[kv_len - tokens : kv_len].copy_(k)
@@ -73,7 +73,7 @@ def attend(
 
 
 def nothing(*_: torch.Tensor, kv_len: int) -> None:
-    """The same signature and no work."""
+    """Do nothing, with the signature of ``attend``."""
 
 
 attend_region = dg.region(host_args=("kv_len",), mutates=("keys", "values", "out"))(attend)
@@ -91,11 +91,11 @@ def nothing_region(
     *,
     kv_len: int,
 ) -> None:
-    """A break that does nothing."""
+    """Do nothing, as a region."""
 
 
 class Model:
-    """The layers, with weights and caches of noise in bfloat16."""
+    """The layers, with random weights and caches in bfloat16."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(1)
@@ -124,7 +124,7 @@ class Model:
         self.x = noise(work.tokens, width)
 
     def step(self, x: torch.Tensor, attention: Attend, **host: Any) -> torch.Tensor:
-        """Run all layers; ``host`` goes to ``attention``."""
+        """Run all layers; ``host`` has the host arguments of ``attention``."""
         work = self.work
         for weights, keys, values in zip(self.weights, self.keys, self.values, strict=True):
             qkvg, proj, up, down = weights

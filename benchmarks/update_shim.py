@@ -1,11 +1,11 @@
-"""The update benchmark through the ROCm backend on an NVIDIA GPU, beside the CUDA backend.
+"""The update benchmark on the ROCm backend and the CUDA backend, both on an NVIDIA GPU.
 
     python benchmarks/update_shim.py [--steps 60] [--only d256 d1024] [--json FILE]
 
-The shim of ``tests/sim/hip`` stands for libamdhip64 and forwards to the CUDA driver, so that both
-backends capture, update and launch the same kernels, and what is compared is the host's work. Runs
-the model of ``update.py``: every length of both backends must equal eager bit for bit. Needs an
-NVIDIA GPU and a C++ compiler (or a shim named by ``DEVGRAPH_HIP_SHIM``).
+The shim of ``tests/sim/hip`` replaces libamdhip64 and forwards to the CUDA driver. Both backends
+capture, update and launch the same kernels, so the comparison shows the work of the host. The model
+is that of ``update.py``. Every length must equal eager bit for bit on both backends. The benchmark
+needs an NVIDIA GPU and a C++ compiler (or a compiled shim in ``DEVGRAPH_HIP_SHIM``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from devgraph.api.registry import register
 BACKENDS = ("cuda", "rocm")
 FIRST = ("new_to_eager", "update_us", "executable_ms")
 GOAL = 1.25
-"""The most host time of a replay with an update through the shim, against the CUDA backend's."""
+"""Maximum host time of a replay with an update through the shim, relative to the CUDA backend."""
 
 
 def contenders(model: Model) -> list[update.Contender]:
@@ -43,7 +43,7 @@ def contenders(model: Model) -> list[update.Contender]:
 
 
 def measure(name: str, steps: int, keys: int) -> Iterator[dict[str, Any]]:
-    """Measure one size; yields what is known so far."""
+    """Measure one size; yield each part of the results."""
     work = update.WORKS[name]
     model = Model(work, torch.device("cuda"))
     real = update.compare(model, work, steps, contenders)
@@ -64,7 +64,7 @@ def measure(name: str, steps: int, keys: int) -> Iterator[dict[str, Any]]:
 
 
 def report(result: dict[str, Any]) -> bool:
-    """Print a part of what was measured; return whether it is right and meets the goal."""
+    """Print a part of the results; return whether it is correct and meets the goal."""
     say = sys.stdout.write
     right = True
     for contender, row in result.get("real", {}).items():
@@ -96,13 +96,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="timed steps (default: 60)")
     parser.add_argument("--keys", type=int, default=40, help="new lengths (default: 40)")
     parser.add_argument("--only", nargs="+", choices=update.WORKS, default=["d256", "d1024"])
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--json", metavar="FILE", help="write all results to this file")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.sim.hip.backend import ShimBackend
 
     register("rocm", ShimBackend)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in update.py
+    torch.backends.cuda.enable_cudnn_sdp(False)  # See update.py.
     sys.stdout.write(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.steps}\n"
     )

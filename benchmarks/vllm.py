@@ -1,40 +1,40 @@
-"""vLLM, 0.22 to 0.33, on its own graph layer and on devgraph, side by side on one GPU.
+"""vLLM 0.22 to 0.33 on its own graph layer and on devgraph, on one GPU.
 
     python benchmarks/vllm.py OUTDIR [--deadline 150] [--model 0.6b] [--jobs JOB ...]
 
-A job is RUNNER:MODE, for example v2:default v2:devgraph v1:devgraph. Every job is an engine in a
-process of its own; v2:devgraph#2 is another one of the same kind. They import vLLM at the same
-time, start one after the other (so that start-up, first captures and memory are each one's own),
-stay, and then measure in turns, so that clocks and heat are the same for all. Weights are random
-and equal; prompts are equal.
+A job is RUNNER:MODE, for example v2:default, v2:devgraph or v1:devgraph. Each job is an engine in
+its own process; v2:devgraph#2 is another job of the same kind. The jobs import vLLM at the same
+time and start one after another, so that start-up, first captures and memory are measured
+separately. Then they measure alternately, at the same clocks and temperature. All jobs have the
+same random weights and the same prompts.
 
-Captures are compared inside each engine of mode devgraph: all of its graphs are freed and captured
-anew, by vLLM's own code and by devgraph's in turns, each time into new memory. They do not compare
-between processes (docs/vllm.md, Measured). With --within each turn also decodes, so that the steps
-of both layers are those of one process.
+MODE is default or full_vllm (vLLM's own layer with its default mode or with cudagraph_mode FULL),
+eager, devgraph (the modes of default), breakable or full (DEVGRAPH_MODE, see docs/vllm.md).
 
-With --sleep N engines sleep and wake N times at level 1 and N times at level 2.
+Captures are compared inside each engine of mode devgraph. Its graphs are freed and captured again,
+alternately with vLLM's own code and with devgraph, each time into new memory. Capture times of
+different processes are not comparable (docs/vllm.md, Measured). With --within, the engine also
+decodes after each of these captures, so that steps of both layers are measured in one process.
 
-Engines that compile share one new folder of caches, those that do not share another: the first of
-each kind starts cold, the later ones do not say how long a start takes. With --own-caches each has
-a folder of its own: all start cold.
+With --sleep N, engines sleep and wake N times at level 1 and N times at level 2.
 
-With --together all engines start at the same time, each with caches of its own and a KV cache of
-8 GiB, and wait for each other before and after they capture, one after the other: captures and
-their memory are each one's own as before, and the seconds of starts say nothing.
+Engines that compile share a new cache folder, and all other engines share another one. Therefore
+only the first engine of each kind has a cold start. With --own-caches, each engine has its own
+folder and a cold start.
 
-Last, each engine says what a forward of 8 takes on the device: as it is, after launches that slow
-graphs down, and after all streams of its process were brought back to full pace
-(docs/fast-replay.md).
+With --together, all engines start at the same time, each with its own caches and a KV cache of
+8 GiB. They wait for each other and capture one after another, so that captures and their memory are
+still measured separately, but start-up times are not meaningful.
 
-With --ranks N each engine runs tensor parallel over N devices, one process of this program for each
-rank (vLLM's external launcher). Figures are those of the slower rank; captures are not compared.
+At the end, each engine reports the device time of a forward of 8 requests: without preparation,
+after launches that slow graphs down, and after the recovery of all streams (docs/fast-replay.md).
 
-With --dry-run nothing touches a device: the children import vLLM, install devgraph and name the
-places that they would measure.
+With --ranks N, each engine runs tensor parallel over N devices, with one process of this program
+for each rank (vLLM's external launcher). Results are those of the slower rank; captures are not
+compared.
 
-modes: default and full_vllm (vLLM's own layer: its default and cudagraph_mode FULL), eager,
-devgraph (the same modes as default), breakable and full (DEVGRAPH_MODE, see docs/vllm.md).
+With --dry-run, no device is used: the child processes import vLLM, install devgraph and print the
+replaced attributes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# This file has the name of what it measures.
+# This file has the name of the package that it imports.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 BATCHES = (1, 8, 64, 256)
@@ -81,9 +81,9 @@ LAYERS = ("devgraph", "vllm")
 RECAPTURE = (*(f"{name}_s" for name in LAYERS), "ratio")
 UNCOMPILED = ("eager", "breakable")
 SLEEPS = "BENCHMARK_SLEEPS"
-"""Environment variable of child processes: whether their engines can sleep."""
+"""Environment variable of child processes; if it is set, their engines can sleep."""
 RANKS = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "MASTER_ADDR": "127.0.0.1"}
-"""Environment of the processes of an engine with several ranks, which keep off NVLink multicast."""
+"""Environment of engines with several ranks; they do not use NVLink multicast."""
 JOBS = ("v2:default", "v2:devgraph", "v2:breakable", "v1:devgraph", "v1:default")
 
 QWEN3: dict[str, Any] = {
@@ -148,7 +148,7 @@ ENVIRONMENT = {
 
 
 class Subject:
-    """One engine: what the child process builds and measures."""
+    """The engine of a child process, and its measurements."""
 
     def __init__(self, model: str, runner: str, mode: str, folder: str) -> None:
         self.model, self.runner_name, self.mode, self.folder = model, runner, mode, folder
@@ -161,7 +161,7 @@ class Subject:
         self.ends: list[float] = []
 
     def load(self) -> None:
-        """Import what the engine needs; touches no device."""
+        """Import the modules of the engine without using a device."""
         import torch
         from vllm import LLM  # noqa: F401
         from vllm.model_executor.models import qwen3  # noqa: F401
@@ -183,7 +183,7 @@ class Subject:
         self._watch_streams()
 
     def _layer(self) -> list[tuple[Any, str, Any]]:
-        """What of vLLM differs between the two graph layers, apart from what holds graphs."""
+        """Return the attributes of vLLM that differ between the two graph layers."""
         places = (
             (self.managers, "torch"),
             (self.managers.CudaGraphManager, "capture"),
@@ -230,7 +230,7 @@ class Subject:
         setattr(cls, name, timed)
 
     def _watch_streams(self) -> None:
-        """Note every stream that becomes current."""
+        """Record every stream that becomes current."""
         put = self.torch.cuda.set_stream
 
         def set_stream(stream: Any) -> None:
@@ -241,10 +241,11 @@ class Subject:
         self.torch.cuda.set_stream = set_stream
 
     def start(self, wait: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Build the engine and give the first token.
+        """Build the engine and generate the first token.
 
         Args:
-            wait: called before the captures and after; the size of the KV cache is given then.
+            wait: function to call before and after the captures. If it is given, the size of the KV
+                cache is fixed.
         """
         from vllm import LLM
 
@@ -288,7 +289,7 @@ class Subject:
         return {"tensor_parallel_size": size, **launcher} if size > 1 else {}
 
     def install(self) -> list[str]:
-        """Put devgraph in where this job has it; return its places."""
+        """Install devgraph if the job's mode uses it; return the replaced attributes."""
         from devgraph.integrations import vllm
 
         if self.mode in INSTALL:
@@ -298,7 +299,7 @@ class Subject:
         return places
 
     def _fill_weights(self) -> None:
-        # Dummy loading leaves norms near zero, and every output equal.
+        # Dummy loading sets norms near zero, so that all outputs would be equal.
         generator = self.torch.Generator(device="cuda")
         generator.manual_seed(1)
         with self.torch.inference_mode():
@@ -326,14 +327,16 @@ class Subject:
         self.llm.llm_engine.step = run
 
     def recapture(self, count: int, seconds: float, within: bool) -> dict[str, list[Any]]:
-        """Capture with vLLM's own code and with devgraph's, in a turn that warms up and then in up
-        to ``count`` turns, of which none but the first begins after ``seconds``; the graphs that
-        stay are devgraph's. Return the seconds of every capture by layer, and under
-        ``LAYER_steps`` for every turn how each batch was decoded, if it is to be ``within``."""
+        """Capture alternately with vLLM's own code and with devgraph; keep devgraph's graphs.
+
+        A warm-up turn precedes up to ``count`` measured turns. After ``seconds``, no further turn
+        begins. Return the seconds of every capture by layer. With ``within``, also return the
+        results of ``decode`` for each turn under ``LAYER_steps``.
+        """
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.platforms import current_platform
 
-        # What holds graphs, its class in devgraph and the class of vLLM that it extends.
+        # Each object with graphs, its class in devgraph, and the base class of vLLM.
         holders = [(w, type(w), CUDAGraphWrapper) for w in CUDAGraphWrapper._all_instances]
         manager = getattr(self.runner, "cudagraph_manager", None)
         found: dict[str, list[Any]] = {name: [] for name in LAYERS}
@@ -349,8 +352,8 @@ class Subject:
                 manager.pool = handle
             for owner, name, value in self.layers[layer]:
                 setattr(owner, name, value)
-            # What the other layer left is freed outside of the time, and freed host memory goes to
-            # the system: neither layer's graphs find some that the other's left.
+            # Free memory of the other layer outside of the timing, and return free host memory to
+            # the system, so that no layer reuses memory of the other layer.
             gc.collect()
             self.torch.cuda.synchronize()
             self.torch.cuda.empty_cache()
@@ -409,8 +412,12 @@ class Subject:
         return time.perf_counter() - started, outputs
 
     def decode(self, batch: int) -> dict[str, float]:
-        """One round of decoding: the median and the mean step, a forward's time on the host and on
-        the device, and the least there: in a median, ranks wait for the host of the later one."""
+        """Run one round of decoding, and return its times.
+
+        The times are the median and mean step, the host and device time of a forward, and the
+        minimum device time. With several ranks, the median device time includes the wait for the
+        slower host.
+        """
         rng = random.Random(batch)
         prompts = [self.prompt(rng, PROMPT) for _ in range(batch)]
         free = self.torch.cuda.mem_get_info()[0]
@@ -419,14 +426,14 @@ class Subject:
         self.events.clear()
         self.timing = "host"
         self.generate(prompts, NEW_TOKENS)
-        # The first steps are prefill, and warm the caches that the other engines used meanwhile.
+        # The first steps are prefill, and refill caches that other engines have used.
         ends, host = self.ends[FIRST_STEPS:], self.host[FIRST_STEPS:]
         steps = [after - before for before, after in itertools.pairwise(ends)]
         self.timing = "device"
         self.generate(prompts, 3 * FIRST_STEPS)
         self.timing = ""
         device = [before.elapsed_time(after) for before, after in self.events[FIRST_STEPS:]]
-        # Executables that are made at first launch, and what the engine itself still allocates.
+        # Executables that were created at first launch, and further allocations of the engine.
         self.facts["served_gib"] += (free - self.torch.cuda.mem_get_info()[0]) / 2**30
         return {
             "step_ms": statistics.median(steps) * 1e3,
@@ -437,8 +444,11 @@ class Subject:
         }
 
     def pace(self) -> dict[str, float]:
-        """What a forward of 8 takes on the device: as it is, after launches on side streams, and
-        after every stream of the process was brought back to full pace."""
+        """Return the device time of a forward of 8 requests in three states of the process.
+
+        The states are: as it is, after launches on side streams, and after the recovery of the pace
+        of every stream.
+        """
         import devgraph as dg
 
         found = {"as_it_is_ms": self.decode(8)["device_ms"]}
@@ -454,14 +464,14 @@ class Subject:
         return {**found, "recovered_ms": self.decode(8)["device_ms"]}
 
     def prefill(self, length: int, batch: int) -> dict[str, float]:
-        """One round of prefill alone."""
+        """Run one round of prefill without decoding, and return its time."""
         rng = random.Random(length)
         prompts = [self.prompt(rng, length) for _ in range(batch)]
         times = [self.generate(prompts, 1)[0] for _ in range(PREFILLS)]
         return {"ms": statistics.median(times[2:]) * 1e3}
 
     def sleep(self, level: int) -> dict[str, float]:
-        """Sleep and wake up once: the GiB that came back and were still used, and seconds."""
+        """Sleep and wake up once; return the released and the remaining GiB, and the times."""
         free, total = self.torch.cuda.mem_get_info()
         times = [time.perf_counter()]
         self.llm.sleep(level=level)
@@ -483,7 +493,7 @@ class Subject:
         }
 
     def check(self) -> list[list[int]]:
-        """Greedy tokens of each prompt on its own."""
+        """Return greedy tokens of each prompt in a batch of one."""
         rng = random.Random(11)
         found = []
         for length in CHECKS:
@@ -492,7 +502,7 @@ class Subject:
         return found
 
     def check_padded_eager(self) -> list[list[int]]:
-        """The same without graphs, at the padded sizes that the graphs have (V2 runner)."""
+        """Return the tokens of ``check`` without graphs, at the padded sizes of the graphs (V2)."""
         from vllm.config import CUDAGraphMode
 
         manager = self.runner.cudagraph_manager
@@ -509,7 +519,7 @@ class Subject:
             manager.dispatch = dispatch
 
     def stats(self) -> dict[str, Any]:
-        """What devgraph did, and the versions of this run."""
+        """Return the counters of devgraph, and the versions of this run."""
         import vllm as engine
 
         from devgraph.integrations import vllm
@@ -530,7 +540,7 @@ def runner_and_mode(job: str) -> tuple[str, str]:
 
 
 def child(model: str, job: str, folder: str, log: str) -> None:
-    """Answer the parent's commands, one JSON line each; the engine's own output goes to ``log``."""
+    """Answer commands of the parent with a JSON line each; write the engine's output to ``log``."""
     answers = os.fdopen(os.dup(1), "w")
     written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(written, 1)
@@ -548,7 +558,7 @@ def child(model: str, job: str, folder: str, log: str) -> None:
 
     subject.load()
     answer(True)
-    # Not an iteration, which would read ahead of ``wait``.
+    # Iteration over stdin would read ahead and take the line that ``wait`` needs.
     while line := sys.stdin.readline():
         name, *arguments = json.loads(line)
         if name == "start_together":
@@ -558,7 +568,7 @@ def child(model: str, job: str, folder: str, log: str) -> None:
 
 
 def slower(answers: list[Any]) -> Any:
-    """Return what the ranks of one engine answered: the largest of their numbers."""
+    """Merge the answers of the ranks of one engine; take the largest of their numbers."""
     first = answers[0]
     if isinstance(first, dict):
         names = [name for name in first if all(name in answer for answer in answers)]
@@ -567,7 +577,7 @@ def slower(answers: list[Any]) -> Any:
 
 
 class Job:
-    """The child processes of one engine, and what they have answered."""
+    """The child processes of one engine, and their results."""
 
     def __init__(self, model: str, name: str, out: Path, cache: str, ranks: int = 1) -> None:
         self.name = name
@@ -602,7 +612,7 @@ class Job:
             )
 
     def end(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -613,7 +623,7 @@ class Job:
         return self.answer(command[0])
 
     def tell(self, *command: Any) -> None:
-        """Send ``command`` and do not wait."""
+        """Send ``command`` without waiting for the answer."""
         for process in self.processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -621,7 +631,7 @@ class Job:
                 process.stdin.flush()
 
     def answer(self, what: str) -> Any:
-        """Wait for the next answer; None if a process has ended instead."""
+        """Wait for the next answer; return None if a process has ended."""
         if not self.alive:
             return None
         answers = []
@@ -639,14 +649,14 @@ class Job:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens to."""
+    """Return a free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
 def start_together(jobs: list[Job]) -> None:
-    """Start engines at the same time, and let them capture one after the other."""
+    """Start engines at the same time, and let them capture one after another."""
     for job in jobs:
         job.tell("start_together")
     waiting = []
@@ -654,7 +664,7 @@ def start_together(jobs: list[Job]) -> None:
         found = job.answer("start")
         if found == "waits":
             waiting.append(job)
-        else:  # without graphs
+        else:  # An engine without graphs.
             job.result.update(found or {})
     waiting = [job for job in waiting if job.ask("capture") == "waits"]
     for job in waiting:
@@ -664,7 +674,7 @@ def start_together(jobs: list[Job]) -> None:
 
 
 def recapture(job: Job, count: int, seconds: float, within: bool) -> None:
-    """Let one engine capture anew with both layers; keep medians, and that of the turns' ratios."""
+    """Let one engine capture again with both layers; keep the medians of times and of ratios."""
     found = job.ask("recapture", count, seconds, within)
     if found is None:
         return
@@ -699,7 +709,7 @@ def sleep(job: Job, cycles: int) -> None:
 def measure(
     jobs: list[Job], repeats: int, late: Callable[[], bool], save: Callable[[], None]
 ) -> None:
-    """Let all started jobs measure in turns, and keep medians."""
+    """Let all started jobs measure alternately, and keep medians."""
     tasks: list[tuple[str, str, tuple[Any, ...]]] = [
         ("decode", str(batch), ("decode", batch)) for batch in BATCHES
     ]
@@ -711,7 +721,7 @@ def measure(
                 break
             for job in jobs if number % 2 else jobs[::-1]:
                 found = job.ask(*command)
-                if found is not None and number:  # the first round warms up
+                if found is not None and number:  # The first round is a warm-up.
                     rounds[job.name].append(found)
         for job in jobs:
             values = rounds[job.name]
@@ -756,16 +766,16 @@ def report(jobs: list[Job]) -> str:
 
 
 def main() -> None:
-    """Run the jobs that fit before the deadline and write OUTDIR/results.json as they finish."""
+    """Run the jobs that fit before the deadline; update OUTDIR/results.json after each part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", nargs="+", default=JOBS, metavar="RUNNER:MODE")
     parser.add_argument("--model", default="0.6b", choices=sorted(MODELS))
-    parser.add_argument("--deadline", type=float, default=600.0, help="seconds in all")
+    parser.add_argument("--deadline", type=float, default=600.0, help="limit of the run in seconds")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="0 captures and compares tokens only"
+        "--repeats", type=int, default=3, help="rounds; 0 only captures and compares tokens"
     )
     parser.add_argument(
         "--captures", type=int, default=8, help="turns of captures (default: 8; 0: none)"
@@ -773,19 +783,19 @@ def main() -> None:
     parser.add_argument(
         "--own-caches",
         action="store_true",
-        help="a folder of caches for each engine: all start cold",
+        help="one cache folder per engine, so that all start cold",
     )
     parser.add_argument(
         "--together",
         action="store_true",
-        help="start all engines at the same time; captures stay one after the other",
+        help="start all engines at the same time; they still capture one after another",
     )
     parser.add_argument(
-        "--within", action="store_true", help="decode in each turn of captures, by both layers"
+        "--within", action="store_true", help="also decode after each capture of both layers"
     )
     parser.add_argument("--sleep", type=int, default=0, help="cycles of sleep at each level")
-    parser.add_argument("--ranks", type=int, default=1, help="devices of an engine (default: 1)")
-    parser.add_argument("--json", type=Path, help="another file for the results")
+    parser.add_argument("--ranks", type=int, default=1, help="devices per engine (default: 1)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--dry-run", action="store_true", help="measure nothing")
     parser.add_argument("--child")
     parser.add_argument("--folder")
@@ -809,7 +819,7 @@ def main() -> None:
         Job(arguments.model, name, out, cache_of(name), arguments.ranks) for name in arguments.jobs
     ]
     for job in jobs:
-        job.answer("import")  # a start is measured without the imports of others beside it
+        job.answer("import")  # No job starts while another job still imports.
     if arguments.dry_run:
         for job in jobs:
             print(f"{job.name}: {job.ask('install')}")
@@ -855,7 +865,7 @@ def main() -> None:
         save()
         print(report(started), flush=True)
         for job in members:
-            job.end()  # the memory is for the next ones
+            job.end()  # Free the memory for the next jobs.
 
     if arguments.together:
         group(jobs)

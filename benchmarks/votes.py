@@ -1,4 +1,4 @@
-"""Time of a vote between the ranks of one host: through shared memory and over gloo.
+"""Time of a vote between the ranks of one host through shared memory and over gloo.
 
 torchrun --standalone --nproc-per-node 4 benchmarks/votes.py [--json FILE]
 """
@@ -17,7 +17,7 @@ import devgraph as dg
 
 
 def microseconds_of(group: dg.RankGroup, votes: int) -> float:
-    """Return the median time of a vote in seven rounds."""
+    """Return the time of a vote in microseconds, as the median of seven rounds."""
     rounds = []
     for _ in range(7):
         dist.barrier()

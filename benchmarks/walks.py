@@ -1,13 +1,12 @@
-"""How many Python functions each everyday walk through devgraph enters, and in how many files.
+"""Number of Python function calls and of files in common operations of devgraph.
 
     python benchmarks/walks.py [--only NAME ...] [--files] [--json FILE]
 
-A call of a Python function is one frame, whoever wrote the function; calls into C are none. Both
-sums are shown: all frames, and those of functions in devgraph's own files. Every walk is measured
-on the CPU reference, in the state that its line names, after two walks of the same kind, so that
-imports and first uses are not in it. ``new_node_key`` is measured over the HIP library of the
-tests: of its frames only those of devgraph mean anything. ``--files`` lists the files of each walk
-and their frames.
+Each operation is a *walk*. A call of a Python function is one frame; calls into C do not count. The
+output has the number of all frames and of the frames in devgraph's own files. A walk runs on the
+CPU reference in the state that its line names. Two unmeasured walks precede it, so that imports and
+first uses do not count. ``new_node_key`` runs on the fake HIP library of the tests, so only its
+frames in devgraph are meaningful. ``--files`` lists the files of each walk and their frames.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ MODE = json.dumps(
 ROOT = Path(__file__).parent.parent
 
 Walk = tuple[str, Callable[[], Any]]
-"""The state that is measured, and the call."""
+"""Description of the measured state, and the call."""
 
 
 def frames_of(walk: Callable[[], Any]) -> Counter[str]:
-    """Return how many frames ``walk`` enters, by the file that holds the function."""
+    """Return the number of frames that ``walk`` enters, by file of the function."""
     found: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -56,12 +55,12 @@ def frames_of(walk: Callable[[], Any]) -> Counter[str]:
         walk()
     finally:
         sys.setprofile(None)
-    found[walk.__code__.co_filename] -= 1  # the frame of the walk itself
+    found[walk.__code__.co_filename] -= 1  # Exclude the frame of the walk itself.
     return +found
 
 
 def mode() -> Walk:
-    """From the text of a mode on a command line to the policies of both phases."""
+    """Parse a mode from a command line, and get the policies of both phases."""
     parser = argparse.ArgumentParser()
     dg.add_cli_args(parser)
 
@@ -79,7 +78,7 @@ def mode() -> Walk:
 
 
 def capture() -> Walk:
-    """A capture and a replay without host arguments."""
+    """Capture and replay without host arguments."""
     x = torch.ones(4, 4)
 
     def walk() -> None:
@@ -110,20 +109,20 @@ def _captured(step: Callable[..., Any] = _step) -> dg.Captured:
 
 
 def capture_region() -> Walk:
-    """A capture of a step with one region."""
+    """Capture a step with one region."""
     return "dg.capture under full of six operators, two of them in a region; two warm-up runs", (
         lambda: _captured(_layer)
     )
 
 
 def replay() -> Walk:
-    """A replay without host arguments."""
+    """Replay without host arguments."""
     captured = dg.capture(torch.tanh, torch.ones(4, 4), backend="cpu")
     return "Captured.replay() without host arguments, third replay", lambda: captured.replay()
 
 
 def known_key() -> Walk:
-    """A replay of a key that has a recording and is not the key of the replay before."""
+    """Replay a key that has a recording and differs from the previous key."""
     captured = _captured()
     lengths = itertools.cycle((3, 4))
     for _ in range(4):
@@ -135,17 +134,15 @@ def known_key() -> Walk:
 
 
 def repeated_key() -> Walk:
-    """A replay of the key of the replay before."""
+    """Replay the previous key again."""
     captured = _captured()
     for _ in range(3):
         captured.replay(length=4)
-    return "Captured.replay(length=...) of the key of the replay before", lambda: captured.replay(
-        length=4
-    )
+    return "Captured.replay(length=...) of the previous key", lambda: captured.replay(length=4)
 
 
 def new_node_key() -> Walk:
-    """A replay of a key that was never seen, where a graph is made of nodes with parameters."""
+    """Replay a new key on a backend that updates the parameters of nodes."""
     sys.path.insert(0, str(ROOT))
     from tests.sim.hip import Fake
     from tests.sim.hip.backend import FakeBackend
@@ -166,7 +163,7 @@ def _forward(batch: Any) -> torch.Tensor:
 
 
 def decode() -> Walk:
-    """A step of a runner that has settled."""
+    """Run a step of a runner after several runs."""
     runner = dg.DecodeRunner(
         _forward,
         inputs=[dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())],
@@ -180,7 +177,7 @@ def decode() -> Walk:
     rows = torch.ones(3, 4)
     for _ in range(3):
         runner.run({"x": rows}, host_args={"length": 7})
-    return "DecodeRunner.run, 3 rows in a bucket of 4, one slot, the host argument of before", (
+    return "DecodeRunner.run, 3 rows in a bucket of 4, one slot, the previous host argument", (
         lambda: runner.run({"x": rows}, host_args={"length": 7})
     )
 
@@ -207,12 +204,12 @@ def own(frames: Counter[str]) -> Counter[str]:
 
 
 def measure(name: str) -> tuple[str, Counter[str]]:
-    """Return the state that a walk is measured in, and its frames by file."""
+    """Return the measured state of a walk, and the walk's frames by file."""
     state, walk = WALKS[name]()
     walk()
-    walk()  # The first of all may import, after which Python asks its abstract classes anew.
+    walk()  # Imports in the first walk clear caches of abstract classes, so walk a second time.
     collecting = gc.isenabled()
-    gc.disable()  # others may have hung functions on collections
+    gc.disable()  # A collection may run callbacks of other packages.
     try:
         return state, frames_of(walk)
     finally:

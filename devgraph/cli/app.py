@@ -53,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Set variables that imports read, unless the user has set them."""
-    # Progress bars of libraries would mix with piped text. torch imports tqdm, which reads this.
+    # Progress bars would mix with piped text. torch imports tqdm, which reads this variable.
     wanted = {"TQDM_DISABLE": "1"}
     if AUTOLOAD not in os.environ:
         # The registry imports vendor packages by name. With autoload, a package without its driver
-        # would end `import torch`, and doctor could not report it.
+        # would make `import torch` fail, and doctor could not report the package.
         wanted |= {AUTOLOAD: "0", AUTOLOAD_WAS_ON: "1"}
     with _variables({name: value for name, value in wanted.items() if name not in os.environ}):
         yield
@@ -65,7 +65,7 @@ def _environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables for the block; None removes one."""
+    """Set environment variables for the block; None removes a variable."""
     before = {name: os.environ.get(name) for name in values}
     _set_variables(values)
     try:
@@ -84,22 +84,22 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        # Import only this command, and only after its arguments parsed: torch takes seconds.
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without it
+        # Import only this command, after its arguments were parsed: importing torch takes seconds.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # NumPy is optional.
         command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
         code: int = command.run(args)
-        if sys.stdout is not None:  # None if the parent process closed it
+        if sys.stdout is not None:  # None if the parent process closed it.
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (head, less) closed the pipe. Python flushes again at exit and must not fail.
+        # The reader (head, less) closed the pipe. Python flushes again at exit and must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if getattr(args, "debug", False):
             raise
         text = str(error)
-        # The text of these three is sufficient. Others, such as torch's error for missing memory,
-        # need the name of their type.
+        # Messages of these three types are sufficient. Messages of other types, such as torch's
+        # error for missing memory, need the name of the type.
         if not isinstance(error, (DeviceGraphError, ImportError, OSError)):
             first = (text.strip().splitlines() or [""])[0]
             text = f"{type(error).__name__}: {first} (--debug prints the traceback)"
@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with errors of one line, because the usage of a command fills a screen."""
+    """A parser with one-line errors, because the usage text of a command fills a screen."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     unset: Any = {"default": argparse.SUPPRESS}  # accepted before and after the command
     text = "show the traceback of an error"
     common.add_argument("--debug", action="store_true", help=text, **unset)
-    text = "log progress; twice logs details"
+    text = "log progress; -vv logs details"
     common.add_argument("-v", "--verbose", action="count", help=text, **unset)
     text = "colours of the output; auto follows the terminal and NO_COLOR"
     common.add_argument("--color", choices=[*_COLORS], help=text, **unset)
@@ -185,6 +185,6 @@ def _messages() -> Iterator[None]:
 def _complain(text: str) -> None:
     if sys.stderr is not None:
         style = "error" if text.startswith("error") else ""
-        # The exit code is the message if standard error is closed.
+        # If standard error is closed, only the exit code reports the error.
         with contextlib.suppress(OSError):
             print_lines(f"devgraph: {' '.join(text.splitlines())}", style=style, stderr=True)

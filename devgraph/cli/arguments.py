@@ -26,7 +26,7 @@ KINDS = {
     "thread": "captures.md#threads",
     "refused": "troubleshooting.md#captureerror",
 }
-"""Kinds of findings of ``check``, and the section of the documents that explains each."""
+"""Kinds of findings of ``check``, and the section of the documentation that explains each kind."""
 
 SIZES = {
     "layers": (8, "decoder layers"),
@@ -36,13 +36,13 @@ SIZES = {
     "batch": (1, "requests in the step"),
     "window": (512, "rows of the key and value cache of each request"),
 }
-"""Default and meaning of each size of the step of ``bench``."""
+"""Default and meaning of each size option of ``bench``."""
 
 MOST_REQUESTS = 8
 """Default limit of concurrent requests."""
 
 MOST_STEP_TOKENS = 512
-"""Default limit of the tokens of a prefill step."""
+"""Default limit of tokens in a prefill step."""
 
 
 _MOST = (1 << 31) - 1
@@ -51,7 +51,7 @@ _MOST = (1 << 31) - 1
 def _count(text: str) -> int:
     try:
         number = int(text)
-    except ValueError:  # also raised for thousands of digits
+    except ValueError:  # int() also refuses thousands of digits.
         raise argparse.ArgumentTypeError(f"expected a whole number, got {brief(text)}") from None
     if not 1 <= number <= _MOST:
         raise argparse.ArgumentTypeError(f"must be from 1 to {_MOST}, got {brief(text)}")
@@ -69,7 +69,7 @@ class Options:
         self.parser = parser
 
     def __call__(self, flag: str, text: str, **more: Any) -> None:
-        """Add an option; without ``more`` it takes a text."""
+        """Add an option; without ``more``, its value is a string."""
         self.parser.add_argument(flag, help=text, **more)
 
     def number(self, flag: str, text: str, default: int | None = None) -> None:
@@ -92,8 +92,8 @@ class Options:
         self(
             "--inputs",
             "a function without parameters that returns the arguments of the target: a tuple, a "
-            "dictionary of keywords, or a pair of both (default: no arguments). Without MODULE, "
-            "the function is in the module of the target",
+            "dictionary of keyword arguments, or a pair of both (default: no arguments). Without "
+            "MODULE, the function is in the module of the target",
             metavar="MODULE:FUNCTION",
         )
         text = "a host argument and its value at capture, a Python literal; may be repeated"
@@ -109,9 +109,9 @@ class Options:
             choices=DTYPES,
         )
         most = f"(default: the number of prompts, at most {MOST_REQUESTS})"
-        self.number("--max-requests", f"limit of concurrent requests {most}")
+        self.number("--max-requests", f"maximum number of concurrent requests {most}")
         most = f"(default: enough for the prompts, at most {MOST_STEP_TOKENS})"
-        self.number("--max-step-tokens", f"limit of the tokens of a prefill step {most}")
+        self.number("--max-step-tokens", f"maximum number of tokens in a prefill step {most}")
         self(
             "--temperature",
             "sampling temperature; 0 is greedy (default)",
@@ -128,16 +128,16 @@ class Options:
         text = "also run eagerly, and compare tokens and speed (default: on)"
         self("--compare", text, **_ON)
         self.number("--steps-per-launch", "decode steps per launch for greedy requests", 1)
-        text = "fuse norms, rotary embeddings and neighbouring projections if a check of each fused"
-        self("--fuse", f"{text} module gives the same values (default: on)", **_ON)
+        text = "fuse norms, rotary embeddings and projections, if the fused code gives equal values"
+        self("--fuse", f"{text} (default: on)", **_ON)
         self.number("--repeats", "number of runs; times are medians", 1)
-        text = "put each prompt into the chat template of the model"
+        text = "apply the chat template of the model to each prompt"
         self("--chat", text, action=argparse.BooleanOptionalAction, default=False)
         add_cli_args(self.parser)
 
 
 def _doctor(add: Options) -> None:
-    text = "probe this backend only (may be repeated; default: every available one)"
+    text = "probe this backend only (may be repeated; default: every available backend)"
     add("--backend", text, action="append", metavar="NAME")
     text = "print the declared capabilities of all backends"
     add("--capabilities", text, action="store_true")
@@ -156,13 +156,13 @@ def _plan(add: Options) -> None:
     add("--cluster", "plan every group of this cluster", metavar="FILE")
     text = "print the mode of each group of --cluster as flags or as environment variables"
     add("--emit", text, nargs="?", const="flags", choices=("flags", "env"))
-    add.number("--max-requests", "capacity in requests", 256)
-    add.number("--max-tokens", "capacity of a step in tokens", 8192)
+    add.number("--max-requests", "capacity of a decode step in requests", 256)
+    add.number("--max-tokens", "capacity of a prefill step in tokens", 8192)
     text = "also plan an encoder with these token budgets"
     add("--encoder-budgets", text, type=_count, nargs="+", metavar="N")
     text = "a fact of the engine with a JSON value, such as lora=true; may be repeated"
     add("--fact", text, action="append", default=[], metavar="NAME=VALUE")
-    text = "estimate for this model; only its configuration is read"
+    text = "estimate graphs and memory for this model; only its configuration is read"
     add("--model", text, metavar="PATH")
     add("--dtype", "dtype of the model (default: bfloat16)", choices=DTYPES, default="bfloat16")
     add_cli_args(add.parser)
@@ -201,7 +201,7 @@ def _bench(add: Options) -> None:
     add.number("--repeats", "number of repeats; times are medians", 5)
     text = "time this policy only; may be repeated (default: all)"
     add("--policy", text, action="append", choices=policies())
-    text = "compiler of piecewise; may be repeated (default: all that the backend has)"
+    text = "compiler of piecewise; may be repeated (default: all compilers of the backend)"
     add("--compiler", text, action="append", choices=COMPILERS)
     add("--plot", "write a chart to this file", metavar="FILE.svg")
 
@@ -235,7 +235,7 @@ def _explain(add: Options) -> None:
     add("--chrome-trace", text, metavar="FILE")
     text = "write segments, regions, nodes, memory and times as one HTML file"
     add("--html", text, metavar="FILE")
-    add("--prove", "also compare replays with eager", action="store_true")
+    add("--prove", "also compare replays with eager runs", action="store_true")
 
 
 COMMANDS = {

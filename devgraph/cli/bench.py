@@ -1,4 +1,4 @@
-"""``devgraph bench``, which times eager and every policy on the same work."""
+"""``devgraph bench``, which times eager execution and every policy on the same work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BUSY = 1.25
 """Ratio of the slowest to the fastest repeat on a busy machine."""
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
-"""Captures the step with another package; returns its replay, or None if it cannot run."""
+"""Function that captures the step with another package and returns the replay, or None."""
 
 
 @attrs.define(kw_only=True)
@@ -50,17 +50,17 @@ class Contender:
 
     name: str
     call: Callable[..., Tensor]
-    """Runs the work once with the host argument ``kv_len`` of the step."""
+    """Function that runs the work once with the host argument ``kv_len`` of the step."""
     lengths: Callable[[], Iterator[int]]
-    """Returns an iterator over the host arguments of a repeat."""
+    """Function that returns an iterator over the lengths of a repeat."""
     figures: Mapping[str, Any] = attrs.field(factory=dict)
     exact: bool = True
-    """Whether outputs must equal eager bit for bit. If not, a compiler chose other kernels, and
-    outputs may differ by the square root of the dtype's epsilon."""
+    """Whether outputs must equal eager outputs bit for bit. Kernels of a compiler may round
+    differently, and outputs may differ by the square root of the dtype's epsilon."""
     timings: list[Timing] = attrs.field(init=False, factory=list)
 
     def compare(self, expected: Tensor, got: Tensor) -> None:
-        """Record the difference from eager, relative to the largest value of eager."""
+        """Record the difference from the eager output, relative to its largest value."""
         difference = ((got - expected).abs().max() / expected.abs().max()).item()
         close = difference <= torch.finfo(expected.dtype).eps ** 0.5
         equal = torch.equal(got, expected) if self.exact else close
@@ -73,7 +73,7 @@ class Contender:
         )
 
     def row(self, eager: Contender) -> dict[str, Any]:
-        """Return the medians over all repeats, and the ratios of eager to them, as JSON values."""
+        """Return the medians over all repeats and the speedups over eager as JSON values."""
         own, other = median(self.timings), median(eager.timings)
         return {
             "name": self.name,
@@ -88,7 +88,7 @@ class Contender:
 def time_in_turns(
     backend: Backend, contenders: Sequence[Contender], *, steps: int, repeats: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Time contenders alternately, eager first."""
+    """Time contenders alternately, eager first; return their rows, and errors by name."""
     running: list[Contender] = []
     refused: dict[str, str] = {}
     for contender in contenders:
@@ -160,7 +160,7 @@ def _measure(
     row = torch.zeros(1, dtype=torch.int64, device=backend.device)
     step = functools.partial(model, ids, row)
     contenders = [Contender(name="eager", call=step, lengths=_in_turn(kv_len), figures=_NOTHING)]
-    frozen: list[Contender] = []  # replays at the length of the capture only
+    frozen: list[Contender] = []  # These replay only at the length of the capture.
     absent: dict[str, str] = {}
     failed: dict[str, str] = {}
     with contextlib.ExitStack() as captures:
@@ -194,7 +194,7 @@ def _measure(
                         Contender(name=name, call=replay, lengths=turns, figures=_NOTHING)
                     )
         # Compare on new data and another length.
-        model.fill_caches()  # captures wrote to the caches
+        model.fill_caches()  # Captures wrote to the caches.
         ids.copy_((ids + 1) % sizes["vocabulary"])
         row.fill_(kv_len - 1)
         other = max(1, kv_len - 1)
@@ -303,13 +303,13 @@ def _print(report: dict[str, Any]) -> None:
     fastest, slowest = min(walls[name]), max(walls[name])
     if slowest > _BUSY * fastest:
         say(
-            f"repeats of {name} spread from {time_text(fastest)} to {time_text(slowest)}: this "
+            f"repeats of {name} take between {time_text(fastest)} and {time_text(slowest)}: this "
             f"machine is busy"
         )
     if report["device_type"] == "cpu":
         say(
-            "on the CPU a graph is a list of calls that the host replays, so these figures show "
-            "the overhead of devgraph and the Python time that it saves, not the speed of a device"
+            "on the CPU, a graph is a list of calls that the host replays. Therefore these figures "
+            "show the overhead of devgraph and the saved Python time, not the speed of a device"
         )
     for name, why in report["absent"].items():
         say(f"{name}: not on this backend: {why}")

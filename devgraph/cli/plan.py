@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
 
 @attrs.frozen(kw_only=True)
 class _Plan:
-    """The outcome for devices of one kind."""
+    """The plan for devices of one kind."""
 
     title: str
     """Name, number and backend of the group; the backend alone without a cluster."""
     backend: Backend | type[Backend]
-    """The class if the device is not on this machine; it declares the capabilities of a node."""
+    """The backend, or its class with declared capabilities if this machine has no such device."""
     facts: EngineFacts
     group: dict[str, Any] = attrs.field(factory=dict)
     """The group of a cluster, as JSON values."""
@@ -100,10 +100,10 @@ def _plan_groups(
     args: argparse.Namespace, config: DeviceGraphConfig, sizes: ModelSizes | None
 ) -> Iterator[_Plan]:
     if args.backend != "auto":
-        raise CommandError("--backend does not go with --cluster: groups name their backends")
+        raise CommandError("--backend is not allowed with --cluster: each group names its backend")
     if args.fact:
         raise CommandError(
-            f"--fact does not go with --cluster: state facts per group in {args.cluster}"
+            f"--fact is not allowed with --cluster: state facts per group in {args.cluster}"
         )
     for planned in plan_cluster(config, Cluster.from_file(args.cluster)):
         group = planned.group
@@ -127,7 +127,7 @@ def _facts(given: list[str]) -> EngineFacts:
             raise CommandError(f"--fact backend={value}: write --backend {value}")
         try:
             values[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except (ValueError, RecursionError):  # a word without quotes such as role=decode
+        except (ValueError, RecursionError):  # A word without quotes, such as role=decode.
             values[name] = value
     return EngineFacts.from_dict(values, path="--fact")
 
@@ -155,7 +155,7 @@ def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) 
             phase,
             settings_of(configs[phase], phase, capacity),
             capacity=capacity,
-            sizes=None if phase == "encoder" else sizes,  # the sizes are those of the decoder
+            sizes=None if phase == "encoder" else sizes,  # The sizes describe the decoder.
             capabilities=plan.backend.capabilities,
             facts=plan.facts,
         )
@@ -208,12 +208,12 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
         for estimate in plan.estimates:
             if estimate.uncovered:
                 say(
-                    f"{estimate.phase} steps of {estimate.uncovered} run eagerly: no bucket holds "
-                    f"them with little enough padding"
+                    f"{estimate.phase} steps of {estimate.uncovered} run eagerly: no bucket fits "
+                    f"them within max_padding"
                 )
         say()
     if not estimated:
-        say("--model adds memory, and the graphs between breaks")
+        say("add --model for estimates of memory and of the graphs between breaks")
     for kind in {plan.backend.name: plan.backend for plan in plans}.values():
         _print_origin(kind)
 
@@ -255,7 +255,7 @@ def _print_settings(resolution: Resolution) -> None:
 
 
 def _print_origin(kind: Backend | type[Backend]) -> None:
-    """Say where the capabilities of a backend come from, and whether it ran on hardware."""
+    """Print the source of a backend's capabilities, and whether the backend ran on hardware."""
     if kind.unproven:
         say(f"{kind.name} {kind.unproven}", style="error")
     if not isinstance(kind, type):
@@ -293,13 +293,13 @@ class ModelSizes:
 
 
 def _size(config: Any, name: str, default: int = 0) -> int:
-    """Return a size; the largest, if the configuration lists one per layer."""
+    """Return a size, or the largest size if the configuration lists one for each layer."""
     value = getattr(config, name, None) or default
     size = max(value) if isinstance(value, (list, tuple)) else value
     if not isinstance(size, int) or size < 1:
         raise CommandError(
-            f"nothing can be estimated for a model of the kind {config.model_type}, whose "
-            f"configuration has no {name}: leave --model out"
+            f"no estimate is possible for models of type {config.model_type}, whose configuration "
+            f"has no {name}: remove --model"
         )
     return size
 
@@ -308,7 +308,7 @@ def _numbers(layer: Any) -> int:
     """Return the peak number of intermediate values of one token in a layer.
 
     Attention holds residual, norm, query, key, value and result. The MLP holds residual, norm,
-    gate, up and their product. No intermediate result of a layer outlives it.
+    gate, up and their product. No intermediate result is kept after its layer.
     """
     hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
     kv_heads = _size(layer, "num_key_value_heads", heads)
@@ -326,16 +326,16 @@ class Estimate:
     policy: str
     buckets: tuple[int, ...] = ()
     variants: int = 0
-    """Graphs of each bucket and segment: with and without adapters, and one per width."""
+    """Graphs per bucket and segment: with and without adapters, and one for each width."""
     graphs: int | None = 0
-    """All graphs. Under ``full`` a bucket has one. Otherwise it has one before, between and after
-    the regions, and a layer has one region."""
+    """Number of all graphs. Under ``full``, a variant of a bucket has one graph. Otherwise, it has
+    graphs before, between and after its regions, of which each layer has one."""
     streams: int | None = 0
-    """At least one per graph; None on a backend where captured graphs hold none."""
+    """Minimum number of streams, one per graph; None if graphs of the backend hold no streams."""
     uncovered: str = ""
-    """The sizes of steps that no listed bucket holds, in words."""
+    """Sizes of steps that fit no listed bucket, as text."""
     bytes: int | None = 0
-    """Graph memory: the largest bucket if graphs share a pool, else the sum of all."""
+    """Graph memory: that of the largest bucket if graphs share a pool, else of all buckets."""
 
 
 def estimate(
@@ -360,7 +360,7 @@ def estimate(
     if WHOLE in registration(config.policy).promises:
         segments = 1
     graphs = None if segments is None else segments * len(buckets) * variants
-    # Default buckets leave out small sizes on purpose, so only chosen buckets are reported.
+    # Default buckets omit small sizes on purpose, so only explicit buckets are reported.
     chosen = config.explicit & {"buckets", "max_bs"}
     missing = buckets.uncovered(capacity, config.max_padding) if chosen else ()
     counted = "requests" if phase == "decode" else "tokens"

@@ -46,7 +46,7 @@ def _console(*, stderr: bool = False) -> Console:
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     asked = os.environ.get("COLUMNS", "").isdecimal()
     if console.width < 1 or not (console.is_terminal or asked):
-        console.width = _PIPE_WIDTH  # files and pipes have no width
+        console.width = _PIPE_WIDTH  # Files and pipes have no width.
     return console
 
 
@@ -54,7 +54,7 @@ def say(text: str = "", *, style: str = "") -> None:
     """Print a text wrapped at words; ``style`` is a key of ``STYLES``."""
     width = _console().width
     for line in text.splitlines() or [""]:
-        marker = re.match(r" *([*-] )?", line)  # of an item in a list
+        marker = re.match(r" *([*-] )?", line)  # The line may be an item of a list.
         indent = " " * (marker.end() if marker else 0)
         wrapped = textwrap.wrap(
             line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -81,7 +81,7 @@ def print_json(data: Any) -> None:
 def write_file(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # a zero byte in the name, or a lone surrogate
+    except (OSError, ValueError) as error:  # The name may have a zero byte or a lone surrogate.
         why = getattr(error, "strerror", error)
         raise CommandError(f"cannot write {path}: {why}") from error
 

@@ -1,4 +1,4 @@
-"""Functions named on the command line, with their inputs and host arguments."""
+"""Functions that the command line names, with their inputs and host arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_target(args: argparse.Namespace, name: str) -> Target:
     for argument, text in by_name("--host-arg", args.host_arg, "kv_len=512").items():
         try:
             host_args[argument] = ast.literal_eval(text)
-        except Exception as error:  # an unhashable key raises TypeError, a deep nest MemoryError
+        except Exception as error:  # For example TypeError for an unhashable key.
             raise CommandError(
                 f"--host-arg {f'{argument}={text}'!r}: {text!r} is not a Python literal such as "
                 f"512, [1, 2] or 'x'"
@@ -70,7 +70,7 @@ def _load(name: str) -> Any:
     if name.endswith(".py"):
         return _load_file(Path(name))
     here = Path.cwd()
-    _importable(here)  # like `python -m`, because the installed program does not
+    _importable(here)  # As with `python -m`; the installed program does not add this folder.
     try:
         with user_code(name):
             return importlib.import_module(name)
@@ -95,10 +95,10 @@ def _load_file(path: Path) -> Any:
     for name in (path.stem, f"{path.stem}_of_{file.parent.name}"):
         loaded = sys.modules.get(name)
         if loaded is None:
-            break  # do not replace another module of this name
+            break  # The name is free, so no other module is replaced.
         if getattr(loaded, "__file__", None) == str(file):
             return loaded
-    _importable(file.parent)  # modules next to it, as for a script
+    _importable(file.parent)  # The file may import modules next to it, like a script.
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -129,7 +129,7 @@ def _inputs(args: argparse.Namespace, *, module: str) -> tuple[tuple[Any, ...], 
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Report exceptions of the user's code with their place, and print its output on stderr.
+    """Report exceptions of the user's code with their place; print the code's output on stderr.
 
     Standard output is for the result, which programs read.
     """
@@ -138,14 +138,14 @@ def user_code(name: str) -> Iterator[None]:
             yield
     except (DeviceGraphError, ModuleNotFoundError):
         raise
-    except (Exception, SystemExit) as error:  # SystemExit of a script must not end this program
+    except (Exception, SystemExit) as error:  # A script's SystemExit must not end this program.
         own = raising_line(error)
         where = f" at {own.file}:{own.line}" if own else ""
         text = str(error).strip().splitlines() or [""]
         hint = "--debug prints the traceback"
-        if isinstance(error, TypeError) and own is None:  # wrong arguments for the parameters
+        if isinstance(error, TypeError) and own is None:  # The arguments do not fit.
             hint = (
-                "--inputs MODULE:FUNCTION names a function that returns its arguments, and "
+                "--inputs MODULE:FUNCTION names a function that returns the arguments, and "
                 "--host-arg NAME=VALUE gives a host argument"
             )
         raise CommandError(

@@ -13,7 +13,7 @@ from devgraph.api.backend import Backend
 
 @attrs.frozen
 class Timing:
-    """Seconds per call, ``host`` until it returns and ``wall`` until the device has finished."""
+    """Seconds until a call returns (``host``) and until the device has finished (``wall``)."""
 
     host: float
     wall: float
@@ -35,7 +35,7 @@ def seconds_per_call(call: Callable[[], object], backend: Backend, *, calls: int
 
 
 def median(timings: Sequence[Timing]) -> Timing:
-    """Return the median host and wall times, each on its own."""
+    """Return the median of the host times and the median of the wall times."""
     return Timing(
         statistics.median(timing.host for timing in timings),
         statistics.median(timing.wall for timing in timings),

@@ -13,7 +13,7 @@ _PAGES = (
     Path(__file__).with_name("troubleshooting.md"),
     Path(__file__).parents[2] / "docs" / "troubleshooting.md",
 )
-"""The page in a wheel and in a checkout."""
+"""Paths of the page in an installed wheel and in a checkout."""
 
 
 def run(args: argparse.Namespace) -> int:

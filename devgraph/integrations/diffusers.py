@@ -30,7 +30,7 @@ _ADAPTER_CALLS = (
     "add_adapter",
     "delete_adapters",
 )
-"""Methods of pipelines and models that change adapters or their scales, which are Python values."""
+"""Methods that change adapters, or their scales, which graphs contain as constants."""
 
 
 class Accelerated:
@@ -52,7 +52,7 @@ class Accelerated:
         for name, module in denoisers.items():
             if hasattr(module, "_hf_hook"):
                 raise InputError(
-                    f"{name} is offloaded by accelerate, which moves its weights at each call. "
+                    f"{name} is offloaded by accelerate, which moves the weights in each call. "
                     f"Move the pipeline to the device with pipeline.to() instead."
                 )
         for name, module in denoisers.items():
@@ -90,7 +90,7 @@ class Accelerated:
         return {name: step.stats() for name, step in self.steps.items()}
 
     def prove(self, cases: int = 3) -> Report:
-        """Compare the graphs with eager; see ``Graphed.prove``.
+        """Compare the graphs with eager runs; see ``Graphed.prove``.
 
         Raises:
             StateError: no part has a graph yet.
@@ -101,7 +101,7 @@ class Accelerated:
         return Report.merged(step.prove(cases) for step in captured)
 
     def invalidate(self) -> None:
-        """Close all graphs. Later calls are captured again."""
+        """Close all graphs. Later calls capture new graphs."""
         for step in self.steps.values():
             step.invalidate()
 
@@ -139,11 +139,10 @@ def accelerate(
     """Run the denoiser and the decoder of a diffusers pipeline in graphs.
 
     Each shape is captured at its second call. Loading, removing, scaling or switching adapters
-    (LoRA) through the pipeline or the denoiser closes the graphs, and later calls are captured
-    again.
+    (LoRA) through the pipeline or the denoiser closes the graphs, and later calls capture new ones.
 
     Args:
-        pipeline: a pipeline, on the device of the backend.
+        pipeline: a pipeline on the device of the backend.
         vae: also run ``pipeline.vae.decode`` in graphs.
         backend: name of the backend, or a backend.
         **options: further arguments of ``dg.graphed``, such as ``min_speedup=1.05``.

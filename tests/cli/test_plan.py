@@ -87,7 +87,7 @@ def test_choice_that_a_safety_rule_forbids_is_an_error(capsys: pytest.CaptureFix
         (["--fact", "lora=true", "--fact", "lora=false"], "'lora' is given twice"),
         (["--fact", "backend=npu"], "write --backend npu"),
         (["--fact", "lora=" + "[" * 100_000], "lora: expected true or false"),
-        (["--cluster", "nowhere.json"], "--backend does not go with --cluster"),
+        (["--cluster", "nowhere.json"], "--backend is not allowed with --cluster"),
         (["--backend", "auto", "--cluster", ""], "cannot read the configuration file ''"),
         (["--max-requests", "0"], "--max-requests: must be from 1 to"),
         (["--decode-device-graph-bs", "999"], "above the capacity of 256"),
@@ -394,7 +394,7 @@ def test_model_without_attention_is_refused_in_one_line(
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
     result = run_cli(capsys, "plan", "--backend", "cpu", "--model", tmp_path)
     assert result.code == 2
-    assert "the kind mamba, whose configuration has no num_attention_heads" in result.err
+    assert "models of type mamba, whose configuration has no num_attention_heads" in result.err
 
 
 def test_memory_is_the_sum_where_graphs_do_not_share_a_pool():

@@ -139,6 +139,6 @@ def _line(error: Exception) -> str:
 
 def _why(error: UnsupportedModelError) -> str:
     """Return why in words that are the same for all families that are refused for it."""
-    reason = str(error).split(" cannot run on device graphs here: ")[1].split(". Supported are")[0]
+    reason = str(error).split(" cannot run on device graphs here: ")[1].split(". Use a causal")[0]
     reason = re.sub(r"\b[A-Z]\w*(Attention|MLA)\b", "its attention", reason)
     return re.sub(r"\blayer \d+\b", "a layer", " ".join(reason.split()))

@@ -1,4 +1,4 @@
-"""Changes to an engine from outside, which can be undone, and the switch that asks for them."""
+"""Reversible changes to an engine from outside, and the environment variable that enables them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Changes:
         for name in names:
             if not hasattr(owner, name):
                 raise InstallError(
-                    f"{getattr(owner, '__name__', owner)} has no {name}, which devgraph takes "
-                    f"over; it was tried with {self._engine}."
+                    f"{getattr(owner, '__name__', owner)} has no {name}, which devgraph replaces. "
+                    f"Use a version with which devgraph was tested: {self._engine}."
                 )
 
     def wrap(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -106,19 +106,20 @@ class Installed:
         self.now: Any = None
 
     def repeated(self, **asked: str | None) -> bool:
-        """Whether devgraph is installed with the settings ``asked``; None means any setting."""
+        """Whether devgraph is installed; None in ``asked`` stands for any value of a setting."""
         for name, value in asked.items() if self.now is not None else ():
             if value not in (None, self._asked[name]):
                 raise ConfigError(
-                    f"devgraph is under {self._engine} already, with {name}={self._asked[name]}, "
-                    f"and is asked for {name}={value}. Call uninstall() first."
+                    f"devgraph is already installed in {self._engine} with "
+                    f"{name}={self._asked[name]}, but {name}={value} was requested. Call "
+                    f"uninstall() first."
                 )
         return self.now is not None
 
     def put(
         self, changes: Changes, make: Callable[[], None], *, strict: bool, **asked: str | None
     ) -> bool:
-        """Call ``make`` to change the engine, or leave it unchanged; return whether it changed."""
+        """Change the engine with ``make``; return False if that failed and was undone."""
         try:
             make()
         except BaseException as error:
@@ -131,7 +132,7 @@ class Installed:
                 raise InstallError(f"{type(error).__name__}: {error}") from error
             logger.warning(
                 "devgraph is not used: %s keeps its own graph layer, because this %s lacks an "
-                "attribute that devgraph replaces (%s: %s). Set %s=strict to refuse instead.",
+                "attribute that devgraph replaces (%s: %s). Set %s=strict to raise this error.",
                 *(self._engine, self._engine, type(error).__name__, error, self._switch),
             )
             return False
@@ -150,7 +151,7 @@ class Installed:
 
 
 def mode_text(mode: str | None) -> str | None:
-    """Return ``mode``, or else the mode configuration of the environment."""
+    """Return ``mode``, or the mode configuration in the environment if ``mode`` is None."""
     return mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
 
 

@@ -1,4 +1,4 @@
-"""Counters of the graph layer of one engine process, by mode, and their publication."""
+"""Counters of the graph layer in one engine process by mode, and their publication."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from devgraph.runners.report import Page, format_bytes
 logger = logging.getLogger(__name__)
 
 STATS_VARIABLE = "DEVGRAPH_STATS_FILE"
-"""Environment variable: file for the counters; "{pid}" in it is replaced by the process ID."""
+"""Environment variable: path of a file for the counters; "{pid}" stands for the process ID."""
 
 PERIOD_S = 10.0
 """Maximum age of the file in seconds while graphs replay.
 
-Reading the counters of a few thousand segments takes about 10 ms of interpreter time, which the
-engine's steps need too.
+Reading the counters of a few thousand segments holds the interpreter for about 10 ms, in which no
+step can run.
 """
 
 _COUNTERS = (
@@ -45,13 +45,13 @@ class EagerReason:
     """Reason for a call without a graph; a key of ``stats()["modes"][mode]["eager"]``."""
 
     NO_CONTEXT = "no_forward_context"
-    """Outside the engine's step, for example an encoder."""
+    """The call is outside the engine's step, for example in an encoder."""
     MODE_NONE = "mode_none"
     """The engine dispatched no graph: warm-up, profiling, or a batch that fits no graph."""
     OTHER_MODE = "other_mode"
-    """The engine dispatched another mode; another wrapper handles the call."""
+    """The engine dispatched a mode that another wrapper handles."""
     INPUT_MOVED = "input_moved"
-    """An input has another address than at capture; a replay would read the old one."""
+    """The address of an input has changed since the capture; a replay would read the old one."""
     TOO_LARGE = "over_largest_size"
     """The batch has more tokens than the largest captured size."""
     NO_MATCH = "no_matching_graph"
@@ -83,8 +83,8 @@ class ModeCount:
     def as_dict(self) -> dict[str, Any]:
         """Return the counters.
 
-        ``graphs``, ``segments``, ``bytes`` and ``updates`` count live graphs only; ``updates`` is
-        the cost of new region keys.
+        ``graphs``, ``segments``, ``bytes`` and ``updates`` count live graphs only; ``updates`` has
+        the counters of ``Captured.stats``.
         """
         with self._lock:
             graphs = list(self._graphs)
@@ -104,7 +104,7 @@ class ModeCount:
 
 
 def totals(memory: GraphMemory, counts: Mapping[str, ModeCount]) -> dict[str, Any]:
-    """Return backend, counters by mode and the bytes of graph memory."""
+    """Return the name of the backend, the counters by mode and the bytes of graph memory."""
     return {
         "backend": None if memory.made is None else memory.made.name,
         "modes": {name: count.as_dict() for name, count in counts.items()},
@@ -167,7 +167,7 @@ def _replace(path: Path, text: str) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as own:
         made = Path(own) / path.name
         made.write_text(text)
-        made.chmod(0o644)  # readable by a collector of another user
+        made.chmod(0o644)  # A collector of metrics may run as another user.
         made.replace(path)
 
 
@@ -192,7 +192,7 @@ def prometheus(engine: str, stats: Mapping[str, Any]) -> str:
             page.sample(name, count[key], mode=mode)
     for key, name, text in (
         ("eager", "eager_steps_total", "Calls outside a graph, by reason."),
-        ("updates", "updates_total", "Replays of graphs with regions, by what they took."),
+        ("updates", "updates_total", "Replays of graphs with regions, by kind of update."),
     ):
         page.metric(name, "counter", text)
         for mode, count in stats["modes"].items():

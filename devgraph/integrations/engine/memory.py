@@ -1,4 +1,4 @@
-"""Graph memory by the pool handles of the engine."""
+"""Memory pools of graphs for the pool handles of an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GraphMemory:
     """A mapping from pool handles of the engine to pools; the backend is created on demand.
 
     The engine names graph memory by opaque handles and swaps them, for example while it profiles
-    memory. A pool lives as long as something refers to it.
+    memory. A pool lives as long as a graph or the engine refers to it.
     """
 
     def __init__(self, device_type: Callable[[], str], backend: str | None = None) -> None:
@@ -32,7 +32,7 @@ class GraphMemory:
         """Budgets for the executables of a pool. The lowest applies; see ``Pool.limit``."""
         self.releasable = False
         """Whether new pools can be released, if the backend supports it."""
-        # By handle and releasable: one of two engines in a process may sleep alone.
+        # Keys are (handle, releasable), because one of two engines in a process may sleep alone.
         self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
 
     @property
@@ -44,14 +44,14 @@ class GraphMemory:
             if kind and found.device.type != kind:
                 raise BackendUnavailableError(
                     f"the engine runs on {kind!r} and the backend {found.name!r} captures on "
-                    f"{found.device.type!r}. Run 'devgraph doctor' for what is missing, or name "
+                    f"{found.device.type!r}. Run 'devgraph doctor' for missing parts, or name "
                     f"the backend: install(backend=...)."
                 )
             self.made = found
         return self.made
 
     def pool(self, handle: Hashable) -> Pool:
-        """Return the pool of ``handle``; create it if there is none."""
+        """Return the pool of ``handle``; create it if it does not exist."""
         key = handle, self.releasable
         pool = self._pools.get(key)
         if pool is None:
@@ -88,7 +88,7 @@ class GraphMemory:
 
     @property
     def _alive(self) -> set[Pool]:
-        # A copy of the references, because another thread may create a pool.
+        # Iterate over a copy of the references, because another thread may create a pool.
         return {pool for ref in self._pools.valuerefs() if (pool := ref()) is not None}
 
     def release(self) -> None:

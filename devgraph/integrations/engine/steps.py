@@ -24,7 +24,7 @@ from devgraph.integrations.engine.ledger import ModeCount
 
 
 class CapturedStep:
-    """A captured step in place of a graph of the engine."""
+    """A captured step that replaces a graph of the engine."""
 
     __slots__ = ("_count", "graph", "inputs", "launch", "output")
 
@@ -43,7 +43,7 @@ class CapturedStep:
         self.launch()
 
     def reset(self) -> None:
-        """Free the graph. Its output must not be read afterwards."""
+        """Free the graph. The output must not be read afterwards."""
         self.output = None
         self.launch = self.graph.replay  # raises StateError
         self.graph.close()
@@ -64,10 +64,10 @@ def recorded(
     *,
     within: AbstractContextManager[Session] | None = None,
 ) -> Iterator[DeviceGraph]:
-    """Capture the block into one graph and count it.
+    """Capture the block into one graph, and count the capture.
 
-    A block without device work gives a graph whose replay does nothing. An exception leaves
-    nothing behind.
+    A block without device work gives a graph whose replay does nothing. An exception in the block
+    discards the graph.
     """
     started = time.perf_counter()
     graph = backend.make_graph(pool)
@@ -92,7 +92,7 @@ def capture_under(
 ) -> Captured:
     """Capture ``body`` under a policy. Later captures may reuse the memory of its result.
 
-    ``warmup`` eager runs come first, in addition to those of the engine.
+    ``warmup`` eager runs precede the capture, in addition to the engine's own warm-up runs.
     """
     started = time.perf_counter()
 
@@ -110,7 +110,7 @@ def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
     """Return ``output`` with ``change`` applied to each tensor.
 
     ``output`` may be a tensor, a list, tuple or dictionary of outputs, a dataclass, or an object
-    with a dictionary ``tensors``. Other objects are returned as they are. Containers are copied.
+    with a dictionary ``tensors``. Other objects are returned unchanged. Containers are copied.
     """
     if isinstance(output, Tensor):
         return change(output)
@@ -120,7 +120,7 @@ def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
         items = [mapped(change, item) for item in output]
         return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
     if isinstance(output, dict):
-        filled = copy.copy(output)  # keep the class and its attributes
+        filled = copy.copy(output)  # The copy keeps the class and its attributes.
         for name, item in output.items():
             filled[name] = mapped(change, item)
         return filled
@@ -153,7 +153,7 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def weak(pool: Pool, output: Any) -> Any:
-    """Return ``output`` with each device tensor replaced by one that does not own its memory."""
+    """Return ``output`` with device tensors replaced by tensors that do not own their memory."""
     kind = pool.backend.device.type
 
     def bare(tensor: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def weak(pool: Pool, output: Any) -> Any:
 
 
 class SharedOutputs:
-    """Shared output buffers of all shapes of a phase, which replay one at a time."""
+    """Output buffers that all shapes of a phase share, because they replay one at a time."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Tensor] = {}
@@ -172,8 +172,7 @@ class SharedOutputs:
     def places(self, output: Any, *, rows: int | None, capacity: int | None) -> list[Tensor]:
         """Return views of the leading rows of the buffers for outputs like ``output``.
 
-        Buffers have the size of the largest shape so far. Capturing largest first creates one
-        set.
+        Buffers have the size of the largest shape so far, so capture the largest shape first.
         """
         found = []
         for index, tensor in enumerate(tensors(output)):
@@ -181,7 +180,7 @@ class SharedOutputs:
                 found.append(torch.empty_like(tensor))
                 continue
             count = len(tensor) if rows is None else rows
-            # One buffer for each leaf: the leaves of one output are live at the same time.
+            # Each leaf needs its own buffer, because all leaves are live at the same time.
             key = (index, tensor.shape[1:], tensor.dtype, tensor.device)
             buffer = self._buffers.get(key)
             if buffer is None or len(buffer) < count:
@@ -191,7 +190,7 @@ class SharedOutputs:
         return found
 
     def clear(self) -> None:
-        """Drop the buffers. Views keep the memory of theirs."""
+        """Drop the buffers. Existing views keep their memory alive."""
         self._buffers.clear()
 
 
@@ -205,7 +204,7 @@ def copy_into(places: list[Tensor], output: Any) -> Any:
     )
     results = tensors(output)
     step.structure(f"{len(results)} tensors", f"{len(places)} tensors")
-    # A place holds the valid rows only. ``output`` may have more.
+    # A place holds the valid rows only, but ``output`` may have more rows.
     valid = [t if t.dim() == 0 else t[: len(p)] for t, p in zip(results, places, strict=True)]
     for tensor, place in zip(valid, places, strict=True):
         step.layout(tensor, place, strides=False)

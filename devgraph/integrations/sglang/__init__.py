@@ -1,8 +1,8 @@
 """The graph layer of SGLang 0.5.17 to 0.5.23 on devgraph; see docs/sglang.md.
 
 Set ``DEVGRAPH_SGLANG=1`` in the environment of an unmodified ``sglang serve``, or call
-``install()`` in each process of the engine before it captures. ``stats()`` returns the counters of
-a process. An out-of-tree platform derives from ``DeviceGraphPlatform``. Importing this package does
+``install()`` in each process before the engine is created. ``stats()`` returns the counters of a
+process. An out-of-tree platform derives from ``DeviceGraphPlatform``. Importing this package does
 not import SGLang.
 """
 
@@ -30,8 +30,8 @@ def stats() -> dict[str, Any]:
     """Return the counters of the graph layer of this process.
 
     Keys: ``backend``, ``pool_bytes`` and ``modes``. For "full" and "breakable", ``modes`` has
-    captures, replays, live graphs, segments, regions, bytes of graphs, capture seconds and
-    ``eager``.
+    captures, replays, live graphs, segments, regions, bytes of graphs, capture seconds, and
+    ``eager``: calls without a graph, by reason.
     """
     return shared().stats()
 

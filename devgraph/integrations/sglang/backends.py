@@ -1,7 +1,6 @@
 """Graph backends of SGLang on DeviceGraph, and their shared state.
 
-They subclass SGLang's own backends, because its runners check the classes. Capture and replay are
-devgraph's.
+The backends subclass SGLang's own backends, because SGLang's runners check the classes.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ MODEL = "sglang.srt.model_executor"
 _WARMUPS = 2
 """Number of eager runs before the first capture of a session.
 
-SGLang's own backends make as many before each capture. Later shapes get one run, which only chooses
-and loads kernels.
+SGLang's own backends warm up as often before each capture. Here, later shapes run once, which only
+selects and loads kernels.
 """
 
 
 class Shared:
-    """The shared state of all backends of this process, created with the first."""
+    """The shared state of all backends of this process, created with the first backend."""
 
     def __init__(self) -> None:
         self.memory = GraphMemory(lambda: "")
@@ -59,14 +58,14 @@ def shared() -> Shared:
 
 
 class _OnDevgraph:
-    """The common part of both backends: memory, warm-up, and the setup of captures.
+    """The common part of all backends: memory, warm-up, and the setup of captures.
 
-    Features of later SGLang releases are looked up by name: pre-carving and borrowing of graph
-    memory, the step of the profiler, and the row counts of outputs.
+    Older versions of SGLang lack some features, which are therefore looked up by name: pre-carving
+    and borrowing of graph memory, steps of the profiler, and row counts of outputs.
     """
 
     _devgraph_mode: str
-    """Name of the counters of its graphs."""
+    """Key of this backend in ``Shared.counts``."""
     _graphs: dict[Any, Any]
     _outputs: dict[Any, Any]
     _capture_stream: Any
@@ -79,7 +78,7 @@ class _OnDevgraph:
     _warm = False
     """Whether this session has warmed up a shape."""
     _places: Any
-    """Return the places for the tensors of a warm-up result; None leaves them in place."""
+    """Return the buffers for the tensors of a warm-up result; None means no buffers."""
     _capture: Any
     """Capture a body; return the captured step and its output."""
 
@@ -95,24 +94,24 @@ class _OnDevgraph:
         self._capture_inputs: dict[Any, Any] = {}
 
     def _let_memory_go(self) -> None:
-        """Use releasable memory if SGLang's memory saver pauses graph memory."""
+        """Use releasable memory if SGLang's memory saver pauses the memory of graphs."""
         asked = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
         if not importlib.import_module("sglang.srt.utils").get_bool_env_var(asked):
             return
         memory = shared().memory
         if not memory.backend.capabilities.releasable_memory:
             raise CapabilityError(
-                f"SGLang's memory saver pauses graph memory ({asked}), and that of backend "
-                f"{memory.backend.name!r} cannot be given back and taken again "
-                f"(releasable_memory). Unset it, or do not install devgraph."
+                f"SGLang's memory saver pauses graph memory ({asked}), but backend "
+                f"{memory.backend.name!r} cannot release graph memory (releasable_memory). Unset "
+                f"{asked}, or do not install devgraph."
             )
         memory.releasable = True
 
     @contextlib.contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:
-        """Capture shapes inside the block, in the pool of all backends of SGLang."""
+        """Capture shapes inside the block, in the pool that all backends of SGLang share."""
         self._open_pool()
-        # SGLang's warm-up stream, because each further stream costs a cuBLAS workspace.
+        # Capture on SGLang's warm-up stream, because another stream would need a cuBLAS workspace.
         self._capture_stream, self._warm = stream, False
         with self.replay_session():  # type: ignore[attr-defined]
             yield
@@ -120,8 +119,8 @@ class _OnDevgraph:
         shared().publisher.captured()
 
     def _open_pool(self) -> None:
-        # SGLang keeps the pool as its own. Graphs that it captures itself share the memory, and it
-        # borrows blocks of this pool between replays.
+        # Make the pool SGLang's own pool. Graphs that SGLang captures itself share the memory, and
+        # SGLang borrows blocks of this pool between replays.
         pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
         handle = pools.get_global_graph_memory_pool()
         self._devgraph_pool, self._pool = shared().memory.shared(handle)
@@ -142,10 +141,10 @@ class _OnDevgraph:
                 with measured():
                     output = forward()
                 if after is not None:
-                    after()  # attention restores the state that the warm-up changed
-            self._step_profiler()  # expects this number of runs
+                    after()  # Attention restores the state that the warm-up changed.
+            self._step_profiler()  # The profiler expects this number of runs.
         if not self._warm:
-            # The largest shape. Later shapes find their memory in the pool or the cache.
+            # The first shape is the largest. Later shapes need no further memory.
             shared().memory.settle()
             self._warm = True
         return output
@@ -171,7 +170,7 @@ class _OnDevgraph:
 
         def body() -> Any:
             if self._precarve:
-                self._precarve.mint()  # reserves the measured memory in one block
+                self._precarve.mint()  # Reserve the measured memory in one block.
             output = forward_fn()
             return output if places is None else copy_into(places, output)
 
@@ -182,7 +181,7 @@ class _OnDevgraph:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Prepare a capture as SGLang does for its own."""
+        """Prepare a capture in the same way as SGLang."""
         pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
         scope = getattr(pools, "graph_pool_capture_scope", contextlib.nullcontext)
         with scope():
@@ -190,7 +189,7 @@ class _OnDevgraph:
         self._step_profiler()
 
     def cleanup(self) -> None:
-        """Free every graph; the backend can capture again."""
+        """Free all graphs. The backend can capture again afterwards."""
         for graph in self._graphs.values():
             graph.reset()
         for kept in (self._graphs, self._capture_inputs, self._shared_outputs):
@@ -233,7 +232,7 @@ def full_backend() -> Any:
 
 @functools.cache
 def breakable_backend() -> Any:
-    """Return the backend class that breaks shapes at the marks of SGLang's models."""
+    """Return the backend class that breaks graphs at the marks in SGLang's models."""
     engine: Any = importlib.import_module(f"{MODEL}.runner_backend.breakable_cuda_graph_backend")
     segment_class, capture_class = segment_classes()
     base: Any = engine.BreakableCudaGraphBackend
@@ -247,8 +246,8 @@ def breakable_backend() -> Any:
             super().__init__(cuda_graph_runner, **options)
             if self._debug_eager and hasattr(cuda_graph_runner, "layer_model"):
                 raise CapabilityError(
-                    "--debug-cuda-graph cannot run a prefill: SGLang puts the replay where the "
-                    "layers were that the eager step calls. Add --disable-prefill-cuda-graph."
+                    "--debug-cuda-graph cannot run a prefill: SGLang replaces the layers that the "
+                    "eager step calls by the replay. Add --disable-prefill-cuda-graph."
                 )
 
         def _warm_up(self, *step: Any) -> Any:
@@ -311,8 +310,7 @@ def updated_backend() -> Any:
             forward = layers.forward
 
             def step() -> Any:
-                # If a replay needs a capture, SGLang has already replaced ``forward`` by that
-                # replay.
+                # If a replay needs a new capture, SGLang has replaced ``forward`` by the replay.
                 replaying, layers.forward = layers.forward, forward
                 try:
                     with self._whole.current():
@@ -324,7 +322,7 @@ def updated_backend() -> Any:
             return CapturedStep(captured, self._count), captured.outputs
 
         def replay(self, shape_key: Any, static_forward_batch: Any, **options: Any) -> Any:
-            # The runner expects breaks to wait for layers that are still being loaded.
+            # In SGLang, breaks wait for layers that are still being loaded.
             loads = self._runner.model_runner.token_to_kv_pool.layer_transfer_counter
             if loads is not None and loads.consumer_index >= 0:
                 loads.wait_until(loads.num_layers - 1)

@@ -24,11 +24,11 @@ from devgraph.integrations.sglang.segments import BREAKS
 from devgraph.integrations.sglang.updated import with_region
 
 SWITCH = "DEVGRAPH_SGLANG"
-"""Environment variable: unset or 0 leaves SGLang alone, 1 installs, strict installs or refuses."""
+"""Environment variable: 0 or unset is off, 1 installs, strict installs or raises an error."""
 
 SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 
-# Names of SGLang that the backends use, by module.
+# Attributes of SGLang that the backends use, by module.
 _USED = {
     f"{MODEL}.runner_backend.full_cuda_graph_backend": "FullCudaGraphBackend.replay",
     f"{MODEL}.runner_backend.breakable_cuda_graph_backend": "BreakableCudaGraphBackend.replay",
@@ -48,7 +48,7 @@ _KEYS = {
     "max_bs": "max_bs",
     "max_requests": "full_prefill_max_req",
 }
-"""Keys of a phase that SGLang can express, with SGLang's names."""
+"""Keys of a phase that SGLang supports, with SGLang's names."""
 
 _POLICIES = ("full", "breakable", "disabled")
 
@@ -60,7 +60,7 @@ class EngineMode:
     text: str
     phases: dict[str, dict[str, Any]]
     limits: tuple[float, ...] = ()
-    """Budget for executables of each phase, which SGLang does not know."""
+    """Executable budgets of the phases, for which SGLang has no option."""
 
     def put_into(self, arguments: Any) -> None:
         """Write the mode into SGLang's ``ServerArgs`` before SGLang resolves them."""
@@ -72,8 +72,8 @@ class EngineMode:
             for key, value in values.items():
                 if key not in engine.ALLOWED_KEYS_PER_PHASE[phase]:
                     raise ConfigError(
-                        f"{MODE_VARIABLE}={self.text}: this SGLang has no {key} for {phase}; it "
-                        f"has {', '.join(engine.ALLOWED_KEYS_PER_PHASE[phase])}."
+                        f"{MODE_VARIABLE}={self.text}: this SGLang has no {key} for {phase}. Use "
+                        f"{', '.join(engine.ALLOWED_KEYS_PER_PHASE[phase])}."
                     )
                 asked = merged.get(phase, {}).get(key)
                 if asked is None:
@@ -81,7 +81,7 @@ class EngineMode:
                 if asked is not None and asked != value:
                     raise ConfigError(
                         f"{MODE_VARIABLE}={self.text} asks for {phase} {key}={value} and SGLang's "
-                        f"own options for {asked}. Give one of them."
+                        f"own options for {asked}. Remove one of the two settings."
                     )
             merged[phase] = {**merged.get(phase, {}), **values}
         arguments.cuda_graph_config = merged
@@ -92,9 +92,9 @@ class EngineMode:
             got = getattr(_resolved(arguments), phase).backend
             if values.get("backend", got) != got:
                 raise ConfigError(
-                    f"{MODE_VARIABLE}={self.text} asks for {phase}={values['backend']}, and "
+                    f"{MODE_VARIABLE}={self.text} asks for {phase}={values['backend']}, but "
                     f"SGLang allows only {got} with the other options of this engine (its log has "
-                    f"the reason). Choose that, or change what stands against it."
+                    f"the reason). Choose {got}, or change the option that SGLang's log names."
                 )
 
 
@@ -110,13 +110,13 @@ def _option(arguments: Any, phase: str, key: str) -> Any:
 def _resolved(arguments: Any) -> Any:
     try:
         from sglang.srt.arg_groups.model_override_base import resolved_view
-    except ImportError:  # some versions resolve in place
+    except ImportError:  # Some versions of SGLang resolve the arguments in place.
         return arguments.cuda_graph_config
     return resolved_view(arguments).cuda_graph_config
 
 
 def engine_mode(text: str, backend: str) -> EngineMode:
-    """Translate a mode configuration to SGLang. Other phases keep SGLang's own options."""
+    """Translate a mode configuration to SGLang. Unset keys keep SGLang's own options."""
     config = DeviceGraphConfig.from_json(text).for_backend(backend)
     phases = {"decode": config.decode, "prefill": config.prefill}
     budgets = (value.executable_budget for value in phases.values())
@@ -128,13 +128,14 @@ def _values(phase: str, config: PhaseConfig) -> dict[str, Any]:
     extra = sorted(config.explicit - {*_KEYS, "executable_budget"})
     if extra:
         raise ConfigError(
-            f"{MODE_VARIABLE}: SGLang has nothing like {', '.join(extra)} of {phase}; it can be "
-            f"given {', '.join(_KEYS)} and executable_budget. Use SGLang's options for the rest."
+            f"{MODE_VARIABLE}: SGLang has no equivalent of {', '.join(extra)} for {phase}. A mode "
+            f"for SGLang may have {', '.join(_KEYS)} and executable_budget. Use SGLang's options "
+            f"for the rest."
         )
     if "policy" in config.explicit and config.policy not in _POLICIES:
         raise ConfigError(
-            f"{MODE_VARIABLE}: SGLang has no {config.policy} for {phase} in which devgraph could "
-            f"capture; it has {', '.join(_POLICIES)}."
+            f"{MODE_VARIABLE}: devgraph does not support the policy {config.policy} for {phase} in "
+            f"SGLang. Choose {', '.join(_POLICIES[:-1])} or {_POLICIES[-1]}."
         )
     values = {name: getattr(config, key) for key, name in _KEYS.items() if key in config.explicit}
     if values.get("bs") is not None:
@@ -148,14 +149,14 @@ _here = Installed("SGLang", SWITCH)
 def install(*, mode: str | None = None, strict: bool = True) -> None:
     """Replace SGLang's full and breakable backends by those of devgraph.
 
-    Call it in each process before the engine is created; DEVGRAPH_SGLANG=1 does that. Idempotent.
-    Devices for which SGLang has special backends keep them.
+    Call ``install`` in each process before the engine is created, or set DEVGRAPH_SGLANG=1.
+    Idempotent. Devices for which SGLang has special backends keep these backends.
 
     Args:
         mode: mode configuration as JSON; None means DEVGRAPH_MODE of the environment. Without
-            either, SGLang's own options choose.
-        strict: raise if this SGLang lacks an attribute that devgraph replaces. Otherwise log a
-            warning; SGLang keeps its own graphs.
+            either, SGLang's own options apply.
+        strict: raise if this SGLang lacks an attribute that devgraph replaces. Otherwise, log a
+            warning and leave SGLang unchanged.
 
     Raises:
         ConfigError: the mode is invalid or unknown to SGLang, or devgraph is already installed with
@@ -179,7 +180,7 @@ def _change(changes: Changes, mode: str | None) -> None:
     changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
     radix = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
     marked = getattr(radix, "_eager_attention", None)
-    if marked is not None:  # 0.5.17 has it elsewhere and no updated prefill
+    if marked is not None:  # SGLang 0.5.17 does not have it, so prefill is not updated there.
         changes.change(radix, "_eager_attention", with_region(marked))
     saver = importlib.import_module(SAVER)
     for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
@@ -191,14 +192,14 @@ def _change(changes: Changes, mode: str | None) -> None:
 
 
 def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> None:
-    """Call ``ours`` after a method of SGLang's memory ``saver``, if it concerns graphs."""
+    """Call ``ours`` after a method of SGLang's memory saver if ``tag`` is that of graphs."""
     if tag == importlib.import_module("sglang.srt.constants").GPU_MEMORY_TYPE_CUDA_GRAPH:
         ours(shared().memory)
 
 
 def _put_mode(changes: Changes, mode: EngineMode) -> None:
     arguments = importlib.import_module("sglang.srt.server_args").ServerArgs
-    # From 0.5.18 on, arguments are resolved once, in one process, after their creation.
+    # Since 0.5.18, SGLang resolves arguments once, in one process, after their creation.
     name = "resolve_once" if hasattr(arguments, "resolve_once") else "__post_init__"
 
     def put(self: Any, *_: Any, **__: Any) -> None:
@@ -212,7 +213,7 @@ def _put_mode(changes: Changes, mode: EngineMode) -> None:
 def uninstall() -> None:
     """Undo ``install``; new engines use SGLang's own backends. Idempotent.
 
-    If the engine has released the memory of graphs, it is restored first.
+    If the engine has released graph memory, the memory is restored first.
     """
     _here.take_out(shared().memory)
 
@@ -238,10 +239,10 @@ def platform_class() -> Any:
     interface: Any = importlib.import_module("sglang.srt.platforms.interface")
 
     class DeviceGraphPlatform(interface.SRTPlatform):  # type: ignore[misc]
-        """A platform of SGLang that captures and replays through devgraph.
+        """A platform of SGLang that captures and replays with devgraph.
 
         A subclass defines the device, its memory and its attention backend, like any platform of
-        SGLang. The graph runners are SGLang's own, on the devgraph backend of the device.
+        SGLang. The graph runners are SGLang's own and use the devgraph backend of the device.
         """
 
         _enum = interface.PlatformEnum.OOT

@@ -20,14 +20,14 @@ from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
 
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
-"""SGLang's module of marks and of breakable captures."""
+"""SGLang's module for marks and breakable captures."""
 
 
 def undifferentiated() -> contextlib.AbstractContextManager[Any]:
     """Dispatch below autograd in the block if gradients are off.
 
-    Autograd dispatch is a sixth of the time of a small operation. Warm-ups use it too, because
-    compiled code depends on it.
+    Dispatch through autograd takes a sixth of the time of a small operation. Warm-up runs also
+    dispatch below autograd, because compiled code depends on the dispatch.
     """
     if torch.is_grad_enabled():
         return contextlib.nullcontext()
@@ -37,7 +37,7 @@ def undifferentiated() -> contextlib.AbstractContextManager[Any]:
 def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
     """Return the function inside ``body``, a break of SGLang, if it returned nothing at capture.
 
-    Otherwise SGLang checks the type of the missing result in each replay, which takes longer than a
+    ``body`` would check the type of the missing result in each replay, which takes longer than a
     graph launch.
     """
     held = inspect.getclosurevars(body).nonlocals
@@ -48,7 +48,7 @@ def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _Break:
-    """An eager body of SGLang; it stores its result where later segments read it."""
+    """An eager body of SGLang, which writes its result to the inputs of later segments."""
 
     def __init__(self, body: Callable[[], Any]) -> None:
         self._body = _called_directly(body)
@@ -65,7 +65,7 @@ class _Break:
 
 @functools.cache
 def segment_classes() -> tuple[Any, Any]:
-    """Return the replacements of SGLang's segmented graph and of its capture."""
+    """Return replacements for SGLang's classes of segmented graphs and of their captures."""
     engine: Any = importlib.import_module(BREAKS)
 
     class Segments(engine.BreakableCUDAGraph):  # type: ignore[misc]
@@ -79,7 +79,7 @@ def segment_classes() -> tuple[Any, Any]:
             self.seconds = 0.0
 
         def _append_segment(self, graph: Any, needs_instantiate: bool) -> None:
-            # SGLang's marks append a body before each following segment.
+            # SGLang's marks have appended the bodies that run before this segment.
             self.plan.segments += map(_Break, self._break_fns)
             self._break_fns.clear()
             if graph.graph.recorded_nothing:
@@ -110,9 +110,9 @@ def segment_classes() -> tuple[Any, Any]:
             self.plan.segments.clear()
 
     class SegmentCapture(engine.BreakableCUDAGraphCapture):  # type: ignore[misc]
-        """The capture to which SGLang's marks talk, with graphs of devgraph.
+        """The capture that SGLang's marks use, with graphs of devgraph.
 
-        It is entered inside ``session``, on the current stream.
+        Enter it inside ``session``, on the current stream.
         """
 
         def __init__(
@@ -129,7 +129,7 @@ def segment_classes() -> tuple[Any, Any]:
 
         def __exit__(self, *error: Any) -> Any:
             if error[0] is not None:
-                self._current_graph = None  # the session destroys the graph
+                self._current_graph = None  # The session destroys the graph.
             return super().__exit__(*error)
 
         def run_eagerly(self, body: Callable[[], Any]) -> Any:
@@ -143,13 +143,13 @@ def segment_classes() -> tuple[Any, Any]:
         def _begin_new_segment(self) -> None:
             graph = self._backend.make_graph(self._session.pool)
             self._session.begin(graph)
-            # SGLang ends a recording by this method.
+            # SGLang ends a recording with this method.
             end = functools.partial(self._session.end, allow_empty=True)
             self._current_graph = types.SimpleNamespace(graph=graph, capture_end=end)
             self._current_graph_needs_instantiate = False
 
         def _end_current_segment(self) -> None:
-            if self._current_graph is not None:  # None if a body between two segments raised
+            if self._current_graph is not None:  # None if a body between two segments raised.
                 super()._end_current_segment()
 
     return Segments, SegmentCapture

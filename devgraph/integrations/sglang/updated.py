@@ -1,7 +1,8 @@
 """Prefill of SGLang as one updated graph; see docs/sglang.md.
 
-Torch-native attention slices by host lengths, so SGLang breaks its graphs there. Here attention is
-a region with the plan of the batch as its key. Everything else is SGLang's breakable prefill.
+Torch-native attention slices by lengths on the host, so SGLang breaks its graphs at attention. In
+this module, attention is a region, and the host lengths of the batch are its key. The rest of the
+prefill is SGLang's breakable prefill.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from devgraph.runners.ranks import several_ranks
 
 
 def planned_on_host(model_runner: Any) -> bool:
-    """Whether prefill attention is torch-native and its class does not override the extension."""
+    """Whether the prefill attention is torch-native, without overridden methods for prefill."""
     chosen = getattr(model_runner, "attn_backend", None)
     attention = type(getattr(chosen, "prefill_backend", chosen))
     loaded = sys.modules.get("sglang.srt.layers.attention.torch_native_backend")
@@ -36,20 +37,20 @@ def require_updatable(model_runner: Any) -> None:
     """Raise CapabilityError with the reason if the attention cannot be updated."""
     window = getattr(model_runner.attn_backend, "use_sliding_window_kv_pool", False)
     for stands, reason in (
-        (several_ranks(), "its ranks would have to capture together in the middle of serving"),
-        (window, "its sliding windows write where each batch says"),
-        (model_runner.model_config.is_encoder_decoder, "cross-attention reads further lengths"),
-        (model_runner.is_draft_worker, "it is a draft model, with which this was not tried"),
+        (several_ranks(), "several ranks would have to capture together while serving"),
+        (window, "the sliding windows of each batch write to different places"),
+        (model_runner.model_config.is_encoder_decoder, "cross-attention reads additional lengths"),
+        (model_runner.is_draft_worker, "it is a draft model, which was not tested"),
     ):
         if stands:
             raise CapabilityError(
-                f"full prefill with torch-native attention is a graph that is updated for each "
-                f"batch, and this model's cannot be: {reason}. Choose breakable."
+                f"full prefill with torch-native attention needs a graph that is updated for each "
+                f"batch, which is not possible for this model: {reason}. Choose breakable."
             )
 
 
 class _Lengths(tuple[int, ...]):
-    """Host integers in place of a tensor that attention indexes."""
+    """Host integers that replace a tensor which attention indexes."""
 
     @property
     def shape(self) -> tuple[int]:
@@ -62,12 +63,12 @@ _ON_HOST = {
     "extend_prefix_lens": "extend_prefix_lens_cpu",
     "extend_seq_lens": "extend_seq_lens_cpu",
 }
-"""Attributes that attention indexes by request, with the attributes that hold their host values."""
+"""Attributes of a batch that attention indexes by request, and the attributes of their values."""
 
 
 @attrs.frozen
 class _Step:
-    """The attention plan of one prefill, which is its key, and the batch."""
+    """The host lengths of one prefill, which are its key, and the batch."""
 
     requests: tuple[_Lengths, ...]
     tokens: int
@@ -75,16 +76,16 @@ class _Step:
 
 
 def _current() -> Any:
-    """Return the context variable of the capture to which SGLang's marks talk."""
+    """Return the context variable with the capture that SGLang's marks use."""
     return importlib.import_module(BREAKS)._current_capture_var
 
 
 def _step() -> _Step:
-    """Return the step of the batch published on this thread."""
+    """Return the step of this thread's current batch."""
     from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_batch
 
     capture = _current().get()
-    if is_capturing():  # no tensor is read here
+    if is_capturing():  # A capture must not read tensors on the host.
         known: _Step = capture.step
         return known
     batch = get_forward_batch()
@@ -99,13 +100,13 @@ def _step() -> _Step:
 
 
 class WholeCapture:
-    """A replacement of SGLang's capture while a step is captured as one graph."""
+    """A replacement for SGLang's capture while a step is captured as one graph."""
 
     step: _Step
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make this the capture of SGLang's marks in the block."""
+        """Make this object the capture that SGLang's marks use inside the block."""
         token = _current().set(self)
         try:
             yield
@@ -114,8 +115,9 @@ class WholeCapture:
 
     def _end_current_segment(self) -> None:
         raise CapabilityError(
-            "SGLang runs more than attention of this model between graphs (eager_on_graph), and a "
-            "graph of the whole prefill would repeat its work of the capture. Choose breakable."
+            "SGLang runs more than attention of this model between graphs (eager_on_graph). In one "
+            "graph of the whole prefill, that work would keep its values of the capture. Choose "
+            "breakable."
         )
 
 

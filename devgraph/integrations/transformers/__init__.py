@@ -7,9 +7,9 @@
  Paris.
 
 A model runs unmodified if its whole state is a cache of keys and values, of recurrent state, or of
-both. Attention that calls the attention-function registry of transformers runs in kernels of this
-package; other models keep their own attention. ``docs/models.md`` lists the exceptions. Every other
-model raises ``UnsupportedModelError`` at construction.
+both. Kernels of this package compute attention that goes through the attention-function registry of
+transformers; other models keep their own attention. ``docs/models.md`` lists the exceptions. For
+every other model, ``Engine`` raises ``UnsupportedModelError``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import importlib.util
 
 if importlib.util.find_spec("transformers") is None:
     raise ImportError(
-        "this needs transformers, which is not installed: pip install transformers accelerate gguf "
-        "sentencepiece"
+        "this integration needs transformers, which is not installed: pip install transformers "
+        "accelerate gguf sentencepiece"
     )
 
 from devgraph.integrations.transformers.accelerate import (

@@ -6,9 +6,9 @@
 
 The loop of ``generate`` remains that of transformers, with its logits processors, stopping
 criteria, streamers, scores and random numbers. When the loop makes the cache of a request, the
-cache is seated in the slots of an engine. A forward that receives a seated cache runs in the
-engine's runners. A forward that the runners do not support makes the cache leave, and the model's
-own forward continues.
+cache is seated in the slots of an engine (see ``seat``). A forward that receives a seated cache
+runs in the engine's runners. Before a forward that the runners do not support, the cache leaves,
+and the model's own forward continues.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ class Fallback(str, enum.Enum):
     text: str
     """The part of the request that graphs do not serve."""
 
-    MODE = "generation_mode", "beams, contrastive search or another mode than greedy and sampling"
+    MODE = "generation_mode", "a mode other than greedy and sampling, such as beam search"
     OUTPUTS = "outputs", "attentions or hidden states as outputs, or a tuple"
-    CACHE = "cache", "no cache, or another cache than a DynamicCache of this batch"
+    CACHE = "cache", "no cache, or a cache other than a DynamicCache of this batch"
     INPUTS = "inputs", "inputs other than token ids, their mask and their positions"
     MASK = "mask", "a mask or positions other than those of padding at the left"
     PADDING = "padding", "padding, in a model that attends by itself and may count it as positions"
     BATCH = "over_max_requests", "more rows than max_requests"
     LENGTH = "over_max_len", "more positions than max_len"
-    LOGITS = "all_logits", "logits of more tokens than a step checks, or of padding"
-    NESTED = "nested", "a generation inside another one of the model"
+    LOGITS = "all_logits", "logits of padding, or of more tokens than one checking step returns"
+    NESTED = "nested", "a generation inside another generation of the same model"
     MODEL = (
         "model",
         "a model in training mode, with hooks, under autocast, or unsupported by the engine",
     )
-    CONFIG = "generation_config", "options of generate_batch that the engine does not have"
+    CONFIG = "generation_config", "options of generate_batch that the engine does not support"
 
 
 @attrs.frozen(kw_only=True)
@@ -100,7 +100,7 @@ class GenerateStats:
 
 
 class _Hook:
-    """A method of a module that calls an acceleration.
+    """A replacement of a module's method that calls an ``_Acceleration``.
 
     A copy or a pickle of the module has the module's own method instead.
     """
@@ -119,18 +119,19 @@ class _Hook:
 
 
 class _Deferral:
-    """A patch that delays the end check of transformers' loop by one step for seated caches.
+    """A patch that enables the deferred stop check of transformers for seated caches.
 
-    The loop normally waits for the device in each step, and the device then waits for the host. Its
-    deferred check avoids that: it runs one step too many and takes it back. transformers uses the
-    check on one device only. Slots of keys and values can take a step back, so the patch enables it
-    for them, unless the additional step would draw random numbers.
+    Normally, the loop of ``generate`` reads in every step whether it must stop, so that device and
+    host wait for each other. With the deferred check, it reads this one step later and undoes the
+    additional step. transformers defers the check on one type of device only. Slots of keys and
+    values can undo a step, so the patch defers their checks, unless the additional step would draw
+    random numbers.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        # Older versions do not have the check.
+        # Older versions of transformers do not have the deferred check.
         self._own: Any = getattr(utils, "DeferredStopCheck", None)
 
     def __enter__(self) -> None:
@@ -181,7 +182,7 @@ class _Acceleration:
         self._body_hook = self._hook(body, "forward", self._body_forward)
         self._is_stateful: bool = getattr(model, "_is_stateful", False)
         if self.engine.model.states:
-            # transformers refuses to check proposed tokens with recurrent state. Slots can.
+            # transformers cannot undo rejected tokens in recurrent state, but state slots can.
             self._changes.change(model, "_is_stateful", False)
         self._fingerprint = _fingerprint(model)
 
@@ -284,7 +285,7 @@ class _Acceleration:
         return True
 
     def _fall_back(self, reason: Fallback, cache: Any = None, *, assisted: bool = False) -> None:
-        """Count a request for transformers' own code; refuse it if the mode is strict."""
+        """Count a request that runs transformers' own code; refuse it if the mode is strict."""
         seat = seat_of(cache)
         if seat is not None:
             assisted |= seat.assisted
@@ -293,12 +294,12 @@ class _Acceleration:
         if self.engine.config.decode.strict:
             raise InputError(
                 f"{request}: no graph serves this, and the mode is strict. Change the request, or "
-                f"leave strict out"
+                f"use a mode without strict"
             )
         if assisted and self._is_stateful:
             raise InputError(
                 f"{request}: no graph serves this, and transformers does not check proposed tokens "
-                f"with recurrent state. Change the request, or leave the proposed tokens out"
+                f"with recurrent state. Change the request, or do not propose tokens"
             )
         if not self.fallbacks[reason.value]:
             logger.warning("%s: such requests run transformers' own code without graphs", request)
@@ -316,7 +317,7 @@ class _Acceleration:
                     return MambaCausalLMOutput(logits=logits, **{NAMES.caches[-1]: cache})
                 return CausalLMOutputWithPast(logits=logits, **{NAMES.caches[0]: cache})
             self._fall_back(reason, cache)
-        # A step of another thread replaces attributes of the model.
+        # A step of another thread may have replaced attributes of the model.
         with model_lock:
             return self._forward_hook.own(*args, **kwargs)
 
@@ -339,13 +340,14 @@ class _Acceleration:
         count = ids.shape[1]
         if seat.length + count - min(seat.pads) > self.engine.model.positions:
             return Fallback.LENGTH, None
-        # Without a mask, attention would see padding; recurrent layers only where padding runs.
+        # Without a mask, attention sees padding in every step, but recurrent layers only in steps
+        # that run padding.
         sees = self.engine.model.shape.attention or seat.length < max(seat.pads)
         if any(seat.pads) and inputs.get("attention_mask") is None and sees:
             return Fallback.MASK, None
-        # A row of nothing but padding has no token to decode.
-        # Proposals roll recurrent state back, so it stays in the runner that keeps its versions.
+        # Rejected tokens roll recurrent state back, so the runner that keeps versions must run it.
         checks = count == 1 and seat.assisted and bool(self.engine.model.states)
+        # A row with only padding so far has no token to decode.
         if count == 1 and seat.length >= max(seat.pads) and not checks:
             return None, seat.decode(ids, self.engine.decode)
         if not seat.follow(inputs.get("position_ids"), count):
@@ -363,7 +365,7 @@ class _Acceleration:
         """Return the runner of steps that check several tokens of one request."""
         if self._checking is None:
             phase = self.engine.config.decode
-            # Few of the widths occur.
+            # Requests use few of the widths.
             capture = phase.capture if phase.strict else "lazy"
             self._checking = self.engine.make_decode(
                 attrs.evolve(phase, buckets=(1,), capture=capture),
@@ -394,7 +396,14 @@ class _Acceleration:
                 reason = Fallback.NESTED
             elif not self._usable():
                 reason = Fallback.MODEL
-            elif sampling is None or new is None or 0 in lengths or _asks_more(config, kwargs):
+            elif (
+                sampling is None
+                or (config.num_return_sequences or 1) > 1
+                or config.stop_strings
+                or any(value for name, value in kwargs.items() if name not in _OF_ANY_BATCH)
+                or new is None
+                or 0 in lengths
+            ):
                 reason = Fallback.CONFIG
             elif max(lengths, default=0) + new > self.engine.model.positions:
                 reason = Fallback.LENGTH
@@ -418,7 +427,7 @@ class _Acceleration:
             }
 
     def _sampling_of(self, config: GenerationConfig) -> SamplingParams | None:
-        """Return the sampling parameters equal to transformers' processors, or None."""
+        """Return sampling parameters equivalent to the processors of transformers, or None."""
         values: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
         for processor in self.model._get_logits_processor(config, input_ids_seq_length=1):
             name = _WARPERS.get(type(processor))
@@ -438,26 +447,15 @@ _WARPERS = {
     TopPLogitsWarper: "top_p",
 }
 _OF_ANY_BATCH = frozenset({"max_new_tokens", "progress_bar", "warmup"})
-
-
-def _asks_more(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``generate_batch`` has options that the engine does not serve."""
-    return (
-        (config.num_return_sequences or 1) > 1
-        or bool(config.stop_strings)
-        or any(value for name, value in kwargs.items() if name not in _OF_ANY_BATCH)
-    )
-
-
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _SIMPLE = (bool, int, float, str, type(None))
 
 
 def _fingerprint(model: PreTrainedModel) -> list[Any]:
-    """Return a list that is equal as long as graphs of ``model`` stay valid.
+    """Return a list that stays equal as long as graphs of ``model`` stay valid.
 
     It holds the modules, the addresses of their tensors, and their attributes, because an attribute
-    may switch an adapter.
+    may switch an adapter on or off.
     """
     items: list[Any] = []
     for module in model.modules():
@@ -522,19 +520,19 @@ def accelerate(
 
     ``fuse=True``, the default, changes the model: weights of layers that receive the same tensor
     become views of one larger matrix, and they stay so after ``unaccelerate``. Their values do not
-    change. One product rounds differently from several, so the last bit of logits may differ, and
-    with it a token whose two best candidates are nearly equal. ``fuse=False`` leaves the weights in
-    place.
+    change. One product rounds differently from several. Therefore the last bit of logits may
+    differ, and with it a token whose two best candidates are nearly equal. ``fuse=False`` leaves
+    the weights in place.
 
     The loop of transformers still runs, with its scores, streams and random numbers. Only the
     forwards of a generation are replaced. The first request captures the graphs. A request that
     graphs cannot serve runs transformers' own code. ``generate_stats`` counts such requests by
     reason, the first one of each reason logs a warning, and a decode mode with ``strict`` refuses
-    them. Rows of padding in a returned cache are zero; transformers would store keys there, which
-    its masks hide.
+    them. Rows of padding in a returned cache are zero, but in a cache of transformers they hold
+    keys that its masks hide.
 
-    ``generate_batch`` draws from one random stream for each request. Threads that run one model, or
-    models with common layers, wait for each other.
+    ``generate_batch`` draws from one random stream for each request. Threads that run the same
+    model, or models with common layers, wait for each other.
 
     Args:
         model: a causal language model in evaluation mode, on the device of ``backend``.
@@ -552,7 +550,7 @@ def accelerate(
         StateError: the model is already accelerated.
     """
     if _of(model) is not None:
-        raise StateError("this model is accelerated already; unaccelerate(model) first")
+        raise StateError("this model is already accelerated; call unaccelerate(model) first")
     make = functools.partial(
         Engine,
         model,
@@ -563,7 +561,7 @@ def accelerate(
         max_step_tokens=max_step_tokens,
         eos_token_ids=(),
         fuse=fuse,
-        facts=EngineFacts(),  # each request looks for hooks
+        facts=EngineFacts(),  # Each request checks for hooks.
     )
     _Acceleration(model, make)
     return model
@@ -597,7 +595,7 @@ def generate_stats(model: PreTrainedModel) -> GenerateStats:
     """
     acceleration = _of(model)
     if acceleration is None:
-        raise StateError("this model is not accelerated; accelerate(model) first")
+        raise StateError("this model is not accelerated; call accelerate(model) first")
     return GenerateStats(
         requests=acceleration.requests,
         fallbacks=dict(acceleration.fallbacks),

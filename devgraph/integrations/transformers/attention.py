@@ -1,19 +1,20 @@
-"""A cache at fixed addresses, and attention kernels over it that fit into graphs.
+"""A cache at fixed addresses, and attention functions on it that graphs can capture.
 
 Each layer has one tensor of keys ``[kv_heads, slots * max_len + 1, head_dim]`` and one of values.
 A request owns the rows of its slot. Therefore one number, ``slot * max_len + position``, addresses
-a token, and a graph reads it from a device tensor. Padded tokens write to the last row, the scratch
-row, which is never read. Attention on the CPU streams the contiguous rows of one request and head.
+a token. Graphs read this number from a device tensor. Padded tokens write to the last row, the
+scratch row, which is never read. The rows of one request and head are contiguous for the CPU.
 
 ``decode_bounded``
     Every request has ``width`` query tokens, and row ``i`` of the batch reads slot ``i``. A mask of
     device positions hides invalid rows. The host argument ``kv_len`` only bounds the work. It is
-    rounded so that its values repeat.
+    rounded so that few distinct values occur.
 ``packed_exact``
-    Requests of any length. A loop over spans on the host reads exactly the rows of each request.
+    Requests have any number of query tokens. A loop on the host reads exactly the rows of each
+    request.
 ``varlen_*``
-    Both phases with lengths in device tensors and no host arguments, where the device has a fused
-    kernel for the dtype and head size.
+    For both phases, with lengths in device tensors and without host arguments. They need a fused
+    kernel of the device for the dtype and head size.
 
 A row that no request wrote never affects a result. ``packed_exact`` and ``varlen_*`` do not read
 such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared.
@@ -38,10 +39,10 @@ from devgraph.runners.batch import Batch
 
 
 class SlotAttention(Protocol):
-    """A backend's own attention over slots: an updatable region, and an extension by that name.
+    """The extension ``slot_attention``: a backend's own attention over slots, an updatable region.
 
-    Under ``full`` it is part of the graph for any number of requests, since only lengths change.
-    Under ``breakable`` it is an eager segment.
+    Under ``full``, the region is part of the graph, and updates change the lengths. Under
+    ``breakable``, the region is an eager segment.
     """
 
     row_multiple: int
@@ -57,7 +58,7 @@ class SlotAttention(Protocol):
         scale: float,
         spans: tuple[int, ...],
     ) -> None:
-        """Attend the packed tokens of requests causally to the rows that each request owns.
+        """Compute causal attention of the packed tokens of each request over the request's rows.
 
         Args:
             query: ``[tokens, heads, dim]``, requests one after another, followed by padding.
@@ -65,7 +66,7 @@ class SlotAttention(Protocol):
             values: like ``keys``.
             out: output, ``[tokens, heads, dim]``; zero for padding.
             scale: factor of the scores.
-            spans: host argument, as for ``packed_exact``. Slots ascend.
+            spans: host argument, as for ``packed_exact``, in ascending order of slots.
         """
 
 
@@ -91,7 +92,7 @@ class LayerShape:
     window: int | None = None
     """Number of rows that a token attends to, including its own; None means all."""
     softcap: float | None = None
-    """Bound of the scores, which pass through a tanh; None means unbounded."""
+    """Bound of the scores, enforced by a tanh; None means unbounded."""
 
 
 class CacheLayer:
@@ -134,8 +135,8 @@ class KVCache(Cache):  # type: ignore[misc]
         rows_first: lay memory out by rows instead of by heads, for a backend's own attention.
         dtype: dtype of keys and values.
         device: device of keys and values.
-        answers: answer a model that asks for the length. The probe verified that its results do not
-            depend on the answer.
+        answers: report a length to a model that asks for one, instead of raising an error. The
+            probe has verified that the length does not change the results.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class KVCache(Cache):  # type: ignore[misc]
             )
             return CacheLayer(shape, keys, values, slots)
 
-        # Inference tensors could not be written outside of inference mode.
+        # Inference tensors cannot be written outside of inference mode.
         with torch.inference_mode(False):
             super().__init__(layers=[shape and layer(shape) for shape in shapes])
         self._tensors = [t for one in self.layers if one for t in (one.keys, one.values)]
@@ -201,7 +202,9 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Write the new tokens of a layer."""
         if self._target is None:
-            raise StateError("this cache belongs to an engine, and only its steps write to it")
+            raise StateError(
+                "this cache belongs to an engine; only steps of the engine write to it"
+            )
         layer: CacheLayer = self.layers[layer_idx]
         for kept, new in ((layer.keys, key_states), (layer.values, value_states)):
             kept.index_copy_(1, self._target, new.transpose(0, 1).flatten(1, 2))
@@ -216,7 +219,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """Return the layer of the last write. Each write can be taken once."""
         layer, self._written = self._written, None
         if layer is None:
-            raise StateError("attention was called without a write to the cache before it")
+            raise StateError("attention was called without a preceding write to the cache")
         return layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -228,14 +231,14 @@ class KVCache(Cache):  # type: ignore[misc]
         )
 
     def has_previous_state(self, *args: Any) -> bool:
-        """Answer as a cache in the middle of a text does, so that masks of padding are skipped."""
+        """Return True, as in the middle of a text, so that models skip their padding masks."""
         return True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self._length + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the rows of a slot."""
+        """Return the number of rows in a slot."""
         return self.max_len
 
     # Name of get_max_length before transformers 5.18.
@@ -274,7 +277,7 @@ def decode_mask(
 ) -> Tensor:
     """Return ``[requests, 1, width, rows]``: 0 where a token may read a row, -inf elsewhere.
 
-    ``positions`` are those of all tokens, and ``rows`` is ``arange(max_len)`` on the device.
+    ``positions`` has the position of each token; ``rows`` is ``arange(max_len)`` on the device.
     """
     at = positions.view(-1, 1, width, 1)
     hidden = rows > at
@@ -292,7 +295,7 @@ def _score(
     *,
     causal: bool = False,
 ) -> Tensor:
-    """Attend ``[B, H, q, D]`` to ``[B, H, k, D]``; ``causal`` requires q and k of equal length."""
+    """Compute attention of ``[B, H, q, D]`` over ``[B, H, k, D]``; ``causal`` requires q = k."""
     scale, softcap, _, fused = scoring
     if fused and softcap is None:
         return F.scaled_dot_product_attention(
@@ -345,7 +348,7 @@ def decode_bounded(
     kv_len: int,
     kv_from: int,
 ) -> None:
-    """Attend ``width`` tokens of each request to the first ``kv_len`` rows of its slot.
+    """Compute attention of ``width`` tokens of each request over ``kv_len`` rows of its slot.
 
     Args:
         query: ``[1, heads, requests * width, head_dim]``.
@@ -355,7 +358,7 @@ def decode_bounded(
         out: output, ``[1, requests * width, heads, value_dim]``.
         scoring: scoring of the layer.
         kv_len: upper bound of the lengths, including the new tokens.
-        kv_from: lower bound of the positions; windowed layers start near it.
+        kv_from: lower bound of the positions; layers with a window skip the rows far below it.
     """
     low, window = 0, scoring[2]
     if window is not None:
@@ -382,10 +385,10 @@ def packed_exact(
     *,
     spans: tuple[int, ...],
 ) -> None:
-    """Attend the packed tokens of each request to the rows of its slot.
+    """Compute attention of the packed tokens of each request over the rows of its slot.
 
     Args:
-        query: ``[1, heads, tokens, head_dim]``; the requests follow one another, then padding.
+        query: ``[1, heads, tokens, head_dim]``, requests one after another, followed by padding.
         keys: ``[slots, kv_heads, max_len, dim]``.
         values: as ``keys``.
         rows: ``arange(max_len)`` on the device.
@@ -426,7 +429,7 @@ def _attend_request(
         mask = None
         if not plain and count > 1:
             mask = decode_mask(rows[at:high], rows[low:high], count, window, query.dtype)
-        # The heads of a group read the same memory, so expand does not copy.
+        # The heads of a group share keys and values through expand, without a copy.
         k, v = (t[:, None, low:high].expand(-1, group, -1, -1) for t in (keys, values))
         asked = grouped[:, :, begin : begin + count]
         result = _score(asked, k, v, mask, scoring, causal=plain and count > 1)
@@ -444,7 +447,9 @@ def varlen_decode(
     width: int,
     max_len: int,
 ) -> Tensor:
-    """Return ``[1, tokens, heads, value_dim]`` of a decode step with lengths in device tensors.
+    """Return the attention of a decode step with lengths in device tensors.
+
+    The result is ``[1, tokens, heads, value_dim]``.
 
     Args:
         query: ``[1, heads, requests * width, head_dim]``.
@@ -490,22 +495,22 @@ def varlen_packed(
 ) -> Tensor:
     """Run ``packed_exact`` with lengths in device tensors.
 
-    The region reads ``query_starts``, ``row_starts`` and ``lengths`` from the batch, because a
-    graph that depends on the number of tokens only does not contain them. Outputs of padding are
-    zero.
+    The region reads ``query_starts``, ``row_starts`` and ``lengths`` from the batch. Their sizes
+    depend on the number of requests, and graphs depend only on the number of tokens. Outputs of
+    padding are zero.
     """
     spans = (batch.query_starts, batch.row_starts, batch.lengths)
     result = varlen_decode(query, keys, values, spans, scale, window, query.shape[2], max_len)
     tokens = torch.arange(query.shape[2], device=query.device)
-    # The kernel does not write rows of padding, and their memory may hold anything.
+    # The kernel does not write rows of padding, so their memory may hold any numbers.
     return result.masked_fill_((tokens >= batch.query_starts[-1])[:, None, None], 0)
 
 
 def has_varlen(head_dim: int, *, dtype: torch.dtype, device: torch.device) -> bool:
     """Test whether the device's fused kernel supports slots in any order.
 
-    The test compares it with plain attention: two requests, two key heads, four query heads, slots
-    in reverse order, and NaN in the rows after each length.
+    The test compares the kernel with plain attention. It uses two requests, two key heads, four
+    query heads, slots in reverse order, and NaN in the rows after each length.
     """
     max_len, lengths, scale = 64, (37, 5), head_dim**-0.5
     generator = torch.Generator().manual_seed(0)

@@ -110,10 +110,10 @@ class EngineStats:
 class Engine:
     """A prefill runner and a decode runner that share a pool and serve requests.
 
-    Requests join and leave between steps. By default, ``generate`` captures the graphs that batches
-    come to need, so that no prompt waits for one; ``capture`` captures all graphs in advance. With
-    the policy ``disabled``, the same steps and kernels run eagerly. Autocast is refused because
-    steps compute in the dtype of the model. An engine belongs to one thread.
+    Requests join and leave between steps. By default, graphs are captured when batches need them,
+    so that no prompt waits for unused graphs; ``capture`` captures all graphs in advance. With the
+    policy ``disabled``, the same steps and kernels run eagerly. Autocast is refused because steps
+    compute in the dtype of the model. An engine belongs to one thread.
 
     Args:
         model: a causal language model of transformers in evaluation mode, on the device of
@@ -130,15 +130,14 @@ class Engine:
         eos_token_ids: tokens that end a request; None means those of the model.
         steps_per_launch: maximum number of decode steps in one launch. A launch takes several steps
             if all running requests are greedy and one of them needs at least half of the steps, and
-            at least two. Their tokens arrive together, and waiting requests join after the launch.
-        fuse: whether to replace operations by fewer, larger kernels (see ``fusion``). This re-lays
-            weights and may change a token whose two best candidates are nearly equal.
+            at least two. Tokens of a launch arrive together; waiting requests join after it.
+        fuse: whether to replace operations by fewer, larger kernels (see ``fusion``). This moves
+            weights in memory and may change a token whose two best candidates are nearly equal.
             ``engine.model.fusion`` reports the replacements.
         layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send
             layers while later ones compute.
-        facts: facts for the compatibility rules. By default the engine states whether hooks run
-            inside the model. ``traceable`` is always false, because steps replace attributes of the
-            model.
+        facts: facts for the compatibility rules; by default, whether the model has hooks.
+            ``traceable`` is always false, because steps replace attributes of the model.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
@@ -201,9 +200,9 @@ class Engine:
         self.closed = False
         self._captured = False
         self._handoffs: dict[int, Handoff] = {}
-        """Handoffs by request: held ones, those of ``_exports``, and those to copy into a slot."""
+        """Handoffs of held, exported and admitted requests, by request id."""
         self._exports: set[int] = set()
-        """Requests that a layer-wise handoff exports when their prompt has run."""
+        """Ids of requests with a layer-wise handoff whose prompt has not run."""
         facts = EngineFacts(debug_hooks=has_hooks(model)) if facts is None else facts
         self._facts = attrs.evolve(facts, traceable=False)
         self._named = model if switched_on(DEBUG_VARIABLE) else False
@@ -248,7 +247,7 @@ class Engine:
     def make_decode(self, config: PhaseConfig, steps: int = 1, **options: Any) -> DecodeRunner:
         """Return a runner of decode steps, or of launches of several steps that return tokens only.
 
-        Append it to ``runners`` so that it is closed and suspended with the engine.
+        A caller appends the runner to ``runners``, so that the engine closes and suspends it.
         """
         model = self.model
         return DecodeRunner(
@@ -312,8 +311,8 @@ class Engine:
         if needed > self.model.positions:
             raise InputError(
                 f"{len(ids)} prompt tokens and {max_new_tokens} new ones need {needed} positions; "
-                f"this engine has {self.model.positions} a request. Shorten one of them or raise "
-                f"max_len"
+                f"this engine has {self.model.positions} per request. Shorten the prompt, lower "
+                f"max_new_tokens or raise max_len"
             )
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
@@ -359,7 +358,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running, or events are left to return."""
+        """Whether a request is waiting or running, or ``step`` has events to return."""
         return bool(self._scheduler or self._events)
 
     # -- handoffs --------------------------------------------------------------------------------
@@ -369,24 +368,24 @@ class Engine:
     ) -> Handoff:
         """Return the state of a running request, and hold the request.
 
-        Call it when the request has its first token, or later. A held request takes part in no step
-        and counts against ``max_requests`` until ``release``, ``cancel`` or the release by a
-        transport. A second call returns the same handoff.
+        The request must have its first token. A held request takes part in no step and counts
+        against ``max_requests`` until ``release``, ``cancel`` or the release by a transport. A
+        second call returns the same handoff.
 
-        With ``layerwise``, call it before the prompt has run. The step that completes the prompt
-        fills the handoff layer by layer and then holds the request. Transports send each layer when
-        it is ready, and the receiver gets the handoff with the first token.
+        With ``layerwise``, the prompt must not have run. The step that completes the prompt fills
+        the handoff layer by layer and then holds the request. Transports send each layer when it is
+        ready, and the receiver gets the handoff with the first token.
 
         Args:
-            request_id: a request whose prompt has run, or with ``layerwise`` has not.
-            layerwise: whether to export before the prompt has run. It needs the engine's argument
-                of this name.
-            timeout_s: seconds after which the request ends without a release. A warning in the
-                log names the request and the process that fetched the handoff.
+            request_id: id of the request.
+            layerwise: whether to export before the prompt has run; the engine must have been
+                created with ``layerwise``.
+            timeout_s: seconds after which an unreleased request ends. A warning in the log names
+                the request and the process that fetched the handoff.
 
         Raises:
-            StateError: the prompt has not run, or with ``layerwise`` has run; or this engine
-                signals no layers.
+            StateError: the prompt has not run, or with ``layerwise`` has run, or the engine was
+                created without ``layerwise``.
             InputError: no such request exists.
         """
         self._check_open()
@@ -434,7 +433,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _streamed(self, chunks: Sequence[Chunk]) -> Iterator[None]:
-        """Fill layer-wise handoffs of ``chunks`` while the block runs their step."""
+        """Fill the layer-wise handoffs of ``chunks`` while the block runs their step."""
         exports = [
             (
                 self._handoffs[chunk.request.id],
@@ -443,23 +442,21 @@ class Engine:
             for chunk in chunks
             if chunk.completes and chunk.request.id in self._exports
         ]
-        stream = LayerStream(self.prefill.gates, exports) if exports else None
-        try:
+        with contextlib.ExitStack() as stack:
+            if exports:
+                stack.callback(LayerStream(self.prefill.gates, exports).close)
             yield
-        finally:
-            if stream is not None:
-                stream.close()
 
     def admit(self, handoff: Handoff, convert: bool = False, *, wait: bool = True) -> int:
-        """Continue the request of another engine, and return its id here.
+        """Continue the request of another engine, and return its request id in this engine.
 
         The request takes a free slot at once, or waits for one. Its events begin with the token
         after those of the handoff. A sampled request continues the random stream of the exporter
         on the same backend, and a new stream on another one.
 
         Args:
-            handoff: the handoff. Its tensors may change when the request has its slot.
-            convert: whether to convert tensors of another dtype. The weights are not compared then.
+            handoff: the handoff. Its tensors must not change before the request has its slot.
+            convert: whether to convert tensors of another dtype, without a comparison of weights.
             wait: whether the request may wait for a slot.
 
         Raises:
@@ -518,7 +515,7 @@ class Engine:
                     fields=("random_state",),
                 ) from error
         if request.stream is not None:
-            for token in request.generated:  # The exporter has returned their text.
+            for token in request.generated:  # The exporter has already returned their text.
                 request.stream.push(token)
         return request
 
@@ -588,8 +585,8 @@ class Engine:
         """Run one step over all running requests and return its events.
 
         Waiting requests join first. If the step raises an error, no request has advanced, and the
-        next call repeats the step. If the tokenizer raises an error, its request is cancelled, a
-        note names the request, and the next call returns the events of all requests.
+        next call repeats the step. If the tokenizer raises an error, the request is cancelled and
+        named in a note on the error, and the next call returns the events of all requests.
         """
         self._check_able()
         begin = time.perf_counter()
@@ -626,7 +623,7 @@ class Engine:
         return self._collected()
 
     def _collected(self) -> list[TokenEvent]:
-        """Return the events that are left to return."""
+        """Return the pending events and clear them."""
         events, self._events = self._events, []
         return events
 
@@ -657,7 +654,7 @@ class Engine:
     def _chosen(
         self, chunks: Sequence[Chunk], out: Mapping[str, Tensor]
     ) -> list[tuple[Request, int]]:
-        """Return the tokens of a step."""
+        """Return the new tokens of a step."""
         best = out["tokens"]
         samplers = [chunk.request.sampler if chunk.completes else None for chunk in chunks]
         if any(samplers):
@@ -666,12 +663,12 @@ class Engine:
         for chunk in chunks:
             chunk.request.cached += chunk.count
         if not any(chunk.completes for chunk in chunks):
-            return []  # Nothing waits for the device.
+            return []  # No token is needed, so do not wait for the device.
         tokens = zip(chunks, best.tolist(), strict=True)
         return [(chunk.request, token) for chunk, token in tokens if chunk.completes]
 
     def _accept(self, tokens: Sequence[tuple[Request, int]]) -> Exception | None:
-        """Append each token to its request, unless the request has ended in this launch."""
+        """Append each token to its request if that has not ended; return a tokenizer's error."""
         failed: Exception | None = None
         for request, token in tokens:
             if request.finish_reason is not None:
@@ -716,12 +713,13 @@ class Engine:
     ) -> list[Completion]:
         """Complete all ``prompts`` and return their completions in order.
 
-        Prompts wait until a slot is free. An error, also one of ``on_event``, cancels all prompts.
+        Prompts wait until a slot is free. Any error, including one of ``on_event``, cancels all
+        prompts.
 
         Args:
             prompts: texts or lists of token ids.
             max_new_tokens: as for ``add_request``.
-            sampling: sampling parameters for all prompts, or a list with one entry for each.
+            sampling: sampling parameters for all prompts, or a list with one entry for each prompt.
             stop_token_ids: as for ``add_request``.
             on_event: function that receives every event.
 
@@ -757,7 +755,7 @@ class Engine:
                     if on_event is not None:
                         on_event(event)
         except BaseException:
-            # The caller does not know the ids, so nobody else could cancel them.
+            # The caller does not know the request ids and cannot cancel the requests.
             for request in (*self._scheduler.running, *self._scheduler.waiting):
                 self._drop(request)
             self._events = []
@@ -767,7 +765,7 @@ class Engine:
     # -- graphs ----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Capture the graphs that the configuration wants before the first step.
+        """Capture the graphs that must exist before the first step.
 
         Do nothing if they exist, or if their memory was released.
         """
@@ -786,7 +784,7 @@ class Engine:
         self._captured = True
 
     def idle(self) -> bool:
-        """Capture one graph in the background of serving; return False if none is left."""
+        """Capture one missing graph between steps; return False if no graph is missing."""
         self._check_able()
         return any(runner.idle() for runner in reversed(self.runners))
 
@@ -853,7 +851,7 @@ class Engine:
 
 
 def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> DeviceGraphConfig:
-    """Return the mode in an object, a dictionary or JSON text; None is the default."""
+    """Return the configuration in an object, a dictionary or JSON text; None is the default."""
     if given is None or isinstance(given, DeviceGraphConfig):
         return given or DeviceGraphConfig()
     if isinstance(given, str):
@@ -872,10 +870,10 @@ def has_hooks(model: PreTrainedModel) -> bool:
 
 
 def _with_defaults(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
-    """Return ``phase`` with the engine's defaults for keys that nobody set.
+    """Return ``phase`` with the engine's defaults for keys that were not set explicitly.
 
     Graphs are captured when batches need them. Captures run without warm-up if all modules belong
-    to transformers and torch, whose code keeps nothing from its first run (see ``tests/zoo``).
+    to transformers and torch, whose modules keep no state of a first run (see ``tests/zoo``).
     """
     changes: dict[str, Any] = {}
     if not (phase.strict or phase.explicit & {"capture", "buckets", "max_bs"}):

@@ -1,18 +1,19 @@
 """Replacement of a model's operations by fewer, larger kernels inside the steps of an engine.
 
-A decode step of a small model runs hundreds of kernels that each move a few kilobytes. Their number
-decides its speed, even in a graph. Three replacements work for every family:
+A decode step of a small model runs hundreds of kernels that each move a few kilobytes. The number
+of kernels determines its speed, even in a graph. Three replacements work for every model family:
 
 * *norms*: one call of ``torch.nn.functional.rms_norm`` instead of eight kernels;
-* *projections*: one product for linear layers that receive the same tensor in succession (query,
-  key and value, or gate and up). Their weights become views of one matrix, so that none is stored
+* *projections*: one matrix product for consecutive linear layers with the same input (query, key
+  and value, or gate and up). Their weights become views of one matrix, so that no weight is stored
   twice;
 * *rotary embeddings*: query and key are rotated together, and their halves are swapped instead of
   negated and swapped.
 
-Each replacement is verified first. ``OperationTrace`` records the shapes while the model runs, and
-the results for random data of these shapes must be equal. Everything else runs as the model wrote
-it, and ``Fusion.unfused`` counts the reasons. Outside of steps, the model runs its own code.
+Each replacement is verified first. ``OperationTrace`` records the shapes while the model runs. For
+random data of these shapes, the results of the original and of the replacement must agree. All
+other operations run unchanged, and ``Fusion.unfused`` counts the reasons. Outside of steps, the
+model runs its own code.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 class _FairLock:
-    """A reentrant lock that the longest waiting thread receives next.
+    """A reentrant lock that a releasing thread cannot take again before a waiting thread.
 
-    With an RLock, a thread that calls forwards in a loop would keep the lock from all others.
+    With an RLock, a thread that calls forwards in a loop would block all other threads.
     """
 
     def __init__(self) -> None:
@@ -66,15 +67,15 @@ class _FairLock:
 
 
 model_lock = _FairLock()
-"""Lock of all code that runs models with replaced attributes, or that must not see them.
+"""Lock for code that runs models with replaced attributes or must not see the replacements.
 
-Models may share layers, and rotary functions belong to Python modules, so one lock serves all.
+One lock serves all models: they may share layers, and rotary functions belong to Python modules.
 """
 
 
 @contextlib.contextmanager
 def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give attributes other values inside the block; other threads wait for its end.
+    """Set attributes to other values inside the block, under ``model_lock``.
 
     The assignment bypasses checks because some configurations reject None as the padding token.
     """
@@ -110,9 +111,9 @@ class OperationTrace:
 
     def __init__(self, model: nn.Module) -> None:
         self.norms: dict[nn.Module, torch.Size | None] = {}
-        """Shape of the input of each RMS norm; None if it has several inputs or shapes."""
+        """Input shape of each RMS norm; None if a norm has several inputs or input shapes."""
         self.rotary: dict[ModuleType, dict[_Form, functools.partial[Any]]] = {}
-        """The first call of every form, by the Python module of the function."""
+        """First call of each form of a rotary function, by the function's Python module."""
         self._calls: list[tuple[nn.Module, nn.Linear, Tensor]] = []
         self._model = model
 
@@ -145,7 +146,7 @@ class OperationTrace:
             self.norms[norm] = None
 
     def _record_linear(self, parent: nn.Module, child: nn.Linear, args: tuple[Any, ...]) -> None:
-        # The list keeps the tensor alive, or a later input could have the same address.
+        # The list must keep the tensor alive, or a later input could have the same id.
         self._calls.append((parent, child, args[0]))
 
     def _record_rotary(
@@ -156,7 +157,7 @@ class OperationTrace:
         return call()
 
     def groups(self) -> Iterator[tuple[list[nn.Linear], torch.Size]]:
-        """Yield consecutive sibling layers with one input, and the shape of that input.
+        """Yield consecutive sibling layers with the same input, and the shape of that input.
 
         Layers whose weights are used more than once are excluded.
         """
@@ -169,7 +170,7 @@ class OperationTrace:
 
 
 _Form = tuple[Any, ...]
-"""The properties of a rotary function's arguments that select its computation."""
+"""Properties of a rotary function's arguments that determine its computation."""
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
@@ -195,7 +196,7 @@ def _compatible(group: list[nn.Linear]) -> bool:
 
 
 class _Projections:
-    """A group of linear layers that one product computes."""
+    """A group of linear layers that one matrix product computes."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers = layers
@@ -206,17 +207,17 @@ class _Projections:
         self.join()
 
     def refresh(self) -> None:
-        """Join the weights again if some are not views of the joined matrix any more."""
-        # Every eager step checks every layer, so read the parameter dictionary directly.
+        """Join the weights again if any weight is no longer a view of the joined matrix."""
+        # Every eager step checks every layer, so the check reads the parameters directly.
         if any(own["weight"].data_ptr() != address for own, address in self._addresses):
             if is_capturing():
                 raise CaptureError(
-                    "weights of the model were replaced; run one step eagerly before a capture (the"
-                    " warm-up of a capture is such a step), and invalidate older graphs"
+                    "weights of the model were replaced; run one eager step before the capture (a "
+                    "warm-up run is such a step), and invalidate older graphs"
                 )
             self.join()
 
-    @torch.inference_mode(False)  # Inference tensors could not be written outside of that mode.
+    @torch.inference_mode(False)  # Inference tensors cannot be written outside of that mode.
     @torch.no_grad()
     def join(self) -> None:
         """Concatenate the weights and make the layers' weights views of the result.
@@ -231,7 +232,7 @@ class _Projections:
         ]
 
     def _forward(self, index: int, given: Tensor) -> Tensor:
-        """Compute all products for the first layer, and return each layer its own."""
+        """Return the output of one layer; the call for the first layer computes all outputs."""
         if index == 0:
             self._given = given
             joined = F.linear(given, self.weight, self.bias)
@@ -268,7 +269,7 @@ class Fusion:
 
     def __init__(self, trace: OperationTrace) -> None:
         self.unfused: Counter[str] = Counter()
-        """Number of operations that stay unfused, by reason."""
+        """Number of operations that were not fused, by reason."""
         self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._projections = list(self._join(trace))
         self._forwards: list[tuple[nn.Module, str, Callable[..., Any]]] = [
@@ -293,7 +294,7 @@ class Fusion:
             if all(_near(w, g) for w, g in zip(want, got, strict=True)):
                 yield group
             else:
-                self.unfused["projections: one product gives other results"] += 1
+                self.unfused["projections: one product gives different results"] += 1
 
     def _norms(self, trace: OperationTrace) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         for norm, shape in trace.norms.items():
@@ -396,7 +397,7 @@ def _rms_norm_of(module: nn.Module, shape: torch.Size | None) -> functools.parti
 
 
 def _rms_norm(parameters: dict[str, Any], eps: float, given: Tensor) -> Tensor:
-    weight = parameters["weight"]  # Look it up each time because it may be replaced.
+    weight = parameters["weight"]  # The weight may be replaced between calls.
     return F.rms_norm(given, weight.shape, weight, eps)
 
 
@@ -418,7 +419,7 @@ def _rotate_together(
 def _joined_heads(q: Tensor, k: Tensor, dim: int) -> Tensor:
     """Concatenate ``q`` and ``k`` along ``dim``, as a view if they are adjacent in memory.
 
-    Heads of one joined projection are adjacent.
+    Outputs of one joined projection are adjacent.
     """
     step = (q if q.shape[dim] > 1 else k).stride(dim)
     if (
@@ -444,7 +445,7 @@ def _noise(shape: torch.Size, like: Tensor) -> Tensor:
 def _close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False
-    # Allow a few roundings of the dtype, and at least those of float32.
+    # Allow a few rounding errors of the dtype, but at least those of float32.
     limit = 8 * max(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps)
     is_near = torch.allclose(a.float(), b.float(), atol=limit, rtol=limit)
     return is_near and math.isfinite(float(a.float().sum()))

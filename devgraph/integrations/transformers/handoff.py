@@ -31,10 +31,10 @@ VERSION = 1
 """Version of the header and of the layout of the buffer."""
 
 _ALIGNMENT = 64
-"""Bytes; each tensor begins at a multiple of this."""
+"""Alignment of the tensors in the buffer, in bytes."""
 
 _SAMPLES = 16
-"""Numbers of each weight that enter the digest."""
+"""Number of elements of each weight in the digest."""
 
 _VOLATILE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache"})
 """Keys of a model's configuration that do not describe its computation."""
@@ -50,12 +50,12 @@ class Progress:
     """The progress of a handoff, shared by its engine and its transport.
 
     Attributes:
-        ended: reason why the tensors must not be read any more, or None.
+        ended: reason why the tensors must no longer be read, or None.
         receiver: process that fetches the handoff, in words; empty if none does.
         ready: number of leading layers whose tensors are complete.
-        ready_at: time at which each of them was complete, on the monotonic clock in seconds.
-        deadline: end of an export that nobody released, on the monotonic clock.
-        handoff: the complete handoff, or None before that.
+        ready_at: time at which each of these layers was complete, in seconds (monotonic clock).
+        deadline: time at which an unreleased export ends, in seconds (monotonic clock).
+        handoff: the complete handoff; None until it is complete.
     """
 
     def __init__(self, ready: int = 0, *, deadline: float = math.inf) -> None:
@@ -77,7 +77,7 @@ class Progress:
             self.changed.notify_all()
 
     def complete(self, handoff: Handoff, settled: Callable[[], bool]) -> None:
-        """Report the complete handoff; ``settled`` returns whether the device has written it."""
+        """Set the complete handoff; ``settled`` returns whether the device has written it."""
         self.handoff, self._settled = handoff, settled
         self.advance(handoff.layers)
 
@@ -108,7 +108,7 @@ class Progress:
             if not self.changed.wait_for(lambda: self.ready > layers or self.ended, timeout_s):
                 raise HandoffError(f"layer {layers} is not ready after {timeout_s:g} s")
             ready = self.ready
-        while not self._settled():  # The device still writes the buffer.
+        while not self._settled():  # The device is still writing the buffer.
             threading.Event().wait(1e-4)
         return ready
 
@@ -149,12 +149,12 @@ class Handoff:
     kv_heads: Numbers
     head_dim: Numbers
     value_dim: Numbers
-    """Like ``head_dim``, which it differs from in models with latent attention only."""
+    """Size of a value head; it differs from ``head_dim`` only in models with latent attention."""
     windows: Numbers
     """Number of rows that a token attends to; None means all."""
     states: States
     cached: int
-    """Number of leading tokens whose keys and values are here."""
+    """Number of leading tokens whose keys and values are in ``data``."""
     token_ids: tuple[int, ...]
     """Tokens of the prompt and of the continuation; the last one is not cached yet."""
     prompt_length: int
@@ -216,7 +216,7 @@ class Handoff:
 
     @classmethod
     def allocated(cls, device: torch.device | str = "cpu", **header: Any) -> Handoff:
-        """Return a handoff with a buffer whose content is not written yet."""
+        """Return a handoff with an uninitialised buffer."""
         handoff = cls(**header, data=torch.empty(0, dtype=torch.uint8))
         size = handoff.layer_end(handoff.layers)
         return attrs.evolve(handoff, data=torch.empty(size, dtype=torch.uint8, device=device))
@@ -241,7 +241,7 @@ class Handoff:
         if given.get("version") != VERSION:
             raise HandoffError(
                 f"version differs: {brief(given.get('version'))} in the handoff, {VERSION} here; "
-                f"install the same devgraph on both sides",
+                f"install the same version of devgraph on both sides",
                 fields=("version",),
             )
         values, wrong = {}, {}
@@ -262,10 +262,10 @@ class Handoff:
         return cls.allocated(device, **values)
 
     def stream_for(self, backend: str) -> tuple[int, int, Tensor | None]:
-        """Return the seed, the draws and the generator's state of the stream on ``backend``.
+        """Return seed, number of draws and generator state for a continuation on ``backend``.
 
-        The generator of another backend cannot take the state. It starts from a seed that is
-        derived from the seed and the number of draws.
+        The state fits only generators of the exporter's backend. On other backends, the stream
+        starts from a seed that is derived from the exporter's seed and the number of draws.
         """
         if backend == self.backend:
             state = bytearray.fromhex(self.random_state)
@@ -311,7 +311,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _digest(model: PreTrainedModel) -> str:
-    """Return the digests of the architecture and of a sample of the weights."""
+    """Return digests of the architecture and of samples of the weights."""
     architecture, weights = hashlib.sha256(), hashlib.sha256()
     items = model.config.to_dict().items()
     config = {k: v for k, v in items if v and k not in _VOLATILE and k[0] != "_"}
@@ -330,9 +330,9 @@ def _digest(model: PreTrainedModel) -> str:
 def differences(
     handoff: Handoff, geometry: Mapping[str, Any], *, convert: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the header's fields that differ from those of the receiver: (in the handoff, here).
+    """Return the header's fields that differ from the receiver's, as (in the handoff, here).
 
-    With ``convert``, dtypes may differ, and with them the bits of weights and states.
+    With ``convert``, the dtypes may differ, and then the digests of weights are not compared.
     """
     converts = convert and handoff.dtype != geometry["dtype"]
 
@@ -370,9 +370,9 @@ def refuse(differing: Mapping[str, tuple[Any, Any]]) -> None:
 class LayerStream:
     """A thread that fills handoffs layer by layer while a step computes.
 
-    It waits for the signal ``kv.LAYER`` of each layer, and stops at the first layer with a
-    recurrent state. The last layer is left to the end of the step, which has the first token.
-    ``exports`` has each handoff and the tensors of its slot.
+    The thread waits for the signal ``kv.LAYER`` of each layer, and stops at the first layer with
+    recurrent state. The last layer is copied after the step, with the first token. ``exports`` has
+    each handoff and the tensors of its slot.
     """
 
     def __init__(
@@ -385,7 +385,7 @@ class LayerStream:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait for the copy of the present layer, and end the thread."""
+        """Wait for the copy of the current layer, and end the thread."""
         self._stops = True
         self._thread.join()
 
@@ -431,7 +431,7 @@ def unpack(handoff: Handoff, target: Mapping[str, Tensor]) -> None:
     if not target:
         return
     device = next(iter(target.values())).device
-    # One transfer of the buffer is faster than one for each tensor.
+    # One transfer of the buffer is faster than a transfer for each tensor.
     _copy(target, attrs.evolve(handoff, data=handoff.data.to(device)).tensors)
 
 

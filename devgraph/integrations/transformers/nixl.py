@@ -18,10 +18,10 @@ from devgraph.integrations.transformers.transport import Transport, owner_of
 class NixlTransport(Transport):
     """A transport whose receivers read registered memory of the exporter.
 
-    The exporter takes no part in a transfer. Tensors of a device pass through host memory.
+    The exporter takes no part in a transfer. Device tensors are copied through host memory.
 
     Args:
-        group: as for ``TorchTransport``; its store has the headers.
+        group: as for ``TorchTransport``; its store holds the headers.
         timeout_s: seconds to wait for another rank.
 
     Raises:
@@ -33,7 +33,7 @@ class NixlTransport(Transport):
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
-            raise ImportError("this needs NIXL: pip install devgraph[nixl]") from error
+            raise ImportError("this transport needs NIXL: pip install devgraph[nixl]") from error
         super().__init__(group, timeout_s)
         self._agent = nixl_agent(self._name, nixl_agent_config(backends=["UCX"]))
         self._memory: dict[str, tuple[Tensor, Any]] = {}
@@ -47,9 +47,11 @@ class NixlTransport(Transport):
                 self._agent.add_remote_agent(base64.b64decode(entry["agent"]))
                 there = [(entry["address"], handoff.nbytes, 0)]
                 self._read(handoff.data, self._agent.get_xfer_descs(there, "DRAM"), owner)
-            # The memory of an offer that ended during the read may have had other content.
+            # If the offer ended during the read, its memory may have been overwritten.
             if not self._store.check([offer_id]):
-                raise HandoffError(f"rank {rank} ended the handoff {offer_id!r} in transfer")
+                raise HandoffError(
+                    f"rank {rank} ended the handoff {offer_id!r} during its transfer"
+                )
         return handoff
 
     def _read(self, data: Tensor, source: Any, owner: str) -> None:
@@ -63,7 +65,7 @@ class NixlTransport(Transport):
             state = self._agent.check_xfer_state(work)
         self._agent.release_xfer_handle(work)
         if state != "DONE":
-            raise RuntimeError(f"the read is in state {state}")
+            raise RuntimeError(f"the NIXL read is in state {state}")
 
     @contextlib.contextmanager
     def _registered(self, data: Tensor) -> Iterator[None]:
@@ -76,7 +78,9 @@ class NixlTransport(Transport):
     def _publish(self, offer_id: str, handoff: Handoff) -> dict[str, Any]:
         handoff = handoff.progress.handoff or handoff
         if not handoff.is_complete:
-            raise HandoffError("NIXL sends complete handoffs: offer it after the prompt has run")
+            raise HandoffError(
+                "NIXL sends complete handoffs only: offer this one after its prompt has run"
+            )
         handoff.progress.wait(handoff.layers - 1, self.timeout_s)
         data = handoff.data.cpu()
         with self._lock:

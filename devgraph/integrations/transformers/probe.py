@@ -1,16 +1,16 @@
 """Requirements of a model, determined by running it on three tokens.
 
-Configurations of many families are not read. The probe calls the model with an attention function
-and a mask function that only record: the shapes that each layer writes to the cache, the mask that
-it receives, and the arguments that it passes. Anything that this integration cannot honour is
-refused here, before an engine is built.
+The probe does not interpret the configurations of single model families. It calls the model with an
+attention function and a mask function that only record: the shapes that each layer writes to the
+cache, the mask that the layer receives, and the arguments that it passes to attention. A model with
+a requirement that this integration cannot meet is refused before an engine is built.
 
 A model may have an attention of its own, or pass arguments that the kernels here do not support.
 Such a model is probed again as one that *attends by itself*: its own code runs on whole slots of
-the cache under a mask of device positions.
+the cache, with a mask computed from positions on the device.
 
 Layers with recurrent state are found by a run over the cache that ``generate`` makes. The modules
-that write state to it are the *mixers*, and the filled layers are the templates of the state rows.
+that write state to it are the *mixers*. The filled layers are the templates of the state rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from devgraph.integrations.transformers.state import Mixer, state_tensors
 
 _TOKENS = 3
 _OTHER_LENGTH = 5
-"""Length that the cache reports in a second run, which must not change the results."""
+"""Length that the cache reports in a second run. The results must not depend on it."""
 
 # Attention arguments without effect here: dropout is off, the mask determines causality and window,
 # and positions are applied earlier.
@@ -55,10 +55,10 @@ _HARMLESS = frozenset(
 )
 _HONOURED = frozenset({"scaling", "softcap"})
 
-# These rotary embeddings choose frequencies by the longest position of a step, read on the host.
+# These rotary embeddings choose frequencies by the largest position of a step, read on the host.
 _HOST_ROPE = frozenset({"dynamic", "longrope"})
 
-# Layers of keys and values. A dummy layer keeps nothing and reads another layer.
+# Kinds of cache layers. A DummyLayer, the only other supported kind, stores nothing.
 _KEY_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 _MIXED_LAYERS = frozenset(
     {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
@@ -70,7 +70,7 @@ _OWN_ATTENTION = "its attention does not go through the attention-function regis
 
 
 class UnsupportedModelError(DeviceGraphError, ValueError):
-    """The model does something that this integration cannot run correctly; the message names it."""
+    """The model needs something that this integration does not support; the message names it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -84,20 +84,20 @@ class ModelShape:
     mixers: tuple[Mixer, ...]
     """Modules that read and write recurrent state."""
     positions: int | None
-    """Maximum number of positions for which ``model.generate`` is reproduced; None is no limit."""
+    """Maximum length at which steps reproduce ``model.generate``; None means no limit."""
     vocabulary: int
     dtype: torch.dtype
     device: torch.device
     body: torch.nn.Module
     """Module that computes hidden states: the base model or a part of it."""
     output_type: type[Any]
-    """Type of the body's output; ``last_hidden_state`` alone is enough to create it."""
+    """Type of the body's output. It can be created from ``last_hidden_state`` alone."""
     uses_length: bool
-    """Whether the model asks its cache for a length, without effect on the results."""
+    """Whether the model reads the length of its cache, without effect on the results."""
     own: str | None
     """Reason why the model attends by itself; None if attention runs in kernels of this package."""
     overrides: dict[str, Any]
-    """Values of configurations during steps, apart from the attention."""
+    """Configuration values during steps, except for the attention implementation."""
     trace: OperationTrace = attrs.field(repr=False)
     """Operations that may be fused."""
 
@@ -124,7 +124,7 @@ def overriding(model: PreTrainedModel, **values: Any) -> list[tuple[Any, str, An
 
 
 def eos_of(*configs: Any) -> list[int]:
-    """Return the end-of-sequence tokens of the first configuration that names any."""
+    """Return the end-of-sequence tokens of the first configuration that has any."""
     for config in configs:
         tokens = getattr(config, "eos_token_id", None)
         if tokens is not None:
@@ -143,9 +143,9 @@ class _Failed(_Refused):
 def refusal(model: PreTrainedModel, reason: object) -> UnsupportedModelError:
     """Return the error that refuses ``model`` for ``reason``."""
     return UnsupportedModelError(
-        f"{type(model).__name__} cannot run on device graphs here: {reason}. Supported are causal "
-        f"language models of transformers whose whole state is a cache of keys and values or of "
-        f"recurrent state."
+        f"{type(model).__name__} cannot run on device graphs here: {reason}. Use a causal language "
+        f"model of transformers whose whole state is a cache of keys and values or of recurrent "
+        f"state."
     )
 
 
@@ -166,7 +166,7 @@ def _check_static(model: PreTrainedModel) -> None:
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind in _HOST_ROPE:
                 raise _Refused(
-                    f"the rotary embedding {name!r} is of type {kind!r}, which reads the longest "
+                    f"the rotary embedding {name!r} is of type {kind!r}, which reads the largest "
                     f"position of every step on the host"
                 )
 
@@ -196,9 +196,9 @@ def _positions(
 ) -> int | None:
     """Return the maximum length of a request.
 
-    The cache of ``generate`` may keep fewer rows than a mask shows: Moshi's cache has the window of
-    its configuration, its mask has none. A request that outgrows such a cache depends on the chunks
-    of its prompt, so the window is the limit.
+    The cache of ``generate`` may keep fewer rows than the mask allows: Moshi's cache has a sliding
+    window, but its mask has none. The results of a longer request would depend on the chunks of its
+    prompt, so that window is the limit.
     """
     windows = set()
     for function in functions:
@@ -213,13 +213,13 @@ def _positions(
 
 
 class _BodyFound(Exception):
-    """Ends a forward at the first module that it calls."""
+    """An exception that ends a forward at the first module that it calls."""
 
 
 def _body_of(model: PreTrainedModel) -> torch.nn.Module:
     """Return the first module that the model's forward calls.
 
-    It computes the hidden states: the base model or a part of it (OPT's decoder).
+    This module computes the hidden states. It is the base model or a part of it (OPT's decoder).
     """
     called: list[torch.nn.Module] = []
 
@@ -280,7 +280,7 @@ def _first_run(
 
 
 class _StateProbe(DynamicCache):  # type: ignore[misc]
-    """The cache of one run that records which modules write recurrent state to it."""
+    """A cache that records during one run which modules write recurrent state to it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(config=model.config.get_text_config(decoder=True))
@@ -289,7 +289,6 @@ class _StateProbe(DynamicCache):  # type: ignore[misc]
         self._outputs: dict[torch.nn.Module, Any] = {}
 
     def run(self, model: PreTrainedModel, body: torch.nn.Module) -> tuple[Mixer, ...]:
-        """Run the body on a few tokens and return its mixers."""
         hooks = []
         for module in body.modules():
             hooks.append(module.register_forward_pre_hook(self._enter))
@@ -349,7 +348,7 @@ def _probe_states(
     with trace.recording():
         mixers = cache.run(model, body)
     written = {mixer.layer for mixer in mixers}
-    # Some caches have such a layer where the model has none, for example for an MLP.
+    # Some caches have a state layer where the model has none, for example for an MLP.
     states = {index: cache.layers[index] for index in indices if index in written}
     filled = [index for index in indices if state_tensors(cache.layers[index])]
     if not written or filled != list(states):
@@ -358,7 +357,7 @@ def _probe_states(
 
 
 class _AttentionProbe(Cache):  # type: ignore[misc]
-    """The cache of one run that records attention and stores nothing."""
+    """A cache that records the attention of one run and stores nothing."""
 
     def __init__(
         self, model: PreTrainedModel, mixers: tuple[Mixer, ...], *, own: str | None
@@ -369,7 +368,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         self.own = own
         self.length = 0
         self.uses_length = False
-        """Whether the model asked for the length."""
+        """Whether the model read the length of the cache."""
         self.written: tuple[int, Tensor, Tensor] | None = None
         """Layer, keys and values of the last write."""
         self.functions: list[Callable[..., Tensor]] = []
@@ -378,13 +377,12 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         """Windows of the masks."""
         self.shapes: dict[int, LayerShape] = {}
         self.attended: list[Tensor] = []
-        """Queries, keys and values of all calls."""
+        """Queries, keys and values of all attention calls."""
         self.output: Any = None
 
     def run(
         self, body: torch.nn.Module, overrides: dict[str, Any], *, length: int = 0
     ) -> _AttentionProbe:
-        """Run the body on a few tokens and return this probe."""
         model, own = self.model, self.own is not None
         self.length = length
         name = f"devgraph_probe_{id(self)}"
@@ -398,8 +396,8 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
             with _NoLists(), _NoHostReads():  # type: ignore[no-untyped-call]
                 self.output = _first_run(model, body, self, changes)
         except _Failed as error:
-            # An error between a write and its attention call comes from an attention of its own,
-            # which received the mask of the probe.
+            # An error between a cache write and the call of ``attention`` comes from the model's
+            # own attention, which received the placeholder mask.
             if self.written is None or own:
                 raise
             raise _Refused(_OWN_ATTENTION) from error
@@ -408,7 +406,6 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         return self
 
     def equals(self, other: _AttentionProbe) -> bool:
-        """Whether another run had equal results."""
         ours, theirs = ([*run.attended, run.output.last_hidden_state] for run in (self, other))
         return self.windows == other.windows and all(map(torch.equal, ours, theirs))
 
@@ -424,7 +421,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def has_previous_state(self, *args: Any) -> bool:
-        """Answer as a cache in the middle of a text does, so that masks of padding are skipped."""
+        """Return True, as in the middle of a text, so that models skip their padding masks."""
         return True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -450,7 +447,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
             return mask_of(function, at[None], at, self.model.dtype)
         with _disable_current_modes():
             self.windows.append(_window_of(function))
-        # A mask on another device would change how an attention of its own fails.
+        # On another device, the mask would cause other errors in the model's own attention.
         return torch.full((1, 1, 1, 1), len(self.windows) - 1, device=self.model.device)
 
     def attention(
@@ -466,7 +463,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         name = type(module).__name__
         if written is None or written[1] is not key or written[2] is not value:
             raise _Refused(
-                f"a layer of {name} attends to other keys than it just wrote to the cache"
+                f"a layer of {name} attends to keys other than those it just wrote to the cache"
             )
         self._check_call(name, query, attention_mask, kwargs)
         index = written[0]
@@ -486,10 +483,10 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         unknown = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS | _HONOURED]
         if unknown:
             raise _Refused(
-                f"{name} passes {', '.join(sorted(unknown))} to attention, which is unknown here"
+                f"{name} passes {', '.join(sorted(unknown))} to attention, which is not supported"
             )
         if mask is None or mask.dtype != torch.int64:
-            raise _Refused(f"{name} is not given a mask of transformers' masking_utils")
+            raise _Refused(f"{name} receives no mask from masking_utils of transformers")
         if query.shape[0] != 1 or query.shape[2] != _TOKENS:
             raise _Refused(f"{name} attends with queries of shape {tuple(query.shape)}")
 
@@ -501,16 +498,16 @@ def mask_of(
     none = rows[:1] * 0
     shown = function(none, none, positions[:, None, :, None], rows)
     shown = shown.expand(positions.shape[0], 1, positions.shape[1], rows.shape[0])
-    # Models compare masks with the lowest number, as transformers builds them.
+    # As in transformers: some models test masks for the lowest number of the dtype.
     hide = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
 
 
 def _window_of(function: Callable[..., Tensor]) -> int | None:
-    """Return the sliding window of a causal mask function; None means none.
+    """Return the sliding window of a causal mask function; None means no window.
 
-    The function is evaluated at distant positions. It must allow exactly the last ``window`` rows
-    at each of them, or all rows.
+    The function is evaluated at near and distant positions. At each of them, it must allow exactly
+    the last ``window`` rows, or all rows.
     """
     cpu = torch.device("cpu")
     zero = torch.zeros((), dtype=torch.int64, device=cpu)
@@ -561,7 +558,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
             except _Refused as error:
                 if str(error) == own:
                     raise
-                raise _Refused(f"{own}; and attending by itself, {error}") from error
+                raise _Refused(f"{own}; when the model attends by itself, {error}") from error
     except _Refused as error:
         raise refusal(model, error) from error
 
@@ -601,13 +598,13 @@ def _probe_attention(
     if not shapes and (keyed or not states):
         raise _Refused(_OWN_ATTENTION if own is None else "it keeps no keys and values")
     attending = sorted(shapes)
-    # Logits of a model with recurrent state are verified, and its cache may have unused layers.
+    # A model with recurrent state may leave cache layers unused; its logits are verified later.
     if not (set(attending) <= set(keyed) if states else attending == list(range(len(shapes)))):
         raise _Refused(f"only layers {attending} attend")
     if own is None and probe.written is not None:
         raise _Refused(f"only layers {attending} attend through the registry")
     if own is None and probe.uses_length and shapes:
-        # A cache here holds requests of different lengths, so it has no length.
+        # The cache of an engine holds requests of different lengths, so it has no single length.
         other = _AttentionProbe(model, mixers, own=own).run(body, overrides, length=_OTHER_LENGTH)
         if not probe.equals(other):
             raise _Refused("it computes with the length of its cache, not with position_ids")
@@ -633,7 +630,7 @@ def _probe_attention(
 def register(
     name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None = None
 ) -> None:
-    """Register an attention function with transformers, and the function that makes its masks."""
+    """Register an attention function and its mask function with transformers."""
     AttentionInterface.register(name, attention)
     if mask is not None:
         AttentionMaskInterface.register(name, mask)
@@ -646,7 +643,7 @@ def unregister(name: str) -> None:
 
 
 def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the attention function that ``model`` uses with a mask."""
+    """Return the attention function of ``model`` itself, for calls with a mask."""
     plain = all(config._attn_implementation == "sdpa" for config in configs_of(model))
 
     def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -659,7 +656,7 @@ def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 class _NoLists(TorchFunctionMode):
-    """Refuses reads that bypass the dispatcher."""
+    """A mode that refuses host reads that bypass the dispatcher."""
 
     is_devgraph_mode = True
 
@@ -672,19 +669,17 @@ class _NoLists(TorchFunctionMode):
 
 
 class _NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations whose results depend on a read by the host."""
+    """A mode that refuses operations that read device data on the host."""
 
     is_devgraph_mode = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        reads = torch.Tag.dynamic_output_shape in func.tags or func is _READ
+        reads = torch.Tag.dynamic_output_shape in func.tags
+        reads |= func is torch.ops.aten._local_scalar_dense.default
         if reads and func.overloadpacket is torch.ops.aten.index:
             reads = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         if reads:
             raise _Refused(f"{_HOST_READ} ({func.overloadpacket.__name__})")
         return func(*args, **(kwargs or {}))
-
-
-_READ = torch.ops.aten._local_scalar_dense.default

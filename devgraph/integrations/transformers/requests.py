@@ -35,7 +35,7 @@ _COLDEST = 1e-30
 class SamplingParams:
     """Sampling parameters of one request; the default is greedy.
 
-    The order is temperature, ``top_k``, ``top_p``, as in transformers.
+    They apply in the order temperature, ``top_k``, ``top_p``, as in transformers.
     """
 
     temperature: float = 0.0
@@ -63,7 +63,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """Draws the tokens of one request from a random stream of its own."""
+    """A sampler for the tokens of one request, with a random stream of its own."""
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         self.draws = 0
@@ -120,9 +120,9 @@ def ids_of(what: str, given: Any) -> list[int]:
 
 
 class TextStream:
-    """Converts a stream of tokens into a stream of text.
+    """A converter of a stream of tokens into pieces of text.
 
-    Text that ends inside a character is held back. The pieces add up to the whole text.
+    Text that ends inside a character is held back. The pieces, joined, are the whole text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -197,7 +197,7 @@ class Request:
 
     @property
     def to_go(self) -> int:
-        """Number of tokens to run before the next one can be chosen."""
+        """Number of tokens to run before the next token can be chosen."""
         return len(self.tokens) - self.cached
 
     @property
@@ -216,7 +216,7 @@ class Request:
         return Chunk(self.slot, self.cached, ids, count == self.to_go, self)
 
     def accept(self, token: int) -> str:
-        """Append a token, set ``finish_reason`` at the end, and return the final text."""
+        """Append a token, set ``finish_reason`` at the end, and return text that became final."""
         self.tokens.append(token)
         if token in self.eos:
             self.finish_reason = FinishReason.EOS
@@ -259,7 +259,7 @@ class Scheduler:
     """The waiting, the running and the held requests.
 
     A request is held after its export, until it is released. It counts against the slots, so that
-    an engine exports no faster than others admit.
+    an engine exports no faster than other engines admit.
     """
 
     def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:
@@ -299,7 +299,7 @@ class Scheduler:
         return requests
 
     def hold(self, request: Request) -> int:
-        """Hold a running request and return its slot, whose rows are free."""
+        """Hold a running request and return its slot, which becomes free."""
         slot = self.release(request)
         assert slot is not None
         self.held[request.id] = request

@@ -1,10 +1,10 @@
 """The cache of one ``model.generate``, held in the slots of an engine.
 
-A cache of transformers is a list of layers. Seating it replaces them by layers that read the
-slots of the engine: row ``b`` of the batch has slot ``b``. Leaving restores ordinary layers with
-copies of the rows. The cache object remains the caller's. Operations that slots do not support,
-such as reordered beams or repeated rows, make the cache leave first, and a copy of a seated cache
-has ordinary layers. One cache is seated at a time::
+A cache of transformers is a list of layers. *Seating* a cache replaces its layers by layers that
+read the slots of the engine: row ``b`` of the batch has slot ``b``. *Leaving* restores ordinary
+layers with copies of the rows. The cache object remains the caller's. Before an operation that
+slots do not support, such as a reordering of beams, the cache leaves. A copy of a seated cache has
+ordinary layers. An engine seats one cache at a time::
 
     ordinary --enter--> seated --leave, or the cache is collected--> ordinary
 """
@@ -45,7 +45,7 @@ def length_of(cache: DynamicCache) -> int | None:
 
 
 def _flags(layer: Any) -> list[bool]:
-    """Return the flags of a layer's states, which say whether they hold earlier tokens."""
+    """Return whether each recurrent state of a layer contains earlier tokens."""
     flags = getattr(layer, "has_previous_state", False)
     return list(flags.values()) if isinstance(flags, dict) else [flags]
 
@@ -64,11 +64,11 @@ class Seat:
         self.length: int = length_of(cache) or 0
         """Number of tokens of a row, including padding, as transformers counts."""
         self.can_defer = False
-        """Whether the loop may run one step too many and take it back."""
+        """Whether the loop of ``generate`` may run one step too many and undo it."""
         self.assisted = False
         """Whether steps check proposed tokens, so that the cache must be able to crop."""
         self.records = False
-        """Whether ordinary layers must be able to crop after leaving."""
+        """Whether the ordinary layers after leaving must be able to crop."""
         self._engine = engine
         self._rows = engine.model.cache
         self._states = engine.model.states
@@ -103,21 +103,25 @@ class Seat:
                 return False
         length = length_of(cache)
         if not length:
-            # Pegasus receives more layers than it writes. Fewer mean that it must run fewer.
+            # An empty cache may have more layers than the model writes (Pegasus), but not fewer.
             missing = 0 < len(cache.layers) < len(shapes) or bool(states and not cache.layers)
             return length == 0 and not missing
-        return len(cache.layers) == len(shapes) and all(
-            (shape is None or _has_rows_like(engine, layer, (batch, shape.kv_heads, shape.key_dim)))
-            and (
-                index not in states.layers
-                or [
-                    (batch, *t.shape[1:], t.dtype)
-                    for t in state_tensors(states.layers[index]).values()
-                ]
-                == [(*t.shape, t.dtype) for t in state_tensors(layer).values()]
-            )
-            for index, (layer, shape) in enumerate(zip(cache.layers, shapes, strict=True))
-        )
+        if len(cache.layers) != len(shapes):
+            return False
+        model = engine.model
+        for index, (layer, shape) in enumerate(zip(cache.layers, shapes, strict=True)):
+            if shape is not None:
+                keys, want = layer.keys, (batch, shape.kv_heads, shape.key_dim)
+                if (*keys.shape[:2], keys.shape[3]) != want:
+                    return False
+                if (keys.device, keys.dtype) != (model.device, model.dtype):
+                    return False
+            if index in states.layers:
+                own = [(*t.shape, t.dtype) for t in state_tensors(layer).values()]
+                template = state_tensors(states.layers[index]).values()
+                if own != [(batch, *t.shape[1:], t.dtype) for t in template]:
+                    return False
+        return True
 
     def _fill(self, layers: Sequence[Any]) -> None:
         if self._states:
@@ -129,8 +133,8 @@ class Seat:
                 continue
             kept = layer.keys.shape[2]
             for slot, pad in enumerate(self.pads):
-                # A sliding window keeps the last rows only. Earlier rows are masked, but they
-                # must hold numbers.
+                # A layer with a sliding window has the last rows only. Earlier rows are masked,
+                # but they must not hold NaN.
                 last = self.length - pad
                 first = max(0, last - kept)
                 targets = (rows.keys_by_slot[slot], rows.values_by_slot[slot])
@@ -181,7 +185,7 @@ class Seat:
         return layer
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer with padding at the left, as transformers does."""
+        """Return keys and values of a layer with padding at the left, as in transformers."""
         keys, values = self._rows.layers[index].read(len(self.pads))
         return self._padded(keys[:, :, : self.length]), self._padded(values[:, :, : self.length])
 
@@ -208,13 +212,13 @@ class Seat:
             if self._accepted is None or removed > self._accepted:
                 raise StateError(
                     f"a cache with recurrent state cannot remove {removed} tokens here: only "
-                    f"tokens of the last step of several tokens can be removed"
+                    f"tokens of the last step can be removed, if it ran several tokens"
                 )
             self._accepted -= removed
         self.length, self._next = length, None
 
     def _state_options(self, runner: DecodeRunner) -> dict[str, Any]:
-        """Move the state to ``runner``, and return its arguments for the next step."""
+        """Move the state to ``runner``; return the state arguments of its next step."""
         if not self._states:
             return {}
         if runner is not self._holder:
@@ -238,8 +242,8 @@ class Seat:
     def decode(self, ids: Tensor, runner: DecodeRunner, widths: Sequence[int] = (1,)) -> Tensor:
         """Run ``ids``, ``[batch, n]``, in one decode step; return ``[batch, n, vocabulary]``.
 
-        Tokens are padded to the next of ``widths``. Padding writes rows after the last token, which
-        the next step overwrites before they are read.
+        Tokens are padded to the next larger of ``widths``. Padding writes rows after the last
+        token. The next step overwrites these rows before they are read.
         """
         batch, count = ids.shape
         model = self._engine.model
@@ -304,17 +308,8 @@ class Seat:
         return steps
 
 
-def _has_rows_like(engine: Engine, layer: Any, shape: tuple[int, int, int]) -> bool:
-    keys = layer.keys
-    return (
-        (*keys.shape[:2], keys.shape[3]) == shape
-        and keys.device == engine.model.device
-        and keys.dtype == engine.model.dtype
-    )
-
-
 class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a seated cache. Calls for all layers take effect at the first."""
+    """One layer of a seated cache. Operations on the whole cache take effect at its first layer."""
 
     is_initialized = True
 

@@ -1,12 +1,12 @@
 """Recurrent state of linear-attention layers, in state slots of the runners.
 
 A *mixer* is a module that reads and writes the recurrent state of one layer: a convolution window,
-a scan's state, or both. In a step it runs on a cache layer of transformers' own class whose tensors
-are rows of ``batch.state``. Therefore a mixer needs no code of its own here.
+a scan's state, or both. In a step, a mixer receives a cache layer of the class that transformers
+uses, filled with rows of ``batch.state``. Therefore mixers need no code of their own here.
 
 Decode steps gather the rows of their requests, run the mixer for one token at a time, and scatter
-the rows. Packed steps run the mixer once for each request on its tokens, without padding, inside a
-region.
+the rows. Packed steps run the mixer inside a region, once for the tokens of each request, without
+padding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.state import StateSlot
 
 _KEYS = frozenset({"keys", "values"})
-"""Tensors of a cache layer that belong to attention."""
+"""Attributes of a cache layer that hold tensors of attention."""
 
 
 def state_tensors(layer: Any) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def layer_with(layer: Any, tensors: list[Tensor], *, carried: bool) -> Any:
     """Return a copy of a cache layer with other state tensors.
 
     Args:
-        layer: a layer that was filled once.
+        layer: a layer that has been used, so that its tensors exist.
         tensors: new tensors, in the order of ``state_tensors``.
         carried: whether the tensors hold the state of earlier tokens.
     """
@@ -78,11 +78,11 @@ class Mixer:
     output: Any
     """Output of a run with a few tokens; its tensors are ``[1, tokens, ...]``."""
     forward: Callable[..., Any]
-    """Forward of the module outside of steps."""
+    """The module's own forward, which is replaced during steps."""
 
 
 class RecurrentLayers:
-    """The layers with recurrent state, and the state slots that hold it.
+    """The layers with recurrent state, and their state slots.
 
     Args:
         layers: a filled cache layer for each layer with state, by index.
@@ -91,11 +91,11 @@ class RecurrentLayers:
     def __init__(self, layers: Mapping[int, Any]) -> None:
         self.layers = dict(layers)
         self.carries = True
-        """Whether mixers carry a state through several tokens; else they take a token at a time."""
+        """Whether mixers continue a state with several tokens at once, or one token at a time."""
         self.slots: list[StateSlot] = []
         """The state slots of the runners."""
         self.names: dict[str, str] = {}
-        """Layer and name of the state in each slot, as handoffs name them."""
+        """Name of each state slot in handoffs: ``LAYER.STATE``."""
         self._names: dict[int, list[str]] = {index: [] for index in layers}
         for index, layer in layers.items():
             for name, tensor in state_tensors(layer).items():
@@ -108,11 +108,11 @@ class RecurrentLayers:
         return bool(self.layers)
 
     def rows(self, state: Any, index: int) -> list[Tensor]:
-        """Return the rows of layer ``index`` in ``batch.state`` or in its history."""
+        """Return the tensors of layer ``index`` in ``batch.state`` or in its history."""
         return [getattr(state, name) for name in self._names.get(index, ())]
 
     def split(self, layers: Mapping[int, Any], row: int) -> dict[str, Tensor]:
-        """Return the state of one row of a batch in filled cache layers, for ``import_state``."""
+        """Return the state in ``row`` of filled cache layers, in the form of ``import_state``."""
         return {
             name: tensor[row]
             for index, names in self._names.items()
@@ -120,7 +120,7 @@ class RecurrentLayers:
         }
 
     def layer(self, index: int, states: list[dict[str, Tensor]], *, carried: bool) -> Any:
-        """Return a cache layer with the exported state of a batch."""
+        """Return a cache layer with the exported states of all requests in a batch."""
         tensors = [torch.stack([state[name] for state in states]) for name in self._names[index]]
         return layer_with(self.layers[index], tensors, carried=carried)
 
@@ -133,14 +133,14 @@ class RecurrentLayers:
     def decode(
         self, mixer: Mixer, batch: Batch, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a mixer for ``width`` tokens of each request of a batch."""
+        """Run a mixer for ``width`` tokens of each request in a batch."""
         slots, rows = batch.state_slots, self.rows(batch.state, mixer.layer)
         history = batch.state.history and self.rows(batch.state.history, mixer.layer)
         state = [row.index_select(0, slots) for row in rows]
         outputs = []
         for token in range(width):
             inputs = _cut((args, kwargs), (len(slots), width), token, token + 1)
-            output, state = self._call(mixer, state, True, *inputs)
+            output, state = self.call(mixer, state, True, *inputs)
             outputs.append(output)
             for target, tensor in zip(
                 [versions[token] for versions in history] if history else rows, state, strict=True
@@ -148,31 +148,7 @@ class RecurrentLayers:
                 target.index_copy_(0, slots, tensor)
         return outputs[0] if width == 1 else pytree.tree_map(_joined, *outputs)
 
-    def run(
-        self,
-        mixer: Mixer,
-        rows: list[Tensor],
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        outputs: list[Tensor],
-        spans: tuple[int, ...],
-    ) -> None:
-        """Run a mixer on the packed tokens of each request, and write its outputs."""
-        first = 0
-        for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-            own_rows = [row[slot : slot + 1] for row in rows]
-            step = count if self.carries or not cached else 1
-            for begin in range(first, first + count, step):
-                given = _cut(inputs, outputs[0].shape[:2], begin, begin + step)
-                output, state = self._call(mixer, own_rows, bool(cached), *given)
-                for row, tensor in zip(own_rows, state, strict=True):
-                    if tensor is not row:
-                        row.copy_(tensor)
-                results = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-                for target, result in zip(outputs, results, strict=True):
-                    target[:, begin : begin + step].copy_(result)
-            first += count
-
-    def _call(
+    def call(
         self,
         mixer: Mixer,
         state: list[Tensor],
@@ -180,6 +156,7 @@ class RecurrentLayers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, list[Tensor]]:
+        """Run a mixer on ``state``, and return its output and the new state."""
         layer = layer_with(self.layers[mixer.layer], state, carried=carried)
         cache = Cache(layers=[layer] * (mixer.layer + 1))
 
@@ -192,7 +169,7 @@ class RecurrentLayers:
 
 
 def _cut(inputs: Any, rows: tuple[int, ...], first: int, end: int) -> Any:
-    """Return the inputs of some tokens. Tensors of tokens have the shape ``rows`` first."""
+    """Return the inputs of tokens ``first`` to ``end``; cut tensors of shape ``[*rows, ...]``."""
     return pytree.tree_map_only(
         Tensor, lambda leaf: leaf[:, first:end] if leaf.shape[:2] == rows else leaf, inputs
     )
@@ -215,16 +192,29 @@ def run_packed(
 ) -> None:
     """Run a mixer on the packed tokens of each request.
 
-    Its own code may read the host or loop over tokens, so it runs outside of the graph's segments.
+    The mixer may read device data on the host or loop over tokens, so a region calls it.
 
     Args:
         states: the layers with state.
         mixer: the module to run.
         rows: state rows of the layer.
-        weights: tensors of the module, which the graph must keep.
-        inputs: arguments of its forward; tensors ``[1, tokens, ...]`` are cut into requests.
-        outputs: output tensors, ``[1, tokens, ...]``; rows of padding are not written.
+        weights: tensors of the module, which the graph must keep alive.
+        inputs: arguments of the mixer; tensors ``[1, tokens, ...]`` are split by request.
+        outputs: output tensors, ``[1, tokens, ...]``; padding is not written.
         spans: as for ``packed_exact``.
     """
+    first = 0
     with model_lock:
-        states.run(mixer, rows, inputs, outputs, spans)
+        for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
+            own_rows = [row[slot : slot + 1] for row in rows]
+            step = count if states.carries or not cached else 1
+            for begin in range(first, first + count, step):
+                given = _cut(inputs, outputs[0].shape[:2], begin, begin + step)
+                output, state = states.call(mixer, own_rows, bool(cached), *given)
+                for row, tensor in zip(own_rows, state, strict=True):
+                    if tensor is not row:
+                        row.copy_(tensor)
+                results = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+                for target, result in zip(outputs, results, strict=True):
+                    target[:, begin : begin + step].copy_(result)
+            first += count

@@ -1,8 +1,8 @@
 """Transports of handoffs between processes.
 
-A transport has three verbs. The exporter offers a handoff and passes on the id of the offer. The
-receiver fetches the handoff, and releases it when it has admitted the request. ``TorchTransport``
-uses torch.distributed; ``NixlTransport`` in ``nixl.py`` reads the memory of the exporter.
+A transport has three operations. The exporter offers a handoff and passes the id of the offer to
+the receiver. The receiver fetches the handoff, and releases it after it has admitted the request.
+``TorchTransport`` uses torch.distributed; ``NixlTransport`` reads the memory of the exporter.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 32 << 20
-"""Maximum size of one message; a cancelled request ends its transfer after the current one."""
+"""Maximum size of a message; after a cancellation, the transfer ends with the current message."""
 
 _FOREVER = datetime.timedelta(days=365)
 
 
 class Transport:
-    """Moves handoffs between processes; the store of a process group has their headers.
+    """Base class of transports, with headers in the store of a process group.
 
     A thread of each transport answers the messages of other ranks. Subclasses move the tensors.
 
@@ -59,7 +59,7 @@ class Transport:
         self._numbers = itertools.count()
         self._offers: dict[str, Handoff] = {}
         self._lock = threading.Lock()
-        # A blocked client of a store blocks its other users, so each thread has its own.
+        # A blocked client of a store blocks its other users, so each thread has a client.
         self._store = _prefixed("devgraph/handoff", store_of(group)).clone()
         inbox = self._store.clone()
         inbox.set_timeout(_FOREVER)
@@ -90,10 +90,10 @@ class Transport:
         return offer_id
 
     def fetch(self, offer_id: str) -> Handoff:
-        """Return an offered handoff. It may be called from a thread beside the steps of an engine.
+        """Return an offered handoff. Another thread may run steps of an engine in the meantime.
 
         Raises:
-            HandoffError: the offer has ended, or its process is late or gone.
+            HandoffError: the offer has ended, or its process does not answer in time.
         """
         raise NotImplementedError
 
@@ -126,17 +126,17 @@ class Transport:
         self.close()
 
     def _publish(self, offer_id: str, handoff: Handoff) -> dict[str, Any]:
-        """Make a handoff readable; return further facts that a receiver needs."""
+        """Make a handoff readable; return further data that a receiver needs."""
         raise NotImplementedError
 
     def _withdraw(self, offer_id: str) -> None:
-        """Take back ``_publish``."""
+        """Undo ``_publish``."""
 
     def _send(self, message: dict[str, Any]) -> None:
         """Answer a message of a receiver, in a thread of its own."""
 
     def _entry(self, offer_id: str, rank: int) -> dict[str, Any]:
-        """Return the header of an offer and the facts of ``_publish``."""
+        """Return the header of an offer and the data of ``_publish``."""
         if not self._store.check([offer_id]):
             raise HandoffError(
                 f"rank {rank} offers no handoff {offer_id!r}: it was released or cancelled, or "
@@ -169,7 +169,7 @@ class Transport:
     def _set(self, offer_id: str, handoff: Handoff) -> None:
         entry = {"header": handoff.to_json()} | self._publish(offer_id, handoff)
         self._store.set(offer_id, json.dumps(entry))
-        self._store.check([offer_id])  # set() does not wait for the server, and others read it.
+        self._store.check([offer_id])  # set() does not wait for the server, but check() does.
 
     def _end(self, offer_id: str) -> None:
         with self._lock:
@@ -190,8 +190,8 @@ class Transport:
             of = f" of handoff {offer_id!r}" if offer_id else ""
             who = "the store of the group" if rank == self.rank else f"rank {rank}"
             raise HandoffError(
-                f"rank {self.rank} cannot reach {who} in the transfer{of}: it is gone, or later "
-                f"than {self.timeout_s:g} s ({error})"
+                f"rank {self.rank} cannot reach {who} in the transfer{of}: it has ended, or did "
+                f"not answer within {self.timeout_s:g} s ({error})"
             ) from error
 
 
@@ -205,7 +205,7 @@ class TorchTransport(Transport):
         device: device of fetched tensors. They travel from device to device if the exporter's
             transport has a device of the same type and torch has a collective library for it, else
             through host memory. None is the current accelerator if the group is not for the host,
-            else the host. Two ranks on one GPU need the host.
+            else the host. Two ranks on one GPU must use the host.
         timeout_s: seconds to wait for another rank.
 
     Raises:
@@ -240,12 +240,12 @@ class TorchTransport(Transport):
                         header = self._entry(offer_id, rank)["header"]
                         handoff = attrs.evolve(Handoff.from_json(header), data=handoff.data)
             except BaseException:
-                # Messages of this transfer may be on their way: later ones use new connections.
+                # Messages of this transfer may still arrive, so later transfers reconnect.
                 peer.forget()
                 raise
         if has_ended:
             raise HandoffError(
-                f"rank {rank} ended the handoff {offer_id!r} in transfer: its request was "
+                f"rank {rank} ended the handoff {offer_id!r} during its transfer: its request was "
                 f"cancelled or released, or its timeout passed"
             )
         return handoff
@@ -261,7 +261,7 @@ class TorchTransport(Transport):
     def _receive(
         self, handoff: Handoff, offer_id: str, owner: str, peer: _Peer, direct: bool
     ) -> bool:
-        """Receive the buffer of a handoff; return whether the handoff has ended instead."""
+        """Receive the buffer of a handoff; return whether the handoff ended before that."""
         name = f"{owner}>{self._name}>{peer.generation}"
         names = {"send": offer_id, "peer": self._name, "connection": name}
         self._ask(owner, **names, to=self.rank, direct=direct)
@@ -278,7 +278,7 @@ class TorchTransport(Transport):
         return False
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Send a handoff to one rank. An offer that has ended sends that it has ended."""
+        """Send a handoff to one rank, or a message that its offer has ended."""
         with self._lock:
             handoff = self._offers.get(message["send"])
             peer = self._peers.setdefault(f"to {message['peer']}", _Peer())
@@ -325,7 +325,7 @@ class _Peer:
         self._groups: dict[str, Any] = {}
 
     def connect(self, name: str, side: int, store: Any, timeout_s: float) -> None:
-        """Connect over the host under a name that both sides use, unless that is done."""
+        """Connect through host memory under a name that both sides use. Idempotent."""
         if self._name == name:
             return
         self._side, self._timeout = side, datetime.timedelta(seconds=timeout_s)
@@ -334,19 +334,17 @@ class _Peer:
         self._name = name
 
     def send(self, tensor: Tensor) -> None:
-        """Send a tensor from its device."""
         self._wait(self._group(tensor.device).send([tensor], 1 - self._side, 0), tensor.device)
 
     def receive(self, tensor: Tensor) -> None:
-        """Receive a tensor on its device."""
         self._wait(self._group(tensor.device).recv([tensor], 1 - self._side, 0), tensor.device)
 
     def _group(self, device: torch.device) -> Any:
         if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)  # The setting of this thread.
+            torch.accelerator.set_device_index(device.index)  # Each thread has its own setting.
         if device.type not in self._groups:
             connect = _library(device)
-            assert connect is not None  # else both ranks use the host
+            assert connect is not None  # Otherwise, both ranks use the host.
             store = _prefixed(device.type, self._store)
             self._groups[device.type] = connect(store, self._side, self._name, self._timeout)
         return self._groups[device.type]
@@ -356,7 +354,7 @@ class _Peer:
             work.wait(self._timeout)
             return
         end = time.monotonic() + self._timeout.total_seconds()
-        # On a device, wait() would only make the current stream wait, for a rank that may be gone.
+        # On a device, wait() blocks only the current stream, and forever if the other rank is gone.
         while not work.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("a message did not arrive in time")
@@ -364,7 +362,7 @@ class _Peer:
         work.wait()
 
     def forget(self) -> None:
-        """Drop the connections; the next transfer uses new ones under another name."""
+        """Drop the connections; the next transfer connects under another name."""
         self.generation += 1
         self._name = ""
         self._groups = {}
@@ -380,9 +378,9 @@ def owner_of(offer_id: str) -> tuple[str, int]:
 
 
 def _library(device: torch.device) -> Callable[..., Any] | None:
-    """Return a function that makes torch's process group of two devices of this type, or None.
+    """Return a function that makes a process group of two devices of this type, or None.
 
-    It receives the store, the side, a name of the pair and the timeout.
+    The function takes the store, the side, a name of the pair and the timeout.
     """
     name = dist.get_default_backend_for_device(device).upper()
     kind, plugin = getattr(dist, f"ProcessGroup{name}", None), dist.Backend._plugins.get(name)

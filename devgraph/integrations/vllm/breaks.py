@@ -1,8 +1,8 @@
 """Attention of vLLM as regions, found by op name and by vLLM's own marks during a capture.
 
-Outside a capture, vLLM calls its ops directly. During a capture, a torch function mode passes each
-call of a listed op to a region, and so do vLLM's marks of breaks. Each replay runs the op, which
-reads the live metadata from vLLM's forward context.
+Outside a capture, vLLM calls its ops directly. During a capture, a torch function mode turns each
+call of a listed op into a call of a region. vLLM's marks of breaks do the same. Each replay runs
+the op, which reads the live metadata from vLLM's forward context.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.marks.marks import is_capturing, region
 
 _CACHE_OPS = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
-"""Ops that vLLM keeps out of its own piecewise graphs too: the metadata says where they write."""
+"""Ops that vLLM also keeps out of its piecewise graphs, because they write where metadata says."""
 
 
 def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
-    """Return a region for each registered attention op, by the objects a function mode sees."""
+    """Return a region for each registered attention op, by the objects that a mode receives."""
     names: Iterable[str] = dict.fromkeys(
         (*compilation_config._attention_ops, *(compilation_config.splitting_ops or ()), *_CACHE_OPS)
     )
@@ -29,7 +29,7 @@ def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
     for name in names:
         space, _, op = name.partition("::")
         packet = getattr(getattr(torch.ops, space), op, None)
-        if packet is None:  # Its module is not imported, so no layer of this model uses it.
+        if packet is None:  # The op's module is not imported, so no layer of this model uses it.
             continue
         marked = _region_of(packet, name)
         found[packet] = marked
@@ -39,7 +39,7 @@ def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def _marks() -> Any:
-    """Return the context variable of vLLM for a thread's breakable capture."""
+    """Return vLLM's thread-local object with the breakable capture."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 
     return BreakableCUDAGraphCapture._tls
@@ -56,7 +56,7 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
 def _region(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``body`` as a region that runs on unwritten inputs during a capture.
 
-    vLLM's own breaks do the same. Otherwise each segment would need an executable at capture.
+    vLLM's own breaks do so too. For written inputs, each segment would have to run at capture.
     """
     return region(capture_stub=body)(body)
 
@@ -64,8 +64,8 @@ def _region(body: Callable[..., Any]) -> Callable[..., Any]:
 class AttentionBreaks(TorchFunctionMode):
     """A context that turns attention ops and vLLM's marked breaks into regions.
 
-    While it is entered, it is the thread's breakable capture, to which functions marked with
-    ``eager_break_during_capture`` talk.
+    Inside the context, this object is the thread's breakable capture, which functions marked with
+    ``eager_break_during_capture`` call.
     """
 
     is_devgraph_mode = True
@@ -88,11 +88,11 @@ class AttentionBreaks(TorchFunctionMode):
 
     @property
     def _capturing(self) -> bool:
-        """Whether vLLM's marks break: not during warm-up nor inside a region of a listed op."""
+        """Whether vLLM's marks break; false in warm-up runs and inside regions of listed ops."""
         return is_capturing()
 
     def add_eager(self, body: Callable[[], Any]) -> Any:
-        """Run ``body`` now and at each replay between graphs. Called by vLLM's marks."""
+        """Run ``body`` now, and in each replay between graphs. vLLM's marks call this method."""
         self.calls += 1
         return _region(body)()
 
@@ -112,13 +112,13 @@ class AttentionBreaks(TorchFunctionMode):
     def require_calls(self, layers: Iterable[str]) -> None:
         """Raise CaptureError if a model with attention layers called none of the ops.
 
-        Its attention would be recorded as it runs without metadata, and replays would be wrong.
+        The graphs of such a model would contain attention without metadata and give wrong results.
         """
         names = list(layers)
         if names and not self.calls:
             raise CaptureError(
-                f"the model has {len(names)} layers with metadata (the first is {names[0]!r}) and "
-                f"called none of vLLM's attention ops while it was captured. The platform calls "
-                f"attention directly; let its opaque_attention_op() return True, or choose "
-                f"another prefill mode than 'breakable'."
+                f"the model has {len(names)} layers with metadata (the first is {names[0]!r}), but "
+                f"called none of vLLM's attention ops while it was captured, because the platform "
+                f"calls attention directly. Let its opaque_attention_op() return True, or choose a "
+                f"prefill mode other than 'breakable'."
             )

@@ -24,14 +24,14 @@ from devgraph.integrations.vllm.layer import Layer, current_layer, reset_layer
 from devgraph.integrations.vllm.wrappers import graph_wrapper, step_wrapper
 
 SWITCH = "DEVGRAPH_VLLM"
-"""Environment variable: unset or 0 leaves vLLM alone, 1 installs, strict installs or refuses."""
+"""Environment variable: 0 or unset is off, 1 installs, strict installs or raises an error."""
 
 WRAPPER = "devgraph.integrations.vllm.DeviceGraphWrapper"
 _BREAKABLE_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 MANAGERS = "vllm.v1.worker.gpu.cudagraph_utils"
-"""Managers of the V2 runner, which create graphs themselves."""
+"""Module of the V2 runner's managers, which create graphs themselves."""
 MICROBATCHES = "vllm.v1.worker.gpu_ubatch_wrapper"
-"""Managers of the V1 runner; their threads launch on the capture stream."""
+"""Module of the V1 runner's micro-batches, whose threads launch on the capture stream."""
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 
@@ -65,13 +65,13 @@ class EngineMode:
         from vllm.config import CUDAGraphMode
 
         if vars(config).get(_SEEN) == self:
-            return  # vLLM builds the configuration again when it changes a part.
+            return  # vLLM calls __post_init__ again after each change of the configuration.
         setattr(config, _SEEN, self)
         wanted, given = CUDAGraphMode[self.name], config.cudagraph_mode
         if given not in (None, wanted):
             raise ConfigError(
                 f"{MODE_VARIABLE}={self.text} asks for cudagraph_mode={wanted} and the compilation "
-                f"configuration of vLLM for {given}. Give one of them."
+                f"configuration of vLLM for {given}. Remove one of the two settings."
             )
         config.cudagraph_mode = wanted
 
@@ -80,31 +80,31 @@ class EngineMode:
         got = config.cudagraph_mode
         if got.name != self.name:
             raise ConfigError(
-                f"{MODE_VARIABLE}={self.text} asks for vLLM's graph mode {self.name}, and {who} "
-                f"allows only {got.name} (vLLM's log has the reason: enforce_eager, the "
-                f"compilation mode, or what the attention backend can capture). Choose a mode that "
-                f"it allows."
+                f"{MODE_VARIABLE}={self.text} asks for vLLM's graph mode {self.name}, but {who} "
+                f"allows only {got.name}. vLLM's log has the reason: enforce_eager, the "
+                f"compilation mode, or the limits of the attention backend. Choose a mode that is "
+                f"allowed."
             )
 
 
 def engine_mode(text: str, backend: str | None = None) -> EngineMode:
-    """Translate a mode configuration to vLLM, which has a mode for uniform decode and another."""
+    """Translate a mode configuration to vLLM."""
     config = DeviceGraphConfig.from_json(text)
     if backend is not None:
         config = config.for_backend(backend)
     for phase, value in (("decode", config.decode), ("prefill", config.prefill)):
         if extra := sorted(value.explicit - {"policy"}):
             raise ConfigError(
-                f"{MODE_VARIABLE}: devgraph gives vLLM the policy of {phase} and not "
-                f"{', '.join(extra)}. Use vLLM's own options for that, such as "
-                f"--cudagraph-capture-sizes, which decode and prefill share."
+                f"{MODE_VARIABLE}: devgraph passes the policy of {phase} to vLLM, but not "
+                f"{', '.join(extra)}. Use vLLM's own options instead, such as "
+                f"--cudagraph-capture-sizes, which applies to decode and prefill."
             )
     wanted = (config.decode.policy, config.prefill.policy)
     if wanted not in _MODES:
         known = "; ".join(f"decode {decode}, prefill {prefill}" for decode, prefill in _MODES)
         raise ConfigError(
             f"{MODE_VARIABLE}={text}: vLLM cannot run decode {wanted[0]} with prefill {wanted[1]}. "
-            f"It can run: {known}."
+            f"Choose one of: {known}."
         )
     name, breakable = _MODES[wanted]
     return EngineMode(name=name, breakable=breakable, text=text)
@@ -114,7 +114,7 @@ class Installation(Changes):
     """The changes to vLLM, in order."""
 
     mode: EngineMode | None = None
-    """The requested mode; None leaves the choice to vLLM's own options."""
+    """The requested mode; with None, vLLM's own options apply."""
 
     def put(self, layer: Layer, mode: str | None, backend: str | None) -> None:
         """Change vLLM; see ``install`` for ``mode`` and ``backend``."""
@@ -133,7 +133,7 @@ class Installation(Changes):
         self.require(platform, "get_global_graph_pool")
         # PIECEWISE on both runners: vLLM resolves this name when it compiles pieces.
         self.change(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
-        # FULL on V1, and whole-batch steps of microbatches.
+        # The V1 runner and micro-batches use this name for FULL.
         for name in (V1_RUNNER, MICROBATCHES):
             self.change(importlib.import_module(name), "CUDAGraphWrapper", graph_wrapper())
 
@@ -153,7 +153,7 @@ class Installation(Changes):
 
     def _put_breaks(self) -> None:
         wrapper = step_wrapper()
-        # Modules of models that are imported later get it from its original module.
+        # Models that are imported later import the wrapper from its original module.
         for name in ("vllm.compilation.breakable_cudagraph", V1_RUNNER):
             self.change(importlib.import_module(name), "BreakableCUDAGraphWrapper", wrapper)
         managers = importlib.import_module(MANAGERS)
@@ -165,26 +165,26 @@ class Installation(Changes):
             self.change(runner, "ModelCudaGraphManager", breaking)
 
     def _put_sleep(self, memory: GraphMemory) -> None:
-        """Release graph memory when vLLM sleeps at either level, and restore it at its wake-up."""
+        """Release graph memory when vLLM sleeps at either level; restore it when vLLM wakes up."""
         worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
 
         def prepare(self: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
-            # Collectives register the memory behind an address with other ranks, and sleep changes
-            # that memory. vLLM's own option for graphs that sleep switches the registration off.
+            # Collectives register the physical memory of an address with other ranks, but sleep
+            # replaces that memory. The option for sleeping graphs turns the registration off.
             alone = vllm_config.parallel_config.world_size_across_dp == 1
             registers = not (alone or getattr(vllm_config, "use_cumem_cudagraph_pool", False))
             memory.releasable = vllm_config.model_config.enable_sleep_mode and not registers
 
         self.around(worker, "__init__", before=prepare)
         self.around(worker, "sleep", after=lambda *_, **__: memory.release())
-        # For any tag. If memory is short, vLLM stays asleep and can be woken later.
+        # Restore for all tags. If memory is short, vLLM stays asleep and can be woken later.
         self.around(worker, "wake_up", before=lambda *_, **__: memory.restore())
 
     def _put_mode(self, mode: EngineMode) -> None:
         config = importlib.import_module("vllm.config")
 
         def put_in(self: Any, *_: Any, **__: Any) -> None:
-            if self.model_config is not None:  # otherwise a placeholder that runs nothing
+            if self.model_config is not None:  # Placeholders have no model.
                 mode.put_into(self.compilation_config)
 
         def check(self: Any, *_: Any, **__: Any) -> None:
@@ -198,8 +198,8 @@ class Installation(Changes):
         self.around(config.VllmConfig, "__post_init__", before=put_in, after=check)
         self.around(compilation, "resolve_cudagraph_mode_and_sizes", after=check_resolved)
         if "PIECEWISE" in mode.name:
-            # vLLM reads the variable when it creates a configuration, and then allows PIECEWISE
-            # without compilation. For some models vLLM sets it itself.
+            # vLLM reads this variable when it creates a configuration. If it is set, PIECEWISE is
+            # allowed without compilation. For some models, vLLM sets the variable itself.
             before = os.environ.get(_BREAKABLE_VARIABLE)
             if before is not None and (before == "1") is not mode.breakable:
                 raise ConfigError(
@@ -215,7 +215,7 @@ def _set_breakable(value: str | None) -> None:
         os.environ.pop(_BREAKABLE_VARIABLE, None)
     else:
         os.environ[_BREAKABLE_VARIABLE] = value
-    # vLLM may have cached the environment at its first engine.
+    # vLLM may have cached the environment when it created its first engine.
     forget = getattr(importlib.import_module("vllm.envs"), "disable_envs_cache", None)
     if forget is not None:
         forget()
@@ -231,10 +231,10 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
 
     Args:
         mode: mode configuration as JSON; None means DEVGRAPH_MODE of the environment. Without
-            either, vLLM's own options choose.
-        backend: name of the backend; None selects that of vLLM's platform.
+            either, vLLM's own options apply.
+        backend: name of the backend; None selects the backend of vLLM's platform.
         strict: raise if this vLLM lacks an attribute that devgraph replaces, and later if a step
-            cannot use its graph. Otherwise log one warning; vLLM keeps its own layer.
+            cannot use its graph. Otherwise, log one warning; vLLM keeps its own layer.
 
     Returns:
         Whether devgraph is the graph layer now.
@@ -255,7 +255,7 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
 def _platform_backend() -> str | None:
     """Return the name of the platform's backend without creating it.
 
-    Creating it would touch the device before vLLM forks its workers.
+    Creating the backend would initialise the device before vLLM forks its workers.
     """
     from vllm.platforms import current_platform
 
@@ -265,8 +265,8 @@ def _platform_backend() -> str | None:
 def uninstall() -> None:
     """Undo ``install``. Idempotent.
 
-    New engines use vLLM's own layer; existing wrappers stay. If the engine sleeps, the memory of
-    graphs is restored first.
+    New engines use vLLM's own layer; existing wrappers remain in use. If the engine sleeps, the
+    memory of graphs is restored first.
     """
     here.take_out(current_layer().memory)
 

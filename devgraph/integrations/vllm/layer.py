@@ -25,11 +25,11 @@ _NEVER = 2**31 - 1
 
 
 class Round:
-    """A round of captures, on either runner, with fewer warm-up runs than vLLM makes.
+    """A round of captures, on either runner, with fewer warm-up runs than in vLLM.
 
     vLLM runs each step once before its capture, but most sizes share the work of a first run:
-    compiled code, loaded modules, workspaces. A round therefore runs the first step of each kind
-    only. If another step needs a run too, its capture fails; the round is undone and repeated
+    compiled code, loaded modules, workspaces. Therefore a round runs only the first step of each
+    kind. If the capture of a step fails because it was not run, the round is undone and repeated
     with a run of every step.
     """
 
@@ -37,7 +37,7 @@ class Round:
         compilation = config.compilation_config
         self._ends = [part.end for part in compilation.get_compile_ranges()]
         self._compiled_alone = frozenset(compilation.compile_sizes or ())
-        # A rank that repeats its round would wait for ranks that do not.
+        # A rank that repeats its round would wait forever for ranks that do not repeat it.
         self._all = config.parallel_config.world_size_across_dp > 1
         self._seen: set[Hashable] = set()
         self._skipped = False
@@ -49,7 +49,7 @@ class Round:
         self._counter = compilation_counter
 
     def wants_run(self, desc: Any) -> bool:
-        """Whether the step of a descriptor needs a run. Call once for each step."""
+        """Return whether the step of a descriptor needs a run. Call once for each step."""
         kind = self._kind(desc)
         wanted = self._all or kind not in self._seen
         self._seen.add(kind)
@@ -60,8 +60,8 @@ class Round:
     def _kind(self, desc: Any) -> Hashable:
         """Return the kind of a step: steps of one kind share compiled code.
 
-        The kind has the fields of the descriptor except its size. Of the size it has the properties
-        that code is compiled for: a range, a size of its own, one, divisible by sixteen.
+        The kind consists of the fields of the descriptor, with the size replaced by the properties
+        that code is compiled for: its range, a size compiled alone, size one, divisible by sixteen.
         """
         sizes = tokens, _ = desc.num_tokens, desc.num_reqs
         shapes = tuple(size is not None and (size == 1, size % 16 == 0) for size in sizes)
@@ -76,8 +76,8 @@ class Round:
     def make(self, capture: Callable[[], Any]) -> Any:
         """Return ``capture()``, which captures all steps of the round.
 
-        If it fails, all captures of the round are undone. If some steps were not run before,
-        ``capture`` is called again.
+        If ``capture`` fails, all captures of the round are undone. If some steps were not run
+        before, ``capture`` is called again.
         """
         with no_full_collections():
             while True:
@@ -92,7 +92,7 @@ class Round:
                     if not self._skipped:
                         raise
                     logger.info(
-                        "captures are repeated, because a step failed without a warm-up: %s",
+                        "repeating the captures with more warm-up runs, because one failed: %s",
                         error,
                     )
                     self._all, self._skipped = True, False
@@ -103,10 +103,9 @@ def no_full_collections() -> Iterator[None]:
     """Limit the garbage collector to young objects inside the block.
 
     A full collection walks the whole heap (0.4 s in an engine of vLLM) and would happen several
-    times in a round of captures. Explicit collections still run, and incremental collectors are
-    left alone. The heap is not frozen, because thawing would also thaw the objects that the
+    times in a round of captures. Explicit collections still run, and incremental collectors are not
+    affected. The heap is not frozen, because ``gc.unfreeze`` would also thaw the objects that the
     program froze.
-
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], _NEVER)
@@ -117,7 +116,7 @@ def no_full_collections() -> Iterator[None]:
 
 
 class _Step:
-    """The open capture of a step in pieces, and its session."""
+    """A step that is captured in pieces, and the open session."""
 
     session: Session | None = None
 
@@ -155,11 +154,11 @@ class Layer:
 
     @property
     def round(self) -> Round | None:
-        """The capture of this thread."""
+        """The round of captures on this thread."""
         return self._here.round
 
     def default_handle(self) -> Hashable:
-        """Return the platform's handle of graph memory, or an own handle if it has none."""
+        """Return the platform's handle of graph memory, or a fixed one if it has none."""
         from vllm.platforms import current_platform
 
         if getattr(current_platform, "graph_pool_handle", None) is None:
@@ -197,9 +196,10 @@ class Layer:
 
     @contextlib.contextmanager
     def writing(self, replay: Callable[[], object]) -> Iterator[None]:
-        """Capture a step in the block; ``replay`` it if it kept new memory without a run before.
+        """Capture a step in the block; ``replay`` it if it allocated without a previous run.
 
-        vLLM caches tensors by size. The first run writes them, and later steps only read them.
+        vLLM caches tensors by size. The first run writes these tensors, and later steps only read
+        them. A capture alone would leave them unwritten.
         """
         if self.round is None or self.round.runs_step:
             yield
@@ -217,7 +217,7 @@ class Layer:
         return contextlib.nullcontext(step.enter(pool))
 
     def prepare(self, pool: Pool, *, settle: bool) -> Callable[[], None]:
-        """Prepare a capture as vLLM does for its own."""
+        """Prepare a capture in the same way as vLLM; return the function that must end it."""
         if settle:
             self.memory.settle()
         set_graph_pool_id, get_offloader = self._engine
@@ -238,7 +238,7 @@ class Layer:
         return set_graph_pool_id, get_offloader
 
     def leave_step(self) -> None:
-        """Close the session of a step's pieces, for code that captures by itself."""
+        """Close the session of a step's pieces, for code that opens its own session."""
         if self._here.step is not None:
             self._here.step.leave()
 

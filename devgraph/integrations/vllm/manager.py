@@ -2,8 +2,8 @@
 
 The managers of the V2 runner (model, drafts, decoder replay), encoder graphs and micro-batch pairs
 create a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``. In their modules,
-devgraph replaces these two names. Preparation, order, threads and signatures change from version to
-version and remain vLLM's.
+devgraph replaces these two names. vLLM's own code still prepares and orders the captures, because
+it changes from version to version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EngineGraph:
     def replay(self) -> None:
         """Replay once on the current stream."""
         if self.step is None:
-            raise StateError("a graph of vLLM is replayed before its capture")
+            raise StateError("vLLM replays a graph before its capture; capture it first")
         self.step.replay()
 
 
@@ -65,15 +65,15 @@ def _is_current(stream: Any) -> bool:
 
 @contextlib.contextmanager
 def own_pool(pool: Any, config: Any) -> Iterator[Any]:
-    """Replace vLLM's ``capture_pool``, which puts whole steps into a pool of its allocator.
+    """Replace vLLM's ``capture_pool``, which allocates whole steps in a separate pool.
 
-    Whole steps share the pool of pieces, which can sleep too.
+    With devgraph, whole steps share the pool of pieces, which can also sleep.
     """
     yield pool
 
 
 class _Overlay:
-    """A namespace with own names and the other names of ``base``."""
+    """A namespace with the names in ``names`` and the other names of ``base``."""
 
     def __init__(self, base: Any, **names: Any) -> None:
         vars(self).update(names, _base=base)
@@ -91,7 +91,7 @@ def graph_making_torch(base: Any, *, threads: bool = False) -> Any:
 def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``CudaGraphManager.capture`` of the V2 runner as a round of captures.
 
-    It drops the segments of an earlier round, because they read other buffers.
+    The round drops the segments of earlier rounds, because they read other buffers.
     """
     from vllm.config import CUDAGraphMode
 
@@ -107,13 +107,13 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         def drop() -> None:
             for desc in self.graphs.keys() - before:
                 del self.graphs[desc]
-            # Measurements of vLLM while it profiles.
+            # vLLM has measured the memory of these captures while profiling.
             (getattr(self, "_capture_mem_samples", None) or []).clear()
 
         def capture_all(made: Round) -> Any:
             def create(desc: Any, *args: Any, **kwargs: Any) -> Any:
                 result = create_forward_fn(desc, *args, **kwargs)
-                # Up to vLLM 0.24 it includes the attention state.
+                # Up to vLLM 0.24, the result includes the attention state.
                 forward, *state = result if isinstance(result, tuple) else (result,)
 
                 def run(mode: Any) -> Any:
@@ -161,7 +161,7 @@ def sparing_step(capture: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def counting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``CudaGraphManager.dispatch`` that counts steps without a graph by reason."""
+    """Return ``CudaGraphManager.dispatch`` with counters of steps without a graph, by reason."""
     from vllm.config import CUDAGraphMode
 
     count = current_layer().counts["full"]
@@ -184,9 +184,9 @@ def _why(manager: Any, num_tokens: int) -> str:
 
 
 def breaking_manager(base: Any) -> Any:
-    """Return a subclass of a graph manager that lacks a breakable mode (vLLM 0.22).
+    """Return a subclass of a graph manager without a breakable mode (vLLM 0.22).
 
-    Under PIECEWISE the model's forward then captures segments around attention itself.
+    Under PIECEWISE, the model's forward captures segments around attention.
     """
 
     class Manager(base):  # type: ignore[misc]
@@ -196,7 +196,7 @@ def breaking_manager(base: Any) -> Any:
             if isinstance(model.forward, BreakableStep):
                 model.forward.clear_graphs()  # Earlier captures read other buffers.
             else:
-                # On the instance, because vLLM checks the interfaces of the model itself.
+                # Set it on the instance, because vLLM checks the interfaces of the model's class.
                 model.forward = BreakableStep(model.forward, self.vllm_config)
             return super().capture(model, *args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Replacements of vLLM's graph wrappers, created once vLLM is imported.
+"""Replacements for vLLM's graph wrappers, created after the import of vLLM.
 
-They subclass vLLM's own, so that ``isinstance`` checks, instance sets and class-wide clears in vLLM
-keep working.
+They subclass vLLM's wrappers, so that ``isinstance`` checks, sets of instances and class-wide
+clears in vLLM keep working.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Graphs:
 
     A call works as follows.
 
-    1. Without a forward context, or under another runtime mode, it calls the runnable.
+    1. Without a forward context, or under another runtime mode, the runnable is called.
     2. A new kind of step is captured, and the live output is returned.
     3. Other steps are replayed, and the stored output is returned.
 
@@ -80,8 +80,8 @@ class _Graphs:
             if entry.inputs != addresses(args, kwargs):
                 self._count_moved(count, context.batch_descriptor)
                 return self.runnable(*args, **kwargs)
-            # An engine that passes static buffers once always does. Only strict and debugging check
-            # again, like the engine's own layer.
+            # An engine that passes static buffers once always passes them. Like vLLM, check again
+            # only under strict or when debugging.
             if not (self._layer.strict or self.is_debugging_mode):
                 entry.inputs = None
         self._offloader().sync_prev_onload()
@@ -107,12 +107,12 @@ class _Graphs:
         return output
 
     def _drop(self, key: Hashable, entry: CapturedStep) -> None:
-        if self.concrete_cudagraph_entries.get(key) is entry:  # vLLM may have cleared the steps
+        if self.concrete_cudagraph_entries.get(key) is entry:  # vLLM may have cleared the steps.
             del self.concrete_cudagraph_entries[key]
         entry.reset()
 
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
-        """Return the key of a call: by default its batch descriptor."""
+        """Return the key of a call; by default, this is its batch descriptor."""
         descriptor: Hashable = context.batch_descriptor
         return descriptor
 
@@ -122,7 +122,7 @@ class _Graphs:
 
     @property
     def graph_pool(self) -> Hashable:
-        """Handle of graph memory for the next captures; vLLM swaps it."""
+        """Handle of the graph memory for the next captures; vLLM changes it."""
         return self._handle
 
     @graph_pool.setter
@@ -145,7 +145,7 @@ class _Graphs:
 
     @property
     def cudagraph_wrapper(self) -> Any:
-        """The wrapper itself, which vLLM expects of a wrapped model."""
+        """The wrapper itself; vLLM reads this attribute of a wrapped model."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -182,8 +182,8 @@ class _Graphs:
         """Count a step with a moved input; raise under strict."""
         count.eager[EagerReason.INPUT_MOVED] += 1
         text = (
-            f"an input of the step for {descriptor} has another address than at capture, and a "
-            f"graph would read the old one"
+            f"an input of the step for {descriptor} is not at the address that it had at capture, "
+            f"where a graph would read it"
         )
         if self._layer.strict:
             raise StateError(f"{text}. Keep inputs in static buffers, or unset strict.")
@@ -214,7 +214,7 @@ def graph_wrapper() -> Any:
             self.vllm_config = vllm_config
             self.runtime_mode = runtime_mode
             self.cudagraph_options = cudagraph_options or cuda_graph.CUDAGraphOptions()
-            # A piece reads results of earlier pieces. A whole step reads the engine's buffers.
+            # Only whole steps read the engine's buffers; pieces read results of earlier pieces.
             self._prepare(
                 counts=dict.fromkeys((None, runtime_mode), runtime_mode.name.lower()),
                 checked=runtime_mode == CUDAGraphMode.FULL,
@@ -278,8 +278,8 @@ class BreakableStep(_Graphs):
             join()
             return output
 
-        # Another run under the mode: the model compiles its own code for each mode, which is not
-        # possible inside a capture.
+        # The first capture needs another run, because the model compiles code for each mode, which
+        # is not possible inside a capture.
         warmup = 0 if self.concrete_cudagraph_entries else 1
         backend = self._layer.memory.backend
         captured = capture_under(

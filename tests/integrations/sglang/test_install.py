@@ -235,8 +235,8 @@ def test_arguments_that_were_resolved_in_another_process_stay_as_they_are(engine
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prefill": "piecewise"}', "no piecewise for prefill in which devgraph could capture"),
-        ('{"decode": {"warmup": 3}}', "nothing like warmup of decode"),
+        ('{"prefill": "piecewise"}', "does not support the policy piecewise for prefill"),
+        ('{"decode": {"warmup": 3}}', "no equivalent of warmup for decode"),
         ('{"decode": "ful"}', "Did you mean"),
     ],
 )

@@ -135,7 +135,7 @@ def test_marked_code_other_than_attention_is_refused(engine: Any) -> None:
     [
         ("window", "sliding windows"),
         ("encoder", "cross-attention"),
-        ("draft", "draft model, with which"),
+        ("draft", "draft model, which"),
     ],
 )
 def test_what_cannot_be_updated_is_refused(engine: Any, what: str, reason: str) -> None:

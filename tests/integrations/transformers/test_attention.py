@@ -108,13 +108,13 @@ def test_move_copies_the_rows_of_a_request_and_forgets_what_was_clean(cache: KVC
 
 
 def test_write_outside_a_step_is_refused(cache: KVCache) -> None:
-    with pytest.raises(StateError, match="only its steps write to it"):
+    with pytest.raises(StateError, match="only steps of the engine write to it"):
         cache.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0)
 
 
 def test_each_write_is_taken_once(cache: KVCache) -> None:
     put(cache, [0], 0.0)
-    with pytest.raises(StateError, match="without a write"):
+    with pytest.raises(StateError, match="without a preceding write"):
         cache.take()
 
 

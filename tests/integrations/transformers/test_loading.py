@@ -88,7 +88,10 @@ def test_wheel_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_file_that_is_no_wheel_or_no_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, said in (("broken.whl", "is not a wheel or is damaged"), ("model.txt", "Looked at")):
+    for name, said in (
+        ("broken.whl", "is not a wheel or is damaged"),
+        ("model.txt", "no demo model found in"),
+    ):
         (tmp_path / name).write_text("text")
         monkeypatch.setenv(DEMO_ENV, str(tmp_path / name))
         with pytest.raises(InputError, match=said):

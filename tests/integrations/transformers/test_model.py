@@ -211,7 +211,7 @@ def test_attention_outside_a_step_is_refused() -> None:
     inner = make_model("llama")
     model = CausalModel(inner, max_requests=1, max_len=64)
     inner.config._attn_implementation = model._name
-    with pytest.raises(StateError, match="without a write"):
+    with pytest.raises(StateError, match="without a preceding write"):
         inner(torch.tensor([[1, 2]]))
 
 

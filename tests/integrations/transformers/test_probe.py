@@ -210,7 +210,7 @@ def test_layer_that_attends_to_another_layers_cache_is_refused() -> None:
         return forward(*args, **kwargs | {CACHE: None})
 
     second.forward = shares
-    with pytest.raises(UnsupportedModelError, match="other keys than it just wrote"):
+    with pytest.raises(UnsupportedModelError, match="keys other than those it just wrote"):
         probe(model)
 
 
@@ -253,7 +253,7 @@ def test_cache_that_keeps_fewer_rows_than_the_mask_shows_limits_positions() -> N
     shorter.config.sliding_window = 16
     assert probe(shorter).positions == 16
     assert [layer.window for layer in probe(shorter).layers] == [None, None]
-    with pytest.raises(InputError, match="over the 16 positions"):
+    with pytest.raises(InputError, match="exceeds the 16 positions"):
         CausalModel(shorter, max_len=17)
 
 

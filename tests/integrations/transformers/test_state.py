@@ -16,7 +16,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from devgraph.api.registry import get_backend
 from devgraph.integrations.transformers import Engine
 from devgraph.integrations.transformers.model import CausalModel
-from devgraph.integrations.transformers.state import RecurrentLayers, layer_with, state_tensors
+from devgraph.integrations.transformers.state import (
+    RecurrentLayers,
+    layer_with,
+    run_packed,
+    state_tensors,
+)
 from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.slots import Size
 from tests.sim.hip import unavailable_reason
@@ -66,7 +71,8 @@ def packed(adapter: Any, state: StateViews, hidden: Any, *spans: int) -> Any:
     out = torch.full_like(hidden, float("nan"))
     rows = states.rows(state, mixer.layer)
     with torch.no_grad():
-        states.run(mixer, rows, ((hidden, Cache(layers=[])), {}), [out], spans)
+        inputs = ((hidden, Cache(layers=[])), {})
+        run_packed(states, mixer, rows, [], inputs, [out], spans=spans)
     return out
 
 

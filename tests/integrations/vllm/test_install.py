@@ -231,10 +231,16 @@ def test_mode_configuration_becomes_the_mode_of_the_engine(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"decode": "breakable", "prefill": "full"}', "decode breakable with prefill full.*can"),
+        (
+            '{"decode": "breakable", "prefill": "full"}',
+            "decode breakable with prefill full.*Choose",
+        ),
         ('{"decode": "disabled", "prefill": "piecewise"}', "cannot run decode disabled"),
-        ('{"decode": {"warmup": 4}}', "decode and not warmup"),
-        ('{"prefill": {"buckets": [2]}}', "prefill and not buckets.*--cudagraph-capture-sizes"),
+        ('{"decode": {"warmup": 4}}', "decode to vLLM, but not warmup"),
+        (
+            '{"prefill": {"buckets": [2]}}',
+            "prefill to vLLM, but not buckets.*--cudagraph-capture-sizes",
+        ),
         ('{"prefil": "full"}', "prefill"),
     ],
 )
@@ -270,7 +276,7 @@ def test_mode_against_an_option_of_the_engine_is_an_error(standin: Engine) -> No
     config = importlib.import_module("vllm.config")
     model = types.SimpleNamespace(enforce_eager=False)
     given = config.CompilationConfig(cudagraph_mode=standin.Mode.PIECEWISE)
-    with pytest.raises(dg.ConfigError, match="cudagraph_mode.*PIECEWISE.*Give one"):
+    with pytest.raises(dg.ConfigError, match="cudagraph_mode.*PIECEWISE.*Remove one"):
         config.VllmConfig(model, given)
     eager = types.SimpleNamespace(enforce_eager=True)
     with pytest.raises(dg.ConfigError, match="allows only NONE.*enforce_eager"):
