@@ -606,9 +606,9 @@ class _CompiledStep:
 
     def warm_up(self) -> None:
         """Run once; compile and check the step unless existing code fits."""
-        before, failure = self.build, None
+        before, failure, result = self.build, None, None
         try:
-            self()
+            result = self()
         except Exception as error:
             if self.entry is not None:
                 raise  # from the work of the step, not from its compilation
@@ -626,14 +626,18 @@ class _CompiledStep:
             )
         if self.build is not before:
             with self.job.phase("compile"):
-                self._check()
+                for eager, compiled in zip(*map(tensors_in, (self._check(), result)), strict=False):
+                    _refuse_lost_class(type(eager), type(compiled))
 
-    def _check(self) -> None:
-        """Run the step eagerly with tracked host arguments and check the claims of its marks."""
+    def _check(self) -> Any:
+        """Run the step eagerly with tracked host arguments and check the claims of its marks.
+
+        Return its result.
+        """
         job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(_Checking(job)):
-            job.call_tracked(asked)
+            result = job.call_tracked(asked)
         for name, line in asked.items():
             raise FrozenValueError(
                 f"policy 'piecewise' traces the step with a tensor for host argument {name!r}, "
@@ -642,6 +646,7 @@ class _CompiledStep:
                 f"@dg.region(host_args=({name!r},)), or choose the branch before the step."
             )
         job.warmed_up()
+        return result
 
     def capture(self, session: Session) -> Plan:
         self.live, self.session = self.job.spec.tracked(), session
@@ -655,6 +660,15 @@ class _CompiledStep:
             compilations=1 if build else 0,
         )
         return plan
+
+
+def _refuse_lost_class(eager: type, compiled: type) -> None:
+    """Raise CaptureError if compiled code returns a plain tensor for one of a subclass."""
+    if compiled is torch.Tensor and eager not in (torch.Tensor, torch.nn.Parameter):
+        raise CaptureError(
+            f"the step returns a {eager.__qualname__}, and torch.compile makes a plain tensor of "
+            f"it. Use policy='breakable', which compiles nothing."
+        )
 
 
 def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
