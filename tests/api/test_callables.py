@@ -298,6 +298,28 @@ def test_replaced_weights_are_used_at_the_next_call(how: str) -> None:
     assert step.stats()["recaptures"] == (0 if how == "copy" else 1)
 
 
+def test_hook_of_the_time_of_the_capture_alone_is_followed() -> None:
+    """The modules are compared from the creation on, before the first capture."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+    graphed, x = dg.graphed(lambda x: net(x) * 2), torch.ones(1, 3)
+    graphed(x)
+    hook = net[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    assert torch.equal(graphed(x), net(x) * 2)
+    hook.remove()
+    for _ in range(2):
+        assert torch.equal(graphed(x), net(x) * 2)
+    assert graphed.stats()["recaptures"] == 1
+
+
+def test_graphs_of_two_keys_follow_weights_that_come_and_go() -> None:
+    net, xs = torch.nn.Linear(3, 3, bias=False), (torch.ones(1, 3), torch.ones(2, 3))
+    graphed, one, other = dg.graphed(net), net.weight, torch.nn.Parameter(torch.ones(3, 3))
+    for weight, x in ((one, xs[0]), (other, xs[1]), (one, xs[1]), (other, xs[0])):
+        net.weight = weight
+        for _ in range(2):
+            assert torch.equal(graphed(x), x @ weight.T)
+
+
 def test_replaced_weights_are_noticed_while_a_graph_is_timed() -> None:
     module = nn.Linear(3, 2)
     graphed(module, min_speedup=0.0001)
