@@ -39,13 +39,13 @@ class Backend(Device):
     needs: Mapping[str, str] = {}
     """Requirements by capability.
 
-    A class declares the capabilities of the vendor; an instance, those of its machine.
+    A class declares the capabilities of the vendor, and an instance declares its machine's.
     """
 
     unproven: str = ""
     """A limitation of the test evidence, such as "never ran on hardware"."""
     recommended_mode: Mapping[str, str] = {}
-    """Policies by phase that suit this backend better than those of the default mode."""
+    """Policies by phase that suit this backend better than the default policies."""
 
     extensions: Mapping[str, Callable[..., Any]] = {}
     """Functions that only some vendors provide, by name."""
@@ -57,8 +57,8 @@ class Backend(Device):
     def fence(self, stream: Any = None) -> Callable[[], bool]:
         """Return a callable that reports, without blocking, whether the work so far has finished.
 
-        The work is that of ``stream``, by default the current stream. The base class has no
-        streams: all work has finished when a call returns.
+        Only work on ``stream`` counts; None is the current stream. The base class has no streams:
+        all work has finished when a call returns.
         """
         return lambda: True
 
@@ -140,7 +140,7 @@ class Backend(Device):
 
         Args:
             graph: an empty graph of this backend.
-            stream: the stream to capture on; None and the default stream mean the pool's own.
+            stream: the stream to capture on; None and the default stream select the pool's stream.
             pool: the pool to allocate from instead of the graph's.
             capture_error_mode: the threads whose unsafe calls make the capture fail: "global",
                 "thread_local" or "relaxed".

@@ -39,7 +39,7 @@ AGAIN = "capture again (in a runner: invalidate() and capture())"
 """Remedy for a graph that would use old state."""
 
 _ALIGNMENT = 256
-"""Alignment of buffers in bytes: that of device allocators.
+"""Alignment of buffers in bytes, as in device allocators.
 
 Kernels that vectorise by address then behave as on separately allocated tensors.
 """
@@ -254,7 +254,7 @@ class Bound:
             if len(holder) != size:
                 raise StateError(
                     f"{path} has {len(holder)} entries and had {size} at capture, and the graph "
-                    f"uses the entries of capture. Capture again."
+                    f"uses the old entries. Capture again."
                 )
         for name, *source in self._sources:
             if not _returns(*source):
@@ -277,14 +277,14 @@ class Bound:
                     else entry.path
                 )
                 raise StateError(
-                    f"{what} among the bound tensors is no longer the tensor of capture, but the "
+                    f"{what} among the bound tensors is no longer the captured tensor, but the "
                     f"graph uses the old tensor. Write new data into the old tensor with copy_(), "
                     f"or {AGAIN}."
                 )
             if not same_value(now, entry.value):
                 raise StateError(
                     f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, and "
-                    f"the graph uses the value of capture. Make it a host argument of a marked "
+                    f"the graph uses the old value. Make the value a host argument of a marked "
                     f"function, or {AGAIN}."
                 )
 

@@ -116,9 +116,9 @@ class Captured:
         """Run the captured work on the current stream and return ``outputs``.
 
         Args:
-            *inputs: new data for the first bound arguments, which is copied into them. The other
-                arguments keep their data. Shapes, dtypes, devices and plain values must equal those
-                of capture.
+            *inputs: new data for the first bound arguments, which is copied into them. Other
+                arguments keep their data. Shapes, dtypes, devices and plain values must equal the
+                captured ones.
             **named: a value for each declared host argument without a default in the signature of
                 ``fn``, and new data for bound arguments by name. No value is remembered from
                 earlier calls.
@@ -272,7 +272,7 @@ class Captured:
             sample: functions that return legal data, by names of parameters or host arguments. Each
                 takes a shape and a ``torch.Generator`` on the host. Without a function,
                 floating-point data is random, and integers keep their values.
-            state: whether state is compared as well.
+            state: whether to compare state in addition to outputs.
             rtol: relative tolerance for results of a compiler whose kernels differ from eager; by
                 default torch's tolerance for the dtype. Other results must be equal bit for bit.
             atol: absolute tolerance for the same results.
@@ -417,7 +417,7 @@ def capture(
         *args: the bound arguments of the step: tensors, plain values, and trees of lists, tuples,
             mappings, dataclasses, attrs classes, namespaces and registered pytrees. The step
             receives copies of the containers. The tensors in modules and other objects are bound.
-        kwargs: further bound arguments by name.
+        kwargs: bound arguments by name.
         policy: "full", "breakable" or "piecewise".
         backend: a backend or its name.
         host_args: names and capture values of the host arguments.
@@ -437,7 +437,7 @@ def capture(
             ``ranges`` of the graphs in ``segments``. With a module, hooks also record the nodes of
             its submodules. Pieces of "piecewise" call no submodules.
         budget: budget of policy "full" for new host arguments in replays.
-        bound: further state of the graph by name: trees of tensors, modules, and functions that
+        bound: other state of the graph by name: trees of tensors, modules, and functions that
             return such trees (``lambda: model.cache``). Every replay compares the tensors, in about
             0.1 us each, and raises StateError if one was replaced.
         snapshot_limit: maximum bytes of the copies that restore tensors in arguments and ``bound``,

@@ -49,7 +49,7 @@ class Device(abc.ABC):
         self.after_fork()
         identity.devices.add(self)
         self.lost = ""
-        """Reason why the device is lost; empty while it works."""
+        """Reason why the device is lost; empty while the device works."""
         self.keeps_memory = False
         """Whether memory of graphs stays allocated until the process ends."""
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()

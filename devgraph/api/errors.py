@@ -64,7 +64,7 @@ class DeviceGraphWarning(UserWarning):
 
 
 class StateError(DeviceGraphError):
-    """The state of the object does not allow the call; the message says what to do."""
+    """The state of the object does not allow the call; the message has the remedy."""
 
 
 class StaleOutputError(StateError):

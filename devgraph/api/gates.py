@@ -190,8 +190,8 @@ class Gate:
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
         """Wait until the step has signalled, and return the epoch.
 
-        Without ``epoch`` the call waits for the replay after that of its last call. It skips
-        replays that have finished, except the most recent replay.
+        Without ``epoch`` each call waits for the replay after the one that the last call returned,
+        and skips replays that have finished, except the most recent replay.
 
         Args:
             timeout: maximum seconds to wait; by default ``gate_timeout`` of the capture or runner.

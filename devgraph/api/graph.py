@@ -122,7 +122,7 @@ class DeviceGraph(abc.ABC):
     Replays of graphs that share a pool run one at a time.
 
     Raises:
-        StateError: the graph is not ready; the message says what to do.
+        StateError: the graph is not ready; the message has the remedy.
         NestedCaptureError: this thread is inside a capture.
         DeviceLost: the device is in a sticky error state.
     """
@@ -462,7 +462,7 @@ class DeviceGraph(abc.ABC):
         if not self.backend.capabilities.region_update:
             raise UpdateUnsupportedError(
                 f"backend {self.backend.name!r} cannot update regions: "
-                f"{', '.join(mark.name for mark in host)} would replay the values of capture, "
+                f"{', '.join(mark.name for mark in host)} would replay the captured values, "
                 f"{self._values}. Replay with these values, capture with policy='breakable', or "
                 f"read the value from a device tensor."
             )

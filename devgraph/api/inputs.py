@@ -93,8 +93,8 @@ class Inputs:
             if is_other and name in self._iterated:
                 raise InputError(
                     f"input {name!r} has its keys in the order {brief(now)}, and in the order "
-                    f"{brief(then)} at capture. The step iterates over them, so the graph keeps "
-                    f"the order of capture. Pass the keys in that order, or capture again."
+                    f"{brief(then)} at capture. The step iterates over the keys, so the graph uses "
+                    f"the captured order. Pass the keys in that order, or capture again."
                 )
         return _pairs(name, bound, value)
 
@@ -196,7 +196,7 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
         if own.keys() != held.keys() or not all(same_value(own[key], held[key]) for key in held):
             raise InputError(
                 f"input {name!r} has the attributes {own} and had {held} at capture, and the graph "
-                f"uses those of capture. Pass changing values as arguments, or capture again."
+                f"uses the old ones. Pass changing values as arguments, or capture again."
             )
         if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
             raise InputError(
@@ -239,7 +239,7 @@ def _other_value(where: str, bound: Any, value: Any) -> InputError:
     is_object = is_open and not callable(bound) and not isinstance(bound, enum.Enum)
     if is_object and type(bound) is type(value):
         return InputError(
-            f"input {where!r} is not the {type(bound).__name__} of capture, and a replay "
+            f"input {where!r} is not the captured {type(bound).__name__}, and a replay "
             f"cannot copy its contents: register the class with torch.utils._pytree."
             f"register_pytree_node, or pass the tensors themselves."
         )
@@ -247,7 +247,7 @@ def _other_value(where: str, bound: Any, value: Any) -> InputError:
         return _other_structure(where, bound, value)
     return InputError(
         f"input {where!r} is {brief(value)} and was {brief(bound)} at capture. The graph uses the "
-        f"value of capture. Capture again, or make it a host argument of a marked function."
+        f"old value. Capture again, or make the input a host argument of a marked function."
     )
 
 

@@ -23,14 +23,14 @@ from devgraph.api.tensors import Memory
 logger = logging.getLogger(__name__)
 
 _SMALL = 1024
-"""Maximum bytes, or elements of a set, that a replay compares; ``prove()`` compares larger ones."""
+"""Maximum bytes, or elements of a set, that a replay compares. ``prove()`` has no such limit."""
 
 
 _EACH, _TURN = 32, 8
 """Number of dictionary entries that a replay compares, and number of those in inner modules.
 
-Further entries take turns. All cells, entries of lists and members of classes, and the lengths of
-all containers, are compared each time.
+Other entries are compared in rotation. All cells, entries of lists and members of classes, and the
+lengths of all containers, are compared each time.
 """
 
 
@@ -116,7 +116,7 @@ class NamedState:
                 raise StateError(
                     f"a {type(mapping).__name__} that the step iterates over has the keys "
                     f"{brief([*mapping])} and had {brief(keys)} at capture, and the graph uses the "
-                    f"keys of capture in their order. Restore the keys, or {AGAIN}."
+                    f"old keys in their order. Restore the keys, or {AGAIN}."
                 )
         try:
             self._bound.check()
@@ -128,7 +128,7 @@ class NamedState:
         if not self._memory.is_kept():
             moved = {*map(id, self._memory.moved())}
             path = next((e.path for e in self._held if id(e.value) in moved), "a named tensor")
-            raise StateError(_stale(f"{path} no longer has the memory of capture"))
+            raise StateError(_stale(f"{path} no longer has its captured memory"))
         for entry, content in self._contents:
             if content_of(entry.value) != content:
                 _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
@@ -173,7 +173,7 @@ class NamedState:
             self._settle(named)
 
     def _renew(self) -> None:
-        """Accept objects that equal those of capture in the same places, or raise StateError."""
+        """Accept objects that equal the captured objects of their places, or raise StateError."""
         named, after = self._walk(), dict[str, list[Entry]]()
         for entry in self._places(named):
             after.setdefault(entry.path, []).append(entry)
@@ -181,7 +181,7 @@ class NamedState:
             others = after.get(entry.path)
             now = others.pop(0).value if others else entry.now()
             if isinstance(entry.value, torch.Tensor) and entry.value is not now:
-                raise StateError(_stale(f"{entry.path} is no longer the tensor of capture"))
+                raise StateError(_stale(f"{entry.path} is no longer the captured tensor"))
             if not is_alike(entry.value, now):
                 _refuse(entry, f"is {brief(now)} and was {brief(entry.value)} at capture")
         for entry, content in self._contents:
@@ -214,7 +214,7 @@ def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
     )
     return (
         f"warm-up and capture changed Python state: {shown}. A replay does not change it, and uses "
-        f"the values of capture. Keep such state in tensors, or change it outside the step."
+        f"the captured values. Keep such state in tensors, or change it outside the step."
     )
 
 
@@ -227,7 +227,7 @@ def _stale(what: str) -> str:
 
 def _refuse(entry: Entry, what: str) -> NoReturn:
     raise StateError(
-        f"{entry.path} {what}, and the graph uses the state of capture. Keep changing numbers in a "
+        f"{entry.path} {what}, and the graph uses the captured state. Keep changing numbers in a "
         f"tensor, make the value a host argument of a marked function, or {AGAIN}."
     )
 

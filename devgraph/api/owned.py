@@ -69,7 +69,7 @@ class Owned:
     Args:
         fn: the step.
         args, kwargs: its bound arguments.
-        bound: further trees and modules that graphs use, by name; see ``StaticBuffers.bind``.
+        bound: other trees and modules that graphs use, by name; see ``StaticBuffers.bind``.
 
     Attributes:
         arguments: the arguments by name.
@@ -521,7 +521,7 @@ class Gradients:
                 leaf.grad = gradient
             elif leaf.grad is not gradient:
                 raise StateError(
-                    f"the gradient of {brief(leaf)} is no longer the tensor of capture, but the "
+                    f"the gradient of {brief(leaf)} is no longer the captured tensor, but the "
                     f"graph adds to the old tensor. Write into the old tensor with copy_(), set "
                     f"the gradient to None, or {AGAIN}."
                 )
@@ -615,7 +615,7 @@ class Weights:
         if self._has_modes and self.training() != training:
             raise StateError(
                 "a module of the step was captured in training mode and is in evaluation mode "
-                "now, or vice versa, but the graph uses the mode of capture. Call train() or "
+                "now, or vice versa, but the graph uses the captured mode. Call train() or "
                 "eval() on the module, or capture again."
             )
         if self._hooks_now() != self._hooks or [*map(len, self._tables)] != hooks:
@@ -633,8 +633,7 @@ class Weights:
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(
-            f"{what} of a module is no longer the tensor of capture, or its memory was replaced"
-            f"{_OLD}"
+            f"{what} of a module is no longer the captured tensor, or its memory was replaced{_OLD}"
         )
 
 
@@ -692,7 +691,7 @@ class _Arrays:
             if array.tobytes() != held:
                 raise StateError(
                     f"{path} is a NumPy array whose values changed since the capture, but the "
-                    f"graph uses those of capture. Pass a tensor to the step instead "
+                    f"graph uses the old values. Pass a tensor to the step instead "
                     f"(torch.from_numpy), or capture again."
                 )
 

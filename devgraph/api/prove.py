@@ -64,9 +64,9 @@ class Case:
     padded: bool = False
     """Whether the batch is smaller than its bucket."""
     changed: bool = False
-    """Whether host arguments differ from those of capture."""
+    """Whether host arguments differ from the captured values."""
     updated: bool = False
-    """Whether host arguments return to those of capture after other values."""
+    """Whether host arguments return to the captured values after other values."""
     filled: tuple[str, ...] = ()
     """Slots whose real rows hold pad values, because no legal data is known for this size."""
 
@@ -230,7 +230,7 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "only the first replay of a case differs, not a second replay from the same state: the "
         "step reads memory before it is written, or leaves work on a side stream that is not "
         "joined": not any(failure.lasting for failure in failures),
-        f"only with changed host arguments ({values}): a value of capture is in the graph, or "
+        f"only with changed host arguments ({values}): a captured value is in the graph, or "
         "updates are lost. Read host arguments in marked functions": only("changed"),
         "only after an update: values of an earlier case stay in the graph, or an update reaches "
         "another region": only("updated"),
@@ -239,8 +239,9 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "outputs that equal other outputs: the graph writes both into the same memory "
         f"({failures[0].where} {failures[0].message})": all(_EQUALS in f.message for f in failures),
         "only padded batches: real rows read padded rows": only("padded"),
-        "only state differs: a write of the step is lost, happens twice, or goes to other "
-        "memory": not any(failure.where.startswith("output") for failure in failures),
+        "only state differs: a write of the step is lost, is repeated, or changes other memory": (
+            not any(failure.where.startswith("output") for failure in failures)
+        ),
         f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends on "
         "the size is in the graph": len(buckets) < len(_buckets(report.tried)),
         "every element in every case: the step reads an unmarked host value, a setting of torch, "
@@ -598,8 +599,8 @@ def host_sets(
 ) -> list[tuple[dict[str, Any], bool, bool]]:
     """Return the sets of host arguments of cases.
 
-    Each set comes with two booleans: whether it differs from the values of capture, and whether it
-    returns to those values after other values.
+    Each set comes with two booleans: whether it differs from the captured values, and whether it
+    returns to the captured values after others.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)

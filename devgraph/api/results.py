@@ -80,8 +80,8 @@ class Outputs:
     """The outputs of a captured step, in memory that no other capture of the pool writes.
 
     Graphs of a pool reuse each other's memory: replaying an older graph overwrites the outputs of a
-    newer one unless they are moved out. The last warm-up run returned equal tensors in memory of
-    their own, so the outputs are moved there.
+    newer graph. Outputs are therefore moved into the tensors that the last warm-up run returned,
+    which have separate memory.
 
     Args:
         pool: the pool of the graphs.

@@ -103,7 +103,7 @@ def session(
     Args:
         pool: memory for the graphs.
         scope: decides the effect of marks in the block; see ``Session.recording``.
-        stream: the stream to record on; None and the default stream mean the pool's own.
+        stream: the stream to record on; None and the default stream select the pool's stream.
         mode: see ``Backend.capture_context``.
 
     Raises:

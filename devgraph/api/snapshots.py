@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
 
 class Snapshot:
-    """Saved contents of tensors, and states of the default and further random generators."""
+    """Saved contents of tensors, and states of random generators, including the default."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Snapshot:
         return parts
 
     def generators(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the current and the saved state of each further generator."""
+        """Return the current and the saved state of each generator except the default."""
         return [(generator.get_state(), state) for generator, state in self._generators]
 
     def require_places(self) -> None:

@@ -470,7 +470,7 @@ def make_graphed_callables(
 
     Forwards are captured in the order of ``callables`` and backwards in reverse order, so that the
     callables of one step share a pool. A module is graphed in place: its ``forward`` runs in graphs
-    while its training mode is that of the capture, and eagerly otherwise.
+    in the captured training mode, and eagerly otherwise.
 
     Args:
         callables: a function or module, or a tuple of them.

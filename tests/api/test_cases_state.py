@@ -192,7 +192,7 @@ def test_object_is_a_tree_of_its_fields(kit: Kit, cap: Cap, kind: str) -> None:
         captured.replay((other.x, 2.0))
     if kind in ("dataclass", "dataclass with slots", "attrs", "registered", "namespace"):
         given.x = kit.tensor(3, seed=8)
-        with pytest.raises(dg.StateError, match="no longer the tensor of capture"):
+        with pytest.raises(dg.StateError, match="no longer the captured tensor"):
             captured.replay()
 
 
@@ -221,7 +221,7 @@ def test_other_object_is_bound_with_its_tensors(kit: Kit, cap: Cap) -> None:
     with pytest.raises(dg.InputError, match="register the class .*, or pass the tensors"):
         captured.replay(Holder(kit.tensor(3)))
     holder.x = kit.tensor(3, seed=6)
-    with pytest.raises(dg.StateError, match="no longer the tensor of capture"):
+    with pytest.raises(dg.StateError, match="no longer the captured tensor"):
         captured.replay()
 
 

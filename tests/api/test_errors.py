@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         "name of a backend must be a string, got None",
     ),
     "kwargs": (lambda: _capture(kwargs=[1]), "kwargs must be a mapping"),
-    "host_args": (lambda: _capture(host_args=["n"]), "host_args must be a mapping of names"),
+    "host_args": (lambda: _capture(host_args=["n"]), "host_args must map names"),
     "pool": (lambda: _capture(pool=3), "make_pool"),
     "pool of a graph": (lambda: BE.make_graph(3), "make_pool"),
     "pool of a runner": (lambda: _decode(pool=3), "make_pool"),
@@ -77,14 +77,14 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "config": (lambda: _decode(config=dg.DeviceGraphConfig()), "one phase"),
     "host_args of a context": (
         lambda: BE.capture_context(BE.make_graph(), host_args=3).__enter__(),
-        "host_args must be a mapping of names",
+        "host_args must map names",
     ),
     "name of a host argument": (lambda: _capture(host_args={3: 3}), "must be strings, got 3"),
     "host argument that the step lacks": (
         lambda: _capture(host_args={"n": 3}),
         "takes no keyword argument 'n'",
     ),
-    "host_args of a runner": (lambda: _decode(host_args=["n"]), "host_args must be a mapping"),
+    "host_args of a runner": (lambda: _decode(host_args=["n"]), "host_args must map names"),
     "host_args of a run": (
         lambda: _decode().run({"x": X[:2]}, host_args=["n"]),
         "host_args of a run must be a mapping",

@@ -112,7 +112,7 @@ def test_equal_object_with_another_tensor_is_refused(kit: Kit) -> None:
     own.part = types.SimpleNamespace(weight=weight)
     kit.same(captured.replay(), x * weight)
     own.part = types.SimpleNamespace(weight=kit.tensor(3, seed=2))
-    with pytest.raises(dg.StateError, match="weight is no longer the tensor of capture"):
+    with pytest.raises(dg.StateError, match="weight is no longer the captured tensor"):
         captured.replay()
 
 

@@ -83,9 +83,7 @@ def test_gradient_that_the_caller_drops_begins_at_zero_again(kit: Kit) -> None:
     captured.replay(x)
     kit.same(weight.grad, 2 * x)
     weight.grad = torch.zeros_like(weight)
-    with pytest.raises(
-        dg.StateError, match=r"the gradient of .* is no longer the tensor of capture"
-    ):
+    with pytest.raises(dg.StateError, match=r"the gradient of .* is no longer the captured tensor"):
         captured.replay(x)
 
 
@@ -262,7 +260,7 @@ def test_tensor_that_the_step_names_is_compared(kit: Kit) -> None:
     captured = kit.capture(step, x)
     kit.same(captured.replay(), x * weight)
     weight = kit.tensor(3, seed=5)
-    with pytest.raises(dg.StateError, match="weight is no longer the tensor of capture"):
+    with pytest.raises(dg.StateError, match="weight is no longer the captured tensor"):
         captured.replay()
 
 

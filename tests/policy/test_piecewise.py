@@ -453,7 +453,7 @@ def test_tensor_that_only_the_capture_reads_lives_as_long_as_it(bench):
     gc.collect()
     for _ in range(8):
         poison(bench.randn(4, WIDTH))
-    with pytest.raises(dg.StateError, match="no longer the tensor of capture"):
+    with pytest.raises(dg.StateError, match="no longer the captured tensor"):
         capture.replay()
     capture.run({})
     assert torch.equal(capture.outputs, (x + kept) * 2 + kept)

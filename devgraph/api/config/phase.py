@@ -64,7 +64,7 @@ def path_of(setting: Setting) -> str:
 REMOVED_KEYS: Mapping[str, str] = {
     "memory": "use executable_budget",
     "memory_budget_bytes": "use graph_budget_bytes",
-    "min_speedup": "use dg.graphed(step, min_speedup=...), which compares a graph with eager",
+    "min_speedup": "use dg.graphed(step, min_speedup=...), which measures the speedup",
     "learned": "leave it out; background captures go from the largest bucket to the smallest",
     "max_seq_len": "leave it out; graphs serve sequences of any length that the engine admits",
 }

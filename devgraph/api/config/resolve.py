@@ -103,13 +103,13 @@ def resolve(
 ) -> Resolution:
     """Apply the compatibility rules to the configuration for ``facts.backend``.
 
-    A preference against an explicit choice causes a ``DeviceGraphWarning``. Changes to defaults are
-    logged and listed in the result.
+    A preference rule against an explicit choice causes a ``DeviceGraphWarning``. Changes to
+    defaults are logged and listed in the result.
 
     Args:
         config: the configuration of the deployment.
-        facts: the properties of the engine; ``EngineFacts.on_backend`` adds those of the backend.
-        phases: the phases to resolve; the others keep their requested configuration.
+        facts: the properties of the engine; see ``EngineFacts.on_backend`` for the backend's.
+        phases: the phases to resolve; other phases keep their requested configuration.
         name: name of the deployment in warnings and log records, such as a group of a cluster.
 
     Raises:

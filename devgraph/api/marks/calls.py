@@ -363,7 +363,7 @@ class MarkedCall:
     def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:
         """Return ``run`` bound to the live ``host``, valid under the current modes of torch.
 
-        The callable has a fast path for a result that is None or one tensor without further checks.
+        The callable has a fast path for results that are None or one tensor.
         """
         self._settle()
         assert self._spec is not None

@@ -1,7 +1,7 @@
 """Gates in a step: ``wait`` for the host and ``signal`` to it.
 
-A context variable holds the gates of the capture or runner whose step runs. Without gates, both
-marks do nothing.
+A context variable holds the gates of the capture or runner whose step is running. Without gates,
+both marks do nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from devgraph.api.marks.marks import current_scope, is_here, no_graph
 from devgraph.api.marks.source import user_line
 
 current_gates: ContextVar[Any] = ContextVar("devgraph_gates", default=None)
-"""The ``Gates`` of the capture or runner whose step runs."""
+"""The ``Gates`` of the capture or runner whose step is running."""
 _refuses: ContextVar[bool] = ContextVar("devgraph_refuses_gates", default=False)
 current_turn: ContextVar[int] = ContextVar("devgraph_turn", default=0)
 

@@ -86,7 +86,7 @@ def frozen(name: str, at: object, how: str = "") -> FrozenValueError:
     """Return the error for a line that would freeze host argument ``name``."""
     return FrozenValueError(
         f"host argument {name!r} was consumed{how} outside a region, at {at}. Every "
-        f"replay would use the value of capture. Move the line into a function "
+        f"replay would use the captured value. Move the line into a function "
         f"marked @dg.region(host_args=({name!r},)), or, if a region needs a value computed from "
         f"it, declare derive={{'new_name': lambda {name}: ...}} on that mark."
     )
@@ -220,9 +220,9 @@ class HostSpec:
             if _is_singleton(value):
                 raise HostArgumentError(
                     f"host argument {name!r} is {brief(value)} at capture. Code tests such a value "
-                    f"with 'is', which cannot be detected, so every replay would take the branch "
-                    f"of capture. Pass a number, string or list, or capture each case separately "
-                    f"(a variant of a runner)."
+                    f"with 'is', which cannot be detected, so every replay would take the captured "
+                    f"branch. Pass a number, string or list, or capture each case separately (a "
+                    f"variant of a runner)."
                 )
         self.defaults = _signature_defaults(fn, self.declared) if fn is not None else {}
         self._kinds = {name: type(value) for name, value in self.declared.items()}
@@ -268,7 +268,7 @@ def declared_names(declared: object) -> dict[str, Any]:
         return {}
     if not isinstance(declared, Mapping):
         raise HostArgumentError(
-            f"host_args must be a mapping of names to the values of capture, got {brief(declared)}"
+            f"host_args must map names to values at capture, got {brief(declared)}"
         )
     for name in declared:
         if not isinstance(name, str):

@@ -456,6 +456,6 @@ def no_graph(
     """Mark a function that can never be captured (a host sync, a host collective).
 
     Under ``breakable`` and ``piecewise`` the function runs eagerly between segments. Under ``full``
-    the capture raises ``NotCapturableError``. The arguments are those of ``region``.
+    the capture raises ``NotCapturableError``. See ``region`` for the arguments.
     """
     return _marking("no_graph", fn, mutates=mutates, fake=fake, capture_stub=capture_stub)

@@ -17,8 +17,8 @@ from devgraph.api.errors import InputTypeError, brief
 class NodeRange:
     """The nodes ``first`` to ``stop - 1`` of one graph, which one call launched.
 
-    Nodes are numbered in capture order; those of a loop count once. ``first`` and ``stop`` are None
-    without the capability ``node_ranges``. A call without nodes has no range.
+    Nodes are numbered in capture order; the nodes of a loop count once. ``first`` and ``stop`` are
+    None without the capability ``node_ranges``. A call without nodes has no range.
     """
 
     name: str

@@ -88,7 +88,7 @@ class FullPlan:
         self._settings = Settings.current()
         self._budget = job.budget or UpdateBudget()
         self._misses = _MissBudget(self._budget.misses)
-        # Backends with asynchronous updates run the host code of regions for each key anyway.
+        # Backends with asynchronous updates run the host code of regions for every key.
         self._free_misses = job.budget is None and job.backend.capabilities.async_update
         self._graphs = [graph]
         self._current: DeviceGraph | None = graph

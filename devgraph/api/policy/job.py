@@ -27,8 +27,8 @@ from devgraph.api.session import Session
 class UpdateBudget:
     """Limits of policy ``full`` for new host arguments during serving.
 
-    A recording costs about the host time of two broken steps, and each later step with the same key
-    saves nearly one. The defaults bound the loss if no key is repeated.
+    A recording costs about the host time of two broken steps. Each later step with the same key
+    saves nearly the time of a broken step. The defaults bound the loss if no key is repeated.
 
     Raises:
         InputError: a limit is out of range.
@@ -38,8 +38,8 @@ class UpdateBudget:
     misses: int = 8
     """Number of keys that may be recorded at their first step.
 
-    Each replay of a recorded key restores one. If none is left, a key is recorded at its second
-    step, and its first step runs broken.
+    Each replay of a recorded key increases this number by one, up to the limit. If it is 0, a new
+    key is recorded at its second step, and its first step runs broken.
     """
     copies: int = 4
     """Maximum number of topology copies."""

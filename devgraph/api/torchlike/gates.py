@@ -1,10 +1,10 @@
 """Gates on flags in device memory, for drivers whose streams can wait for words and write them.
 
-The device waits until a flag is 1. Before a launch, the launch stream clears the flags, sets those
-of gates that are already open, and publishes the number of the launch. A gate of a launch that has
-begun is opened by the stream of ``open_after`` itself. Any other gate is opened by an *opener*
-stream, which waits for that number, so it never opens a gate of an earlier launch. Signals are
-words that the host reads.
+The device waits until a flag is 1. Before a launch, the launch stream clears all flags, sets the
+flags of gates that are already open, and publishes the number of the launch. A gate of a launch
+that has begun is opened by the stream of ``open_after`` itself. Any other gate is opened by an
+*opener* stream, which waits for that number, so it never opens a gate of an earlier launch. Signals
+are words that the host reads.
 """
 
 from __future__ import annotations

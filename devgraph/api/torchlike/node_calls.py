@@ -45,7 +45,7 @@ class Update(NamedTuple):
     source: int
     """The node from which the parameters were read."""
     exact: bool
-    """Whether an existing executable accepts the parameters; otherwise only a new one does."""
+    """Whether an existing executable accepts the parameters, and not only a new executable."""
 
 
 Capture = tuple[int, int, list[int]]

@@ -51,7 +51,7 @@ _USES_WITH_ROOM = 2
 tends to be used again, and later uses then need no update."""
 
 _USES_WHEN_FULL = 16
-"""Use at which a key gets a separate executable if that of another key must be evicted. Creating an
+"""Use at which a key gets a separate executable if another executable must be evicted. Creating an
 executable costs the host time of about 12 updates (docs/benchmarks.md), so 16 uses repay it."""
 
 
@@ -182,8 +182,8 @@ class UpdateStrategy:
     ) -> Executable:
         """Return the launch target for an executable with the parameters of ``recording``.
 
-        Without a recording, the parameters are those of the capture. With ``own``, ``executable``
-        is the graph's own, into which other recordings are written.
+        Without a recording, the executable has the parameters of the capture. With ``own``, it is
+        the graph's own executable, into which other recordings are written.
         """
         return executable
 
