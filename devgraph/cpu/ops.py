@@ -58,7 +58,7 @@ class OpPlan:
     seeded: bool
     """Whether the operation may draw random numbers."""
     depends_on_grad: bool
-    """Whether values and number of results depend on whether gradients are enabled."""
+    """Whether enabled gradients change the values and the number of results."""
 
     def generator(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the random generator among the arguments, or None."""

@@ -411,7 +411,7 @@ class Recorder:
             return target
         raise UnrecordableError(
             f"{plan.name} would resize a tensor from {tuple(target.shape)} to {tuple(size)}, but "
-            f"memory has fixed addresses in a capture; allocate the final size before"
+            f"memory has fixed addresses in a capture; allocate the final size first"
         )
 
     def _allocate(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -92,7 +92,7 @@ class TaskGroups:
         return Job(self._work(changed, signal=True))
 
     def launched(self, job: Job, host: Host, stream: Any) -> None:
-        """Queue ``job``, and watch its replay with ``host`` that was launched on ``stream``.
+        """Queue ``job`` for a replay, launched with ``host`` on ``stream``, and watch the replay.
 
         After an interrupt, the call must be repeated.
         """

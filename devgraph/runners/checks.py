@@ -68,7 +68,7 @@ class GraphChecks:
         return not not_due and bool(all_able)
 
     def repeat(self) -> None:
-        """Check one case of one graph, in turn."""
+        """Check one case of the next graph in turn."""
         captured = self._graphs.captured
         self._check([captured[self._proofs % len(captured)]], cases=1)
 

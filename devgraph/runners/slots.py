@@ -133,6 +133,13 @@ def _require_rows(kind: str, dim: object, owner: str) -> None:
         raise ConfigError(f"unknown {kind} {dim!r} of {owner}. {did_you_mean(str(dim), _ROW_DIMS)}")
 
 
+def _require_pad(pad: object, owner: str) -> None:
+    if not isinstance(pad, Pad):
+        raise ConfigTypeError(
+            f"{owner} needs pad=Pad.zero(), Pad.fill(value) or Pad.last(), got {brief(pad)}"
+        )
+
+
 @attrs.frozen
 class InputSlot:
     """One input of a step: a static tensor that ``run`` copies the caller's data into.
@@ -140,7 +147,7 @@ class InputSlot:
     Args:
         name: Key of the input in ``run`` and attribute of the batch.
         dims: Shape. Each entry is an int, ``"tokens"``, ``"requests"`` or ``"requests+1"``. At most
-            one entry may be a name. Without one the slot has a fixed shape and no padding.
+            one entry may be a name. Without a name, the slot has a fixed shape and no padding.
         dtype: Exact dtype of the data. Nothing is converted.
         pad: Rule for padded rows, and for every row during capture.
         real: Value of every real row, so that the step can distinguish real rows from padding. The
@@ -225,11 +232,7 @@ class InputSlot:
         return torch.randint(self.low or 0, self.high, shape, generator=generator).to(self.dtype)
 
     def _check_pad(self) -> None:
-        if not isinstance(self.pad, Pad):
-            raise ConfigTypeError(
-                f"input slot {self.name!r} needs pad=Pad.zero(), Pad.fill(value) or Pad.last(), "
-                f"got {brief(self.pad)}"
-            )
+        _require_pad(self.pad, f"input slot {self.name!r}")
         if not isinstance(self.pad.value, int | float):
             raise ConfigTypeError(
                 f"input slot {self.name!r} must pad with a number, got {brief(self.pad.value)}"
@@ -288,11 +291,7 @@ class HostSlot:
 
     def __attrs_post_init__(self) -> None:
         _require_rows("dim", self.dim, "a host slot")
-        if not isinstance(self.pad, Pad):
-            raise ConfigTypeError(
-                f"a host slot needs pad=Pad.zero(), Pad.fill(value) or Pad.last(), got "
-                f"{brief(self.pad)}"
-            )
+        _require_pad(self.pad, "a host slot")
 
     def padded(self, values: Sequence[Any], size: Size) -> tuple[Any, ...]:
         return self.pad.continued(values, size.rows(self.dim))

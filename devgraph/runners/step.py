@@ -75,7 +75,7 @@ class Step:
     live: Live = attrs.field(factory=Live)
     """The current run, for eager bodies of graphs."""
     autocast: Autocast | None = None
-    """Autocast settings of the captures and later runs; before a capture, of the last step."""
+    """Autocast settings of captures and later runs; before a capture, those of the last step."""
     captured: bool = False
     """Whether there was a capture."""
     _saved: Snapshot | None = attrs.field(default=None, init=False)
@@ -143,8 +143,8 @@ class Step:
 
         Random generators, bound tensors, the state of requests and tensors that the engine's
         functions reach get their old values back, also if the block fails. Parameters are not
-        restored. Tensors above the limit are hashed instead: call ``require_unwritten`` of the
-        snapshot, which the block receives. An inner trial uses the snapshot of the outer trial.
+        restored. Tensors above the limit are hashed instead; ``require_unwritten`` of the yielded
+        snapshot checks them. An inner trial uses the snapshot of the outer trial.
         """
         autocast = current_autocast() if self.autocast is None else self.autocast
         outer = self._saved

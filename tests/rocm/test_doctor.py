@@ -48,7 +48,7 @@ def test_json_report_has_the_details_of_a_runtime_that_ignores_updates(
         shown(be)
         data = run_json(capsys, "doctor")
     (rocm,) = data["backends"]
-    assert rocm["details"]["updates"].startswith("this runtime ignores them")
+    assert rocm["details"]["updates"].startswith("ignored by this runtime")
     assert rocm["details"]["missing functions"] == "none"
     assert rocm["version"].startswith("HIP 7.2.26015")
 

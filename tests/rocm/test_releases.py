@@ -67,7 +67,7 @@ def test_copies_in_regions_are_refused_where_the_runtime_does_not_report_them():
 
     with on_fake(reports_copies=0) as be:
         x = noise()
-        with pytest.raises(dg.UpdateTopologyError, match=r"is copied too.*'breakable'"):
+        with pytest.raises(dg.UpdateTopologyError, match=r"are copied too.*'breakable'"):
             captured(be, step, x)  # its region returns a tensor
         with captured(be, step, x, policy="breakable", budget=None) as cap:
             for n in (2, 3):

@@ -326,7 +326,7 @@ class Generating:
     def one_by_one(
         self, inputs: dict[str, torch.Tensor], steps: int
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """Return results of single steps, one request at a time, with zeros after its end."""
+        """Return results of single steps for each request, with zeros after its last step."""
         ids, rows = (inputs[name].view(-1, self.width) for name in ("ids", "rows"))
         tokens = ids.new_zeros(steps, *ids.shape)
         sums, taken = self.cache.new_zeros(steps, len(ids)), [0] * len(ids)
