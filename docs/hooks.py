@@ -1,7 +1,6 @@
-"""Work of mkdocs before it reads the pages.
+"""Hooks of mkdocs, which add the documents in the repository's root to the site.
 
-The README is the front page, and other documents of the repository's root are pages too. Links to
-files that are not pages become plain text.
+The README is the front page. Links to files that are not pages become plain text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PAGES = {
 
 
 def on_config(config: Any) -> Any:
-    """Show the version below each page."""
+    """Show the version at the bottom of each page."""
     source = (ROOT / "devgraph" / "api" / "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.*)"$', source, re.MULTILINE)
     assert version is not None
@@ -38,7 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to pages of the site; links to other files become their text."""
+    """Rewrite links to pages of the site, and replace links to other files with their text."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
     folder = ROOT if page.file.src_uri in PAGES.values() else ROOT / "docs"

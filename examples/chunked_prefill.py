@@ -1,7 +1,7 @@
-"""Chunked prefill over a paged prefix: prompts of any length in steps of eight tokens.
+"""Chunked prefill with a paged cache: prompts of any length in steps of eight tokens.
 
-A step holds chunks of several requests. Each token attends over the pages of its request up to its
-own position: over the chunks of earlier steps and over its own. Decode steps run the same body.
+A step contains chunks of several requests. Each token attends to the pages of its request up to its
+own position, which includes the chunks of earlier steps. Decode steps run the same code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import devgraph as dg
 
 VOCAB, WIDTH, PAGE, PAGES, MAX_PAGES = 61, 32, 4, 32, 8
-SCRATCH = PAGES * PAGE  # the cache row that padded tokens write; nobody reads it
+SCRATCH = PAGES * PAGE  # the cache row to which padded tokens write; it is never read
 BUDGET, MAX_REQUESTS = 8, 4
 
 torch.manual_seed(0)
@@ -21,7 +21,7 @@ qkv, project = torch.randn(WIDTH, 3 * WIDTH) * 0.2, torch.randn(WIDTH, WIDTH) * 
 keys, values = torch.zeros(SCRATCH + 1, WIDTH), torch.zeros(SCRATCH + 1, WIDTH)
 
 
-@dg.region(mutates=("out",))  # all lengths are on the device: nothing has to be updated
+@dg.region(mutates=("out",))  # all lengths are on the device, so no update is needed
 def attention(q, batch, out):
     token = torch.arange(len(q))
     request = torch.searchsorted(batch.starts[1:].contiguous(), token, right=True)
@@ -68,7 +68,7 @@ prefill.capture()
 decode.capture()
 
 
-def inputs(parts, texts, tables):  # a part: request, first token, end
+def inputs(parts, texts, tables):  # a part is a tuple of request, first token and end
     tokens = [(one, at) for one, first, last in parts for at in range(first, last)]
     lengths = torch.tensor([0, *(last - first for _, first, last in parts)])
     return {
@@ -92,7 +92,7 @@ def generate(prompts, new):
         outputs = prefill.run(inputs(parts, texts, tables))
         for (one, _, last), logits in zip(parts, outputs, strict=True):
             done[one] = last
-            if last == len(prompts[one]):  # other chunks have no next token yet
+            if last == len(prompts[one]):  # earlier chunks do not produce a token
                 texts[one].append(int(logits.argmax()))
     for _ in range(new - 1):
         parts = [(one, len(text) - 1, len(text)) for one, text in enumerate(texts)]

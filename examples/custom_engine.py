@@ -1,9 +1,9 @@
-"""An engine of one's own on the two runners: a tiny decoder, a paged KV cache, requests that join.
+"""A custom engine with a tiny decoder, a paged KV cache and continuous batching.
 
     python examples/custom_engine.py --backend cpu
     python examples/custom_engine.py --decode-device-graph-mode breakable
 
-Runs every prompt through graphs and through eager steps of the same engine, and compares tokens.
+The script generates with graphs and with eager steps of the same engine, and compares the tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import devgraph as dg
 
 VOCAB, WIDTH, HEADS, LAYERS = 97, 32, 2, 2
-PAGE, PAGES, MAX_PAGES = 4, 48, 8  # rows of a page, pages of the cache, pages of one request
-SCRATCH = PAGES * PAGE  # the cache row that padded tokens write; nobody reads it
+PAGE, PAGES, MAX_PAGES = 4, 48, 8  # rows per page, pages of the cache, maximum pages per request
+SCRATCH = PAGES * PAGE  # the cache row to which padded tokens write; it is never read
 MAX_REQUESTS, MAX_TOKENS = 4, 64
 
 
 @dg.region(host_args=("pages",), mutates=("out",))
 def decode_attention(q, keys, values, table, lengths, out, *, pages):
-    """Attend over the first ``pages`` pages of each request; the shapes depend on the host."""
+    """Attend to the first ``pages`` pages of each request; shapes depend on this host value."""
     rows = (table[:, :pages, None] * PAGE + torch.arange(PAGE, device=q.device)).flatten(1)
     beyond = torch.arange(pages * PAGE, device=q.device) >= lengths[:, None]
     scores = torch.einsum("rhd,rnhd->rhn", q, keys[rows]) * q.shape[-1] ** -0.5
@@ -33,8 +33,11 @@ def decode_attention(q, keys, values, table, lengths, out, *, pages):
 
 @dg.region(mutates=("out",))
 def prefill_attention(q, k, v, batch, out):
-    """Causal attention inside each request. Only a region may read ``batch.starts``: the graphs
-    around it depend on the number of tokens, and not on the number of requests."""
+    """Compute causal attention within each request.
+
+    Only a region may read ``batch.starts``, because the graphs around the region depend only on the
+    number of tokens, not on the number of requests.
+    """
     token = torch.arange(q.shape[0], device=q.device)
     request = torch.searchsorted(batch.starts[1:].contiguous(), token, right=True)
     seen = (request[:, None] == request) & (token[:, None] >= token)
@@ -44,7 +47,7 @@ def prefill_attention(q, k, v, batch, out):
 
 
 class Model:
-    """A decoder with random weights. Each layer has a cache of keys and one of values."""
+    """A decoder with random weights; each layer has a key cache and a value cache."""
 
     def __init__(self, device):
         generator = torch.Generator().manual_seed(0)
@@ -90,7 +93,7 @@ def slot(name, *dims, pad):
 
 
 class Engine:
-    """Continuous batching: requests join when a place is free and leave when they are done."""
+    """An engine with continuous batching: requests join and leave between steps."""
 
     def __init__(self, config, backend):
         self.model, self.device = Model(backend.device), backend.device
@@ -102,8 +105,10 @@ class Engine:
         ]
         common = {
             "backend": backend,
-            "pool": backend.make_pool(),  # both phases share memory and one capture stream
-            "bound": {"cache": self.model.cache},  # used in place: a run refuses if it moved
+            "pool": backend.make_pool(),  # both runners share memory and one capture stream
+            "bound": {
+                "cache": self.model.cache
+            },  # used in place; a run raises an error if it was moved
             "max_requests": MAX_REQUESTS,
         }
         self.prefill = dg.PrefillRunner(

@@ -1,9 +1,9 @@
-"""A tiny random diffusion pipeline whose denoiser and decoder run in graphs.
+"""A tiny diffusion pipeline with random weights, whose denoiser and decoder run in graphs.
 
     pip install "devgraph[diffusers]"
     python examples/diffusion.py
 
-The same two lines, ``accelerate`` and ``close``, work for a pipeline with real weights on a device.
+The calls of ``accelerate`` and ``close`` are the same for real weights on a device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     print(f"images equal eager: {same}")
     for name, counts in handle.stats().items():
         print(f"{name}: {counts['replays']} replays of {counts['graphs']} graphs")
-    handle.suspend()  # the memory of the graphs is free between prompts
+    handle.suspend()  # releases the memory of the graphs between prompts
     handle.resume()
     print(handle.prove())
     handle.close()

@@ -1,8 +1,8 @@
-"""LoRA adapters in graphs: one variant with adapters, one without, and adapters that are swapped.
+"""LoRA adapters in graphs, with one variant for steps with adapters and one for steps without.
 
-All adapters are rows of two static tensors. A step reads the adapter of each row, so one graph
-serves any mix of them. Steps without adapters take the variant that computes none. Loading an
-adapter writes into its row: nothing is captured again.
+All adapters are rows of two static tensors. A step reads the adapter of each request, so one graph
+works for any mix of adapters. Steps without adapters use the variant that computes no adapters.
+Loading an adapter writes to its row and needs no new capture.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 import devgraph as dg
 
-DIM, RANK, ADAPTERS = 64, 8, 4  # row 0 holds zeros, for requests without an adapter
+DIM, RANK, ADAPTERS = 64, 8, 4  # row 0 is zero, for requests without an adapter
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
@@ -28,7 +28,7 @@ def load(row, seed):
 
 def step(batch):
     hidden = batch.x @ weight
-    if batch.variant.get("lora"):  # a variant is part of the key of the graph: branch on it freely
+    if batch.variant.get("lora"):  # each variant has its own graphs, so a branch is allowed
         low = torch.einsum("td,tdr->tr", batch.x, down[batch.adapter])
         hidden = hidden + torch.einsum("tr,trd->td", low, up[batch.adapter])
     return torch.tanh(hidden)
@@ -52,7 +52,7 @@ decode.capture()
 
 
 def run(x, adapters):
-    """Run one step; ``adapters`` has the row of each request, 0 for none."""
+    """Run one step; ``adapters`` contains the adapter row of each request (0: no adapter)."""
     variant = {"lora": True} if any(adapters) else {}
     return decode.run({"x": x, "adapter": torch.tensor(adapters)}, variant=variant, clone=True)
 
@@ -63,10 +63,10 @@ def eager(x, adapters):
 
 
 for number, adapters in enumerate(([0, 0, 0], [0, 1, 2], [3, 3], [1])):
-    load(1 + number % 3, seed=number)  # swapped between steps, under captured graphs
+    load(1 + number % 3, seed=number)  # replaces an adapter between steps, without a new capture
     x = torch.randn(len(adapters), DIM)
     close = torch.allclose(run(x, adapters), eager(x, adapters), atol=1e-5)
-    print("adapters", adapters, "as eager:", close)
+    print("adapters", adapters, "equal eager:", close)
 assert decode.prove().ok
 stats = decode.stats()
 print(f"{stats.graph_steps} of {stats.steps} steps in graphs, {len(stats.buckets)} graphs")

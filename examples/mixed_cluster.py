@@ -1,13 +1,13 @@
-"""Prefill on one backend, decode on another: two processes, one mode string, one model.
+"""Prefill on one backend and decode on another, with two processes and one mode string.
 
     torchrun --standalone --nproc-per-node 2 examples/mixed_cluster.py --backends cpu cpu --check
     torchrun --standalone --nproc-per-node 2 examples/mixed_cluster.py --backends cpu cuda
     python examples/mixed_cluster.py --backends cpu cpu --ray      # pip install devgraph[ray]
 
-Rank 0 runs prompts and hands each request over after its first token. Rank 1 continues them. A
-scheduler lets eight requests join and leave, aborts one of them, and prints tokens as they come.
-Each process asserts that it runs what ``devgraph plan --cluster`` foretells for it. On Ascend, add
-``--dtype float16``, a dtype of its fused attention.
+Rank 0 runs prefill and hands over each request after its first token. Rank 1 runs the decode steps.
+A scheduler submits eight requests over time, aborts one of them, and prints the tokens as they are
+generated. Each process asserts that its policy and buckets equal those of the cluster's plan. On
+Ascend, add ``--dtype float16``, because its fused attention does not support float32.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SIZES: dict[str, int] = {"max_requests": 8, "max_len": 256, "max_step_tokens": 6
 
 
 def small_model() -> PreTrainedModel:
-    """Return a random model of two layers; its best token is never within rounding of the next."""
+    """Return a random model of two layers whose greedy tokens do not depend on rounding."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=211, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
@@ -64,11 +64,11 @@ def small_model() -> PreTrainedModel:
 
 
 class Node:
-    """One process: its engine, its transport, and its messages as JSON in the store.
+    """The engine and the transport of one process, which exchanges JSON messages through the store.
 
     Args:
         role: "prefill" or "decode".
-        args: the command line.
+        args: the parsed command line.
         store: a client of the store that all processes share.
     """
 
@@ -95,18 +95,18 @@ class Node:
             for role, backend in zip(ROLES, backends, strict=True)
         ]
         plan = dg.plan_cluster(config, {"groups": groups})[ROLES.index(self.role)]
-        foretold = plan.resolution.effective.phase(self.role)
+        planned = plan.resolution.effective.phase(self.role)
         runner = getattr(self.engine, self.role)
         buckets = sorted(bucket.bucket for bucket in runner.stats().buckets)
-        print(f"{self.role} on {plan.group.backend}: {foretold.policy}, buckets {buckets}")
-        assert runner.effective_policy == foretold.policy
-        assert buckets == sorted(foretold.buckets)
+        print(f"{self.role} on {plan.group.backend}: {planned.policy}, buckets {buckets}")
+        assert runner.effective_policy == planned.policy
+        assert buckets == sorted(planned.buckets)
 
     def tell(self, receiver: str, **message: Any) -> None:
         self._store.queue_push(receiver, json.dumps(message))
 
     def messages(self, *, wait: bool) -> Iterator[dict[str, Any]]:
-        """Yield the messages for this node; wait for the first one if ``wait``."""
+        """Yield the messages for this node; with ``wait``, block until the first one arrives."""
         while wait or self._store.queue_len(self.role):
             yield json.loads(self._store.queue_pop(self.role))
             wait = False
@@ -124,7 +124,7 @@ class Node:
 
 
 def prefill(node: Node) -> None:
-    """Run prompts, and offer each request after its first token."""
+    """Run prefill steps, and offer each request to the decode rank after its first token."""
     engine, names, requests, sent = node.engine, {}, {}, []
 
     def hand_over(request: int, name: int) -> None:
@@ -143,7 +143,7 @@ def prefill(node: Node) -> None:
                 )  # fmt: skip
                 return
             if "abort" in message:
-                with contextlib.suppress(dg.InputError):  # The receiver has it.
+                with contextlib.suppress(dg.InputError):  # The receiver already runs the request.
                     engine.cancel(requests[message["abort"]])
                 continue
             request = engine.add_request(message["prompt"], max_new_tokens=message["new"])
@@ -158,7 +158,7 @@ def prefill(node: Node) -> None:
 
 
 def decode(node: Node) -> None:
-    """Continue requests. A thread fetches handoffs beside the steps."""
+    """Run decode steps, while a thread fetches handoffs."""
     engine, transport = node.engine, node.transport
     names: dict[int, int] = {}
     arriving: dict[int, tuple[str, Future[Any]]] = {}
@@ -185,7 +185,7 @@ def decode(node: Node) -> None:
                 try:
                     names[engine.admit(fetched.result())] = name
                     transport.release(offer)
-                except dg.HandoffError as error:  # Cancelled, or rank 0 is gone.
+                except dg.HandoffError as error:  # Cancelled, or rank 0 has exited.
                     print(f"request {name}: {error}", file=sys.stderr)
                     node.tell("scheduler", request=name, token=None, text="", ended="lost")
             for event in engine.step():
@@ -200,7 +200,7 @@ def decode(node: Node) -> None:
 
 
 class Scheduler:
-    """Sends requests that join and leave, aborts one, and collects their tokens.
+    """A client that submits requests over time, aborts one, and collects their tokens.
 
     Args:
         store: a client of the store that all processes share.
@@ -220,7 +220,7 @@ class Scheduler:
         self._store.queue_push(receiver, json.dumps(message))
 
     def run(self, abort: int) -> None:
-        """Let a request join after every fifth token, and abort one after its third token."""
+        """Submit a request after every fifth token, and abort one request after its third token."""
         begun: dict[int, float] = {}
         while len(self.ended) < len(self.prompts):
             seen = sum(map(len, self.tokens))
@@ -254,9 +254,10 @@ class Scheduler:
     def print_table(self) -> None:
         sent, decoding = (self.reports[role] for role in ROLES)
         first = sorted(self.first.values())
+        ends = Counter(self.ended.values()).most_common()
         reasons = Counter(sent["reasons"]) + Counter(decoding["reasons"])
         rows = {
-            "requests": ", ".join(f"{n} {why}" for why, n in Counter(self.ended.values()).items()),
+            "requests": ", ".join(f"{n} {why}" for why, n in ends),
             "handoffs": sent["handoffs"],
             "bytes": f"{sent['bytes']:,}",
             "layers sent": sent["layers"],
@@ -268,7 +269,7 @@ class Scheduler:
             print(f"{name:24}{value}")
 
     def check(self, node: Node) -> bool:
-        """Return whether one process gives the same tokens; aborted requests have fewer."""
+        """Return whether a single process generates the same tokens for every request."""
         eager = {"decode": "disabled", "prefill": "disabled"}
         model, tokenizer, backend = (
             node.engine.model.model,
@@ -285,7 +286,7 @@ class Scheduler:
             tuple(tokens) == (want[: len(tokens)] if self.ended[name] == "aborted" else want)
             for name, (tokens, want) in enumerate(pairs)
         )
-        print(f"the tokens of one process: {same}")
+        print(f"same tokens as one process: {same}")
         return same
 
 
@@ -297,7 +298,7 @@ def prompts_of(args: argparse.Namespace) -> list[Any]:
 
 
 def serve(rank: int, args: argparse.Namespace, store: Any) -> Node:
-    """Run the loop of one rank to its end; return its node."""
+    """Run the loop of one rank until it is stopped; return its node."""
     limit = datetime.timedelta(seconds=args.timeout)
     name = "gloo"
     if args.direct:
@@ -313,20 +314,28 @@ def serve(rank: int, args: argparse.Namespace, store: Any) -> Node:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs=2, metavar=("PREFILL", "DECODE"), required=True)
-    parser.add_argument("--model", help="a model for transformers; else a random one of two layers")
-    parser.add_argument("--layerwise", action="store_true", help="send layers as they are ready")
-    parser.add_argument("--direct", action="store_true", help="from device to device of one host")
+    parser.add_argument(
+        "--model", help="a transformers model (default: a random model of two layers)"
+    )
+    parser.add_argument(
+        "--layerwise", action="store_true", help="send each layer as soon as it is ready"
+    )
+    parser.add_argument(
+        "--direct", action="store_true", help="send tensors from device to device on one host"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device-graph-mode", metavar="JSON", default=json.dumps(MODE))
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for a rank")
-    parser.add_argument("--check", action="store_true", help="compare with one process, eagerly")
-    parser.add_argument("--ray", action="store_true", help="run both ranks as Ray actors")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the tokens with an eager run in one process"
+    )
+    parser.add_argument("--ray", action="store_true", help="run both ranks as Ray tasks")
     dg.add_cli_args(parser)
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run this rank, and the scheduler beside rank 1; return the exit status."""
+    """Run this rank, and on rank 1 also the scheduler; return the exit status."""
     rank = int(os.environ["RANK"])
     limit = datetime.timedelta(seconds=args.timeout)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -350,7 +359,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def main_ray(args: argparse.Namespace) -> int:
-    """Run both ranks as Ray actors, and the scheduler here."""
+    """Run both ranks as Ray tasks, and the scheduler in this process."""
     import ray
 
     ray.init(log_to_driver=True)

@@ -1,4 +1,4 @@
-"""The quick start: one marked function, captured once, replayed with other data and lengths."""
+"""Quick start: capture a step with one region, and replay it with other data and lengths."""
 
 import torch
 
@@ -7,7 +7,7 @@ import devgraph as dg
 cache = torch.randn(1024, 64)
 
 
-@dg.region(host_args=("kv_len",), mutates=("out",))  # what it does depends on a host value
+@dg.region(host_args=("kv_len",), mutates=("out",))  # depends on a host value
 def attention(query, out, *, kv_len):
     out.copy_(torch.softmax(query @ cache[:kv_len].T, dim=-1) @ cache[:kv_len])
 

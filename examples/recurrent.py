@@ -1,4 +1,4 @@
-"""A recurrent model in graphs: prompts in chunks and decode steps over the state of requests."""
+"""A recurrent model in graphs: chunked prompts and decode steps share the state of requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step(batch: Any) -> torch.Tensor:
 
 @dg.no_graph(mutates=("out",))
 def scan(x: torch.Tensor, batch: Any, out: torch.Tensor) -> None:
-    """Advance every request by its chunk, between two graphs."""
+    """Advance every request by its chunk; runs eagerly between two graphs."""
     starts, state = batch.starts.tolist(), batch.state.hidden
     for slot, first, last in zip(batch.state_slots.tolist(), starts[:-1], starts[1:], strict=True):
         for token in range(first, last):
@@ -50,7 +50,7 @@ prefill.capture()
 decode.capture()
 
 for slot, prompt in ((2, [5, 9, 11, 2, 40, 7]), (0, [1, 2]), (2, [33, 8, 8, 60, 8])):
-    decode.assign(slot)  # a new request: the state of the previous one is gone
+    decode.assign(slot)  # zeroes the state for a new request
     for first in range(0, len(prompt), 4):
         ids = torch.tensor(prompt[first : first + 4])
         inputs = {"ids": ids, "starts": torch.tensor([0, len(ids)])}
@@ -60,5 +60,5 @@ for slot, prompt in ((2, [5, 9, 11, 2, 40, 7]), (0, [1, 2]), (2, [33, 8, 8, 60, 
     hidden = torch.zeros(WIDTH)
     for token in (*prompt, *tokens[:-1]):
         hidden = cell(embed.weight[token], hidden)
-    print(slot, tokens, "last token as without graphs:", tokens[-1] == int(head(hidden).argmax()))
+    print(slot, tokens, "last token equals eager:", tokens[-1] == int(head(hidden).argmax()))
 print("decode steps in graphs:", decode.stats().graph_steps, "of", decode.stats().steps)

@@ -1,9 +1,10 @@
-"""Speculative decoding: a verify step of three tokens for each request, padded where drafts lack.
+"""Speculative decoding: a verify step with three tokens per request.
 
-A request repeats the tokens that followed the last occurrence of its last token. The step of width
-3 verifies two such drafts. All requests of a step have its width: one with fewer drafts pads its
-row with tokens that write a scratch row of the cache, and ignores their results. Keys of rejected
-tokens stay in the cache until the right token overwrites them, because no earlier token reads them.
+The draft tokens of a request are those that followed the last occurrence of its last token. A step
+of width 3 verifies two draft tokens per request. All requests of a step have the same width. If a
+request has fewer draft tokens, it is padded with tokens that write to a scratch row of the cache,
+and their results are ignored. Keys of rejected tokens remain in the cache until the correct tokens
+overwrite them, because no earlier token reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import devgraph as dg
 
 VOCAB, DIM, SLOTS, MAX_LEN, WIDTH = 31, 32, 4, 64, 3
-SCRATCH = SLOTS * MAX_LEN  # the cache row that padded tokens write; nobody reads it
+SCRATCH = SLOTS * MAX_LEN  # the cache row to which padded tokens write; it is never read
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
@@ -29,7 +30,7 @@ def step(batch):
     keys.index_copy_(0, batch.rows, k)
     values.index_copy_(0, batch.rows, v)
     at = torch.arange(MAX_LEN, device=q.device)
-    rows = batch.first_rows[:, None] + at  # the cache of the request of each token
+    rows = batch.first_rows[:, None] + at  # for each token, the cache rows of its request
     scores = torch.einsum("td,tnd->tn", q, keys[rows]) * DIM**-0.5
     weights = scores.masked_fill(at > batch.positions[:, None], -torch.inf).softmax(-1)
     return ((x + torch.einsum("tn,tnd->td", weights, values[rows])) @ head).argmax(-1)
@@ -64,7 +65,7 @@ def drafts(text):
 
 
 def run(parts, width):
-    """Run tokens (slot, position, id) of width ``width``; padded ones have the slot None."""
+    """Run ``width`` tokens (slot, position, id) per request; padding has the slot None."""
     inputs = {
         "ids": [token for _, _, token in parts],
         "positions": [at for _, at, _ in parts],
@@ -95,7 +96,7 @@ def generate(prompts, new, *, speculate):
         ):
             for number, token in enumerate(out[: 1 + len(guess[: width - 1])]):
                 known = prompt[len(text)] if len(text) < len(prompt) else token
-                text.append(known)  # a token of the prompt is given, whatever the model says
+                text.append(known)  # tokens of the prompt override those of the model
                 if number < len(guess) and guess[number] != known:
                     break
     return [text[:end] for text, end in zip(texts, ends, strict=True)]

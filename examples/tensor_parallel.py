@@ -1,12 +1,12 @@
-"""Tensor parallelism: a small Llama-like model over several ranks, the all-reduces in its graphs.
+"""Tensor parallelism: a small Llama-like model on several ranks, with all-reduces in its graphs.
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py --check
     python examples/tensor_parallel.py            # the same tokens on one device
 
-Every layer is split by columns, then by rows, so that each rank ends it with a part of a sum; two
-all-reduces per layer add the parts up. The collectives of a device are captured like any kernel.
-Those of the host (gloo) are not work of a device and cannot be: on the CPU they are marked
-``dg.no_graph``, and the mode string says ``breakable`` there.
+The weights of every layer are split by columns and by rows, so each rank computes partial sums, and
+two all-reduces per layer add them. Device collectives are captured like kernels. Host collectives
+(gloo) cannot be captured, so on the CPU they are marked with ``dg.no_graph``, and the mode string
+sets ``breakable`` for the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODE = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of the whole model, whatever the number of ranks."""
+    """Sizes of the whole model, independent of the number of ranks."""
 
     layers: int = 4
     heads: int = 8
@@ -46,10 +46,10 @@ class Shape:
     inner: int = 512
     vocab: int = 512
     length: int = 64
-    """Tokens that a request may have in all."""
+    """Maximum number of tokens of a request."""
     requests: int = 8
     tokens: int = 64
-    """Tokens of the largest prefill step."""
+    """Number of tokens of the largest prefill step."""
 
     @property
     def width(self) -> int:
@@ -57,7 +57,7 @@ class Shape:
 
 
 def full_weights(shape: Shape, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the whole weights of each layer and, last, the embedding; the same on every rank."""
+    """Yield the full weights of each layer, then the embedding; they are equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
@@ -78,10 +78,10 @@ def full_weights(shape: Shape, seed: int = 0) -> Iterator[dict[str, torch.Tensor
 
 
 BY_ROWS = ("mixed", "down")
-"""Weights whose inputs are split; all others but the embedding have their outputs split."""
+"""Weights that are split along their inputs; the others, except the embedding, along outputs."""
 
 
-@dg.region(mutates=("out",))  # depends on lengths in device memory only: static in a full graph
+@dg.region(mutates=("out",))  # reads lengths only from the device: static in a full graph
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -90,7 +90,7 @@ def attend(
     positions: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Let each token see its request's tokens up to its own position."""
+    """Compute attention of each token to its request's tokens up to its own position."""
     tokens, heads, head = query.shape
     seen, told = keys[slots], values[slots]  # (tokens, length, kv heads, head)
     grouped = query.view(tokens, seen.shape[2], -1, head)
@@ -103,11 +103,11 @@ def attend(
 class Model:
     """One rank's part of the model, with its KV cache.
 
-    The cache has a row per request and one more, which padded tokens write to.
+    The cache has one row per request, and a scratch row to which padded tokens write.
 
     Args:
-        rank, size: which part of how many. Part 0 of 1 is the whole model.
-        add_up: adds a tensor up over the ranks, in place.
+        rank, size: index of this part and number of parts; part 0 of 1 is the whole model.
+        add_up: a function that sums a tensor over the ranks, in place.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Model:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
     def hidden(self, batch: Any) -> torch.Tensor:
-        """Return a row per token; writes the tokens' keys and values to the cache."""
+        """Return one row per token, and write keys and values to the cache."""
         shape, positions, slots = self.shape, batch.positions, batch.slots
         x = self.embedding[batch.input_ids]
         for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
@@ -181,7 +181,7 @@ class Model:
 
 
 def token_slots(shape: Shape) -> list[dg.InputSlot]:
-    """Return the slots that have a row per token; padded tokens live in the spare cache row."""
+    """Return the slots with one row per token; padded tokens use the scratch row of the cache."""
 
     def each(of: Callable[[int], int]) -> Callable[..., torch.Tensor]:
         return lambda dims, generator: torch.tensor([of(i) for i in range(dims[0])])
@@ -215,7 +215,7 @@ ENDS = dg.InputSlot("ends", ("requests",), torch.int64, pad=dg.Pad.zero())
 
 
 class Engine:
-    """A model with its two runners, which the ranks capture and run together."""
+    """A model with two runners, which all ranks capture and run together."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class Engine:
         tokens = runner.run(data, decision=decision).argmax(-1)
         self.steps += 1
         if self.ranks is not None:
-            # A captured collective has no timeout: look before .tolist() waits for the device.
+            # A captured collective has no timeout, so wait with one before .tolist() waits forever.
             self.ranks.wait(self.backend.fence(), "step")
         return tokens.tolist()
 
@@ -271,10 +271,10 @@ class Engine:
 def generate(
     prompts: Sequence[Sequence[int]], new_tokens: int, step: Callable[..., list[int]]
 ) -> list[list[int]]:
-    """Return the new tokens of each request; every second one gets half as many.
+    """Return the new tokens of each request; every second request gets half as many.
 
     Args:
-        step: receives "prefill" or "decode", the inputs and the number of requests.
+        step: a function of "prefill" or "decode", the inputs and the number of requests.
     """
     inputs: dict[str, list[int]] = {"input_ids": [], "slots": [], "positions": [], "ends": []}
     for slot, prompt in enumerate(prompts):
@@ -304,7 +304,7 @@ def random_prompts(shape: Shape) -> list[list[int]]:
 
 
 def alone(shape: Shape, device: torch.device, new_tokens: int) -> list[list[int]]:
-    """Generate the same on one device, eagerly, without any runner."""
+    """Generate the same tokens eagerly on one device, without runners."""
     model = Model(shape, device)
 
     @torch.no_grad()
@@ -325,21 +325,21 @@ def add_up_on_the_host(part: torch.Tensor) -> None:
 
 @dataclasses.dataclass
 class World:
-    """The processes that torchrun started, or this one alone."""
+    """The group of processes that torchrun started, or this process alone."""
 
     rank: int
     size: int
     backend: dg.Backend
     ranks: RankGroup | None
-    """Agrees over gloo, on the host."""
+    """The group for votes, which uses gloo on the host."""
     add_up: Callable[[torch.Tensor], Any]
-    """Adds up over the ranks, on the device."""
+    """A function that sums a tensor over the ranks, in place."""
 
     @classmethod
     def join(cls, backend_name: str, timeout_s: float) -> World:
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if devices := torch.accelerator.device_count():
-            # Each rank its own device; a backend takes the one that is current when it is made.
+            # Each rank uses its own device. A backend uses the device that is current at creation.
             local = int(os.environ.get("LOCAL_RANK", 0))
             torch.accelerator.set_device_index(local % devices)
         backend = dg.get_backend(backend_name)
@@ -347,11 +347,11 @@ class World:
             return cls(rank, size, backend, None, lambda part: None)
         device = backend.device
         limit = datetime.timedelta(seconds=timeout_s)
-        # Without device_id: with one, new_group(backend="gloo") raises where the device is an NPU.
+        # Do not pass device_id: with it, new_group(backend="gloo") raises an error on an NPU.
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit)
         control = dist.new_group(backend="gloo", timeout=limit)
-        # The first collective makes the communicator: that allocates and synchronises, which no
-        # capture may do, so it comes first.
+        # The first collective creates the communicator. This allocates and synchronises, which is
+        # not allowed in a capture, so run one collective before.
         dist.all_reduce(torch.zeros(1, device=device))
         add_up: Callable[[torch.Tensor], Any] = dist.all_reduce
         if device.type == "cpu":
@@ -361,16 +361,16 @@ class World:
 
     @staticmethod
     def leave() -> None:
-        """Destroy the communicators; after the graphs that hold collectives of theirs."""
+        """Destroy the communicators; first close all graphs that contain their collectives."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     @staticmethod
     def abandon() -> None:
-        """End this process where others are gone, without waiting for them or for the device.
+        """End this process after other ranks have exited, without waiting for the device.
 
-        Destructors would wait for the collectives that the device still waits in. A process that
-        has to go on aborts the communicator first.
+        Destructors would wait for collectives that are still pending on the device. A process that
+        must continue has to abort the communicator first.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -378,7 +378,7 @@ class World:
 
 
 def leaving(rank: int, at: str | None) -> Callable[[int], None]:
-    """Return what ends this process at a step, for ``--leave RANK:STEP``."""
+    """Return a function that ends this process at a step, for ``--leave RANK:STEP``."""
     who, _, when = (at or "-1:0").partition(":")
 
     def before_launch(step: int) -> None:
@@ -396,9 +396,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
-    parser.add_argument("--check", action="store_true", help="compare with one device, eagerly")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the tokens with an eager run on one device"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the tokens as JSON")
-    parser.add_argument("--leave", metavar="RANK:STEP", help="end a rank, to see the others react")
+    parser.add_argument(
+        "--leave",
+        metavar="RANK:STEP",
+        help="end a rank at a step, to test the reaction of the others",
+    )
     dg.add_cli_args(parser)
     return parser.parse_args()
 
@@ -430,7 +436,7 @@ def main(args: argparse.Namespace) -> int:
         if args.check:
             same = found == alone(shape, device, args.new_tokens)
             good = good and same
-            print(f"{world.size} ranks generate the tokens of one device: {same}")
+            print(f"{world.size} ranks generate the same tokens as one device: {same}")
     engine.close()
     world.leave()
     return 0 if good else 1

@@ -43,7 +43,7 @@ def test_quickstart_replays_what_eager_computes():
 def test_recurrent_model_generates_what_it_does_without_graphs():
     *requests, graphs = _run(str(EXAMPLES / "recurrent.py")).splitlines()
     assert len(requests) == 3
-    assert all(line.endswith("last token as without graphs: True") for line in requests)
+    assert all(line.endswith("last token equals eager: True") for line in requests)
     assert graphs == "decode steps in graphs: 15 of 15"
 
 
@@ -54,7 +54,7 @@ def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options:
     out = "".join(rank.stdout for rank in done)
     assert [rank.returncode for rank in done] == [0, 0], done
     assert "prefill on cpu: breakable, buckets [16, 64]" in out
-    assert "the tokens of one process: True" in out
+    assert "same tokens as one process: True" in out
     table = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
     in_graphs, steps = re.findall(r"\d+", table["decode steps in graphs"])
     assert in_graphs == steps
@@ -70,7 +70,7 @@ def test_mixed_cluster_starts_with_torchrun():
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--check"),
     )
-    assert "the tokens of one process: True" in out
+    assert "same tokens as one process: True" in out
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_mixed_cluster_says_what_one_process_says_with_the_model_of_the_demo():
         *(str(EXAMPLES / "mixed_cluster.py"), "--backends", "cpu", "cpu", "--check"),
         *("--model", str(weights)),
     )
-    assert "the tokens of one process: True" in out
+    assert "same tokens as one process: True" in out
     assert re.search(r"^handoffs +8$", out, re.MULTILINE)
 
 
@@ -123,7 +123,7 @@ def test_diffusion_pipeline_draws_the_images_of_eager():
 
 def test_adapters_are_mixed_and_swapped_under_the_same_graphs():
     *steps, graphs = _run(str(EXAMPLES / "lora.py")).splitlines()
-    assert len(steps) == 4 and all(line.endswith("as eager: True") for line in steps)
+    assert len(steps) == 4 and all(line.endswith("equal eager: True") for line in steps)
     assert graphs == "4 of 4 steps in graphs, 6 graphs"
 
 

@@ -1,8 +1,8 @@
-"""Draw the ideas of the documents: ``python docs/figures/draw.py`` writes an SVG for each text.
+"""Draw the diagrams of the documents: ``python docs/figures/draw.py`` writes one SVG per text file.
 
-A source is a text of rows. The first line is the title. A row is a label and its boxes, separated
+The first line of a text file is the title. Each further line is a row: a label and boxes, separated
 by ``|``. A box is a kind and a text, and may end in ``*N`` for N times the width. A line that
-begins with ``>`` is a remark, an empty line is a gap.
+begins with ``>`` is a remark, and an empty line is a gap.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ svg { color-scheme: light dark }
 
 
 def draw(source: str) -> str:
-    """Return the SVG of a source."""
+    """Return the SVG for the text ``source``."""
     title, *rows = source.rstrip().split("\n")
     parts: list[str] = []
     y = EDGE + 14
@@ -89,7 +89,7 @@ def _boxes(boxes: list[str], y: int) -> list[str]:
 
 
 def main() -> int:
-    """Write the drawing of each source beside it."""
+    """Write the SVG of each text file to the same folder."""
     for path in sorted(FOLDER.glob("*.txt")):
         path.with_suffix(".svg").write_text(
             draw(path.read_text(encoding="utf-8")), encoding="utf-8"

@@ -1,12 +1,12 @@
-"""A backend for Intel GPUs, as a package of its own: ``torch.xpu.XPUGraph`` behind devgraph.
+"""A backend for Intel GPUs in a separate package, based on ``torch.xpu.XPUGraph``.
 
-Everything that torch's device namespaces share is in ``TorchBackend``: streams, pools, aliases,
-capture, replay, clean failure. What is left is identity, capabilities, and what differs here.
-The capabilities are the careful defaults until the conformance suite has passed on a device:
+``TorchBackend`` implements everything that torch's device namespaces have in common: streams,
+pools, aliases, capture, replay and cleanup after failures. This module declares the name and the
+capabilities, and overrides one method. The capabilities have conservative defaults until the
+conformance suite has passed on a device. The following command reports each capability that works
+but is not declared:
 
     pytest --pyargs devgraph.testing.conformance --devgraph-backend xpu
-
-reports each one that works and is not declared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from devgraph.api.torchlike.base import TorchBackend
 
 
 class _Graph:
-    """A native graph whose capture has one error mode, so that the argument is not passed on."""
+    """A native graph that ignores the error mode, because XPU captures have only one."""
 
     def __init__(self, native: Any) -> None:
         self._begin = native.capture_begin

@@ -37,7 +37,7 @@ def test_sections_are_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str]
         assert max(map(len, out.splitlines())) <= 80
     out = run_cli(capsys, "troubleshoot", "Symptoms without an error", columns=80).out
     assert (
-        "\n- **Graphs are not faster.** Run `devgraph bench`. On a CPU launches are cheap,\n  so"
+        "\n- **Graphs are not faster.** Run `devgraph bench`. On a CPU, launches take\n  little"
         in out
     )
     out = run_cli(capsys, "troubleshoot", "HostReadError").out

@@ -102,7 +102,7 @@ def test_example_prefills_on_npu_and_decodes_on_cpu(driver: Driver) -> None:
     out = "".join(rank.stdout for rank in done)
     assert "prefill on npu: full, buckets [16, 64]" in out
     assert "decode on cpu: full, buckets [1, 2, 4, 8]" in out
-    assert "the tokens of one process: True" in out
+    assert "same tokens as one process: True" in out
     (line,) = [line for line in out.splitlines() if line.startswith("decode steps")]
     *_, in_graphs, _, steps = line.split()
     assert in_graphs == steps

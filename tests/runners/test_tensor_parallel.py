@@ -43,7 +43,7 @@ def test_two_ranks_generate_the_tokens_of_one(tmp_path):
     saved = tmp_path / "two.json"
     first, second = run_ranks(EXAMPLE, *SMALL, "--check", "--save", saved, ranks=2)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert "2 ranks generate the tokens of one device: True" in first.stdout
+    assert "2 ranks generate the same tokens as one device: True" in first.stdout
     for phase in ("decode", "prefill"):
         assert f"{phase} (breakable on cpu): " in first.stdout
     assert first.stdout.count("cases: graphs equal eager") == 2

@@ -17,54 +17,56 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 _INTRODUCTION = """\
 # Models
 
-Results of `devgraph.integrations.transformers` for every causal language model class of
-transformers {version}: the classes that run, the refused ones, and the reasons.
+This page lists the results of `devgraph.integrations.transformers` for every causal language model
+class of transformers {version}: the classes that run, the refused classes, and the reasons.
 
 Each class is built with a tiny random configuration and runs on the CPU reference. Five prompts of
-1, 5, 17, 40 and 90 tokens join and leave one engine with two request slots. A class *runs* if they
-get exactly the tokens of `model.generate` (greedy, float32) with each of the policies `full`,
-`breakable` and `disabled` in each phase, fused and not fused. Generation rules in a model's
-configuration (a forced last token) are off. `piecewise` is refused for all classes, because
-torch.compile cannot trace the engine's attention.
+1, 5, 17, 40 and 90 tokens join and leave one engine with two request slots. A class *runs* if all
+prompts get exactly the tokens of `model.generate` (greedy, float32) with each of the policies
+`full`, `breakable` and `disabled` in each phase, with and without fusion. Generation rules in a
+model's configuration (a forced last token) are disabled. `piecewise` is refused for all classes,
+because `torch.compile` cannot trace the engine's attention.
 
-If a model calls attention through the registry of transformers, the engine installs its own
-kernels there. Every other model keeps its own attention: its code runs on whole request slots of
-the cache, with a mask for the positions of the step, one prompt at a time, not fused. The engine
-accepts such a model after it has reproduced the logits of the plain model. Its cost grows with
-`max_len`.
+If a model calls attention through the registry of transformers, the engine replaces it with its own
+kernels. All other models use their own attention code. It runs on whole request slots of the cache,
+with a mask for the positions of the step, one prompt at a time and without fusion. The engine
+accepts such a model only if it reproduces the logits of the model without devgraph. Its cost
+increases with `max_len`.
 
-Layers with recurrent state (linear attention, Mamba, short convolutions) keep it in one row for
-each request slot. In a decode step they are part of the graph. In a packed step their own code runs
-on the tokens of one request at a time, outside of the graph's segments, because it may read the
-host or loop over tokens. If that code cannot carry its state through several tokens, all chunks of
-a prompt except the first run one token at a time. These models must reproduce the logits of the
-plain model too. Of the classes with such layers, 18 run on transformers 5.23 and 5.24, and 13 on
-5.10.
+Recurrent layers (linear attention, Mamba, short convolutions) store their state in one row per
+request slot. In a decode step these layers are part of the graph. In a packed step, their own code
+runs on the tokens of one request at a time, between the graph's segments, because it may read data
+on the host or loop over tokens. If that code cannot continue from an earlier state with several
+tokens, all chunks of a prompt except the first run one token at a time. These models must also
+reproduce the logits of the model without devgraph. Of the classes with recurrent layers, 18 run
+with transformers 5.23 and 5.24, and 13 with 5.10.
 
-Sixteen families ran on one H200 in bfloat16 and float32 (`tests/zoo/test_device.py`). Their graphs
-gave the same tokens as the same engine without graphs, or the class was refused as listed here.
-Falcon was refused by its first capture on the H200: its older attention indexes with a list, which
-is copied from the host.
+Sixteen families were tested on one H200 in bfloat16 and float32 (`tests/zoo/test_device.py`). Their
+tokens with and without graphs were equal, or the class was refused as listed on this page. The
+exception is Falcon, whose first capture on the H200 was refused: its older attention indexes with a
+list, which is copied from the host.
 
-`python -m tests.zoo` writes this page. `make test` compares twelve families with it, and
-`make test-all` all of them.
+`python -m tests.zoo` writes this page. `make test` checks twelve families, and `make test-all`
+checks all of them.
 """
 _CLOSING = """\
 ## Encoder-decoder models
 
-Whisper, T5, BART and other encoder-decoder models are refused as a whole; their decoders run where
-transformers has a causal class of them (`WhisperForCausalLM`, `BartForCausalLM`). They would need:
+Complete encoder-decoder models such as Whisper, T5 and BART are refused. Their decoders run if
+transformers has a causal class for them (`WhisperForCausalLM`, `BartForCausalLM`). Support for the
+complete models would require:
 
-- the encoder in an `EncoderRunner`, once for each request;
-- cross-attention keys and values as a second kind of state of fixed size: a row a request slot with
-  room for the longest encoder output and its length, written at admission, read under
-  a mask of that length, and reset with the slot;
-- a probe that separates writes of cross-attention from those of self-attention, as both go to one
-  `EncoderDecoderCache`, and a seat for both of its halves;
-- forced decoder tokens and, for T5, relative position biases by the positions of the step.
+- running the encoder in an `EncoderRunner`, once per request
+- storing the keys and values of cross-attention as a second kind of state of fixed size: one row
+  per request slot for the longest encoder output and its length. Admission writes this state, steps
+  read it with a mask of that length, and it is reset together with the slot
+- a probe that separates writes of cross-attention from those of self-attention, because both go to
+  one `EncoderDecoderCache`, and replacement layers for both parts of this cache
+- forced decoder tokens and, for T5, relative position biases computed from the positions of the
+  step
 """
 _SECTIONS = {
-    RUNS: "These classes generate the same tokens as the plain model.",
+    RUNS: "These classes generate the same tokens as without devgraph.",
     REFUSED: "The constructor of the engine refuses these classes with `UnsupportedModelError`.",
     UNCAPTURED: "These classes run with the policy `disabled`. Captures raise `HostReadError`.",
     UNBUILT: (

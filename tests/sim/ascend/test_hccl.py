@@ -70,5 +70,5 @@ def test_tensor_parallel_example_generates_the_tokens_of_one_device_in_graphs():
     )
     assert [rank.returncode for rank in done] == [0, 0], done
     out = "".join(rank.stdout for rank in done)
-    assert "2 ranks generate the tokens of one device: True" in out
+    assert "2 ranks generate the same tokens as one device: True" in out
     assert out.count("in graphs (100 %)") == 2
