@@ -137,9 +137,13 @@ def session(
         except Exception as error:
             raise_if_lost(backend, error)
             explanation = _explanation(backend, error)
-            if explanation is not None:
+            if explanation is None:
+                raise
+            try:
                 raise explanation from error
-            raise
+            finally:
+                # Its traceback has this frame: a cycle, which would keep the frames of the step.
+                del explanation
         finally:
             backend.capture_lock.recording = False
 

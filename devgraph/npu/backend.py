@@ -15,11 +15,12 @@ import torch
 
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.gates import GateChannel, Gates
+from devgraph.api.marks.source import add_machinery
 from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON, installed_version
 from devgraph.api.torchlike.base import FULL_BUILD
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.device import GRAPH_STREAMS, NpuDevice
-from devgraph.npu.errors import UNJOINED, error_code, lost_reason
+from devgraph.npu.errors import HOST_READS, UNJOINED, error_code, lost_reason
 from devgraph.npu.gates import ValueGates, gate_calls
 from devgraph.npu.graph import NpuGraph, NpuPool
 
@@ -68,6 +69,7 @@ class NpuBackend(NpuDevice):
         if self.namespace is None or "torch_npu" not in sys.modules:
             _import_torch_npu()
             self.namespace = getattr(torch, self.device_type, None)
+        add_machinery("torch_npu")
         super().check_available()
         if os.environ.get("TASK_QUEUE_ENABLE") == "2":
             raise BackendUnavailableError(
@@ -90,6 +92,9 @@ class NpuBackend(NpuDevice):
 
     def lost_reason(self, error: BaseException) -> str | None:
         return lost_reason(error)
+
+    def is_host_read(self, error: BaseException) -> bool:
+        return error_code(error) in HOST_READS
 
     def is_unjoined(self, error: BaseException) -> bool:
         return error_code(error) == UNJOINED

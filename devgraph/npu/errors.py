@@ -17,6 +17,9 @@ OTHER_KERNELS = frozenset({107033, 107034, 107040, 207019})
 UNJOINED = 107025
 """The capture contains a stream that was not joined to the original one."""
 
+HOST_READS = frozenset({107027, 107030})
+"""A captured stream was synchronized, or a call that no capture allows was made."""
+
 STICKY = frozenset(
     {
         *range(507010, 507020),  # heartbeat lost, model or kernel failed, timed out or trapped

@@ -55,14 +55,14 @@ class Scope:
 
     def refuse_elsewhere(self, name: str) -> NoReturn:
         """Refuse a mark in another thread, which runs in a copy of the capturing context."""
-        self.refusal = refusal = CaptureError(
+        self.refusal = CaptureError(
             f"{name} was called in thread {threading.current_thread().name!r}, at {user_line()}, "
             f"for a step that another thread captures. A capture records only the thread that runs "
             f"the step, so a replay would not make this call. Call {name} in the step's thread, or "
             f"mark the function that starts the thread @dg.no_graph and capture with "
             f"policy='breakable'."
         )
-        raise refusal
+        raise self.refusal
 
 
 _scope: ContextVar[Scope | None] = ContextVar("devgraph_scope", default=None)
@@ -93,6 +93,9 @@ def entered(scope: Scope | None) -> Iterator[None]:
         _scope.set(outer)
         if scope is not None:
             scope.thread = None
+            if outer is not scope:
+                # The traceback of the error has frames of the scope's step: a cycle.
+                scope.refusal = None
 
 
 def refused(error: E) -> E:

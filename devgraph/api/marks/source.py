@@ -15,7 +15,7 @@ import attrs
 
 # Frames of these packages, except those in ``_ON_TOP``, are machinery: the reader of a message
 # cannot change their code.
-_MACHINERY = frozenset({"torch", "devgraph", *sys.stdlib_module_names})
+_MACHINERY = {"torch", "devgraph", *sys.stdlib_module_names}
 _ON_TOP = ("devgraph.integrations", "devgraph.testing")
 
 
@@ -56,6 +56,12 @@ def _is_machinery_file(file: str) -> bool:
         if path.is_relative_to(folder):
             return is_machinery_module(".".join(path.relative_to(folder).parts))
     return False
+
+
+def add_machinery(package: str) -> None:
+    """Count a vendor's package for torch as machinery."""
+    _MACHINERY.add(package)
+    is_machinery_module.cache_clear()
 
 
 @functools.cache
