@@ -13,7 +13,7 @@ first       time to the first token of a cold engine, eager and with capture="ba
             time until all buckets are captured while the engine serves
 sleep       share of the graphs' device memory that suspend(release="memory") releases, and
             milliseconds from resume() to the end of the first replay, over 50 cycles. The memory of
-            graphs is the memory of captures and launches that is free after the graphs are closed.
+            graphs is the memory of captures and launches that is freed when graphs are closed.
 
 Each measurement runs in its own process, so that no process reuses memory, kernels or compiled code
 of another one. ``plan`` has a process for each model; ``memory``, ``first`` and ``start`` have one

@@ -78,7 +78,7 @@ PAIRS = (
     ("looped", "graphs"),
     ("batched", "own_batched"),
 )
-"""Contestants whose speeds the report divides."""
+"""Pairs of contestants; the report has the ratios of their speeds."""
 
 SHAPES: dict[str, Callable[[], Any]] = {
     "smollm2-135m": lambda: LlamaConfig(

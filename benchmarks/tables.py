@@ -33,7 +33,7 @@ DECODES = (1, 8, 64, 256)
 
 @attrs.frozen
 class Pair:
-    """Results of devgraph and of a peer for the same work, in one process or in one each."""
+    """Results of devgraph and of a peer for the same work, in the same or separate processes."""
 
     what: str
     unit: str
@@ -139,7 +139,7 @@ def economy(report: Any) -> Rows:
             yield Pair("a replay under a budget, wall", "us", *times, "without")
     for model, plan in report.get("plan", {}).items():
         for phase, found in plan.items() if isinstance(plan, dict) else ():
-            what = f"{model}, {phase}, what `plan` foretells"
+            what = f"{model}, {phase}, estimate by `plan`"
             yield Pair(what, "MiB", found["planned_mib"], found["taken_mib"], "memory taken")
     if start := measured(report, "start", "warmup 0", "warmup 1"):
         times = (found["first"]["seconds"] for found in start)

@@ -336,7 +336,7 @@ class Subject:
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.platforms import current_platform
 
-        # Each object with graphs, its class in devgraph, and the base class of vLLM.
+        # Each entry has an object with graphs, its class in devgraph and the base class of vLLM.
         holders = [(w, type(w), CUDAGraphWrapper) for w in CUDAGraphWrapper._all_instances]
         manager = getattr(self.runner, "cudagraph_manager", None)
         found: dict[str, list[Any]] = {name: [] for name in LAYERS}
@@ -433,7 +433,7 @@ class Subject:
         self.generate(prompts, 3 * FIRST_STEPS)
         self.timing = ""
         device = [before.elapsed_time(after) for before, after in self.events[FIRST_STEPS:]]
-        # Executables that were created at first launch, and further allocations of the engine.
+        # Count executables that were created at first launch, and allocations of the engine.
         self.facts["served_gib"] += (free - self.torch.cuda.mem_get_info()[0]) / 2**30
         return {
             "step_ms": statistics.median(steps) * 1e3,

@@ -136,7 +136,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
-    unset: Any = {"default": argparse.SUPPRESS}  # accepted before and after the command
+    unset: Any = {"default": argparse.SUPPRESS}  # Options may precede or follow the command.
     text = "show the traceback of an error"
     common.add_argument("--debug", action="store_true", help=text, **unset)
     text = "log progress; -vv logs details"

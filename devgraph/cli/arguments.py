@@ -242,11 +242,11 @@ COMMANDS = {
     "doctor": ("show devices, backends and their capabilities, probed by captures", _doctor),
     "plan": ("show the effective mode on this machine or in a cluster", _plan),
     "generate": (
-        "generate text with a language model in device graphs, and compare with eager",
+        "generate text with a language model in device graphs, and compare with eager execution",
         _generate,
     ),
     "demo": ("generate text with a small real model, downloaded on first use", _demo),
-    "bench": ("time eager and every policy on the same work", _bench),
+    "bench": ("time eager execution and every policy on the same work", _bench),
     "check": ("list the places in a function that a device capture would refuse or freeze", _check),
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
     "completion": ("print a completion script for a shell", _completion),

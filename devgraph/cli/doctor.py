@@ -147,7 +147,7 @@ def _differences(group: dict[str, Any]) -> list[str]:
         backend = get_backend(group["backend"])
         facts = EngineFacts.from_dict({**group["facts"], "role": group["role"]})
         given = argparse.Namespace()
-        if not os.environ.get(MODE_VARIABLE):  # The node gets the planned mode as a flag.
+        if not os.environ.get(MODE_VARIABLE):  # Then the node gets the planned mode as a flag.
             given.device_graph_mode = json.dumps(group["mode"])
         config = DeviceGraphConfig.from_args(given)
         here = resolve(config, facts.on_backend(backend)).effective.to_dict(everything=True)

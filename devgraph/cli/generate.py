@@ -59,7 +59,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     resolution = resolve(DeviceGraphConfig.from_args(args), facts)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # Check the options before the slow load.
-    # Imported here, because devgraph's own import above names missing packages.
+    # Import transformers after the integration, whose import reports missing packages.
     from transformers.utils import logging
 
     logging.disable_progress_bar()

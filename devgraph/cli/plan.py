@@ -328,8 +328,8 @@ class Estimate:
     variants: int = 0
     """Graphs per bucket and segment: with and without adapters, and one for each width."""
     graphs: int | None = 0
-    """Number of all graphs. Under ``full``, a variant of a bucket has one graph. Otherwise, it has
-    graphs before, between and after its regions, of which each layer has one."""
+    """Number of all graphs. Under ``full``, a variant of a bucket has one graph. Other policies
+    have graphs before, between and after the regions, with one region for each layer."""
     streams: int | None = 0
     """Minimum number of streams, one per graph; None if graphs of the backend hold no streams."""
     uncovered: str = ""

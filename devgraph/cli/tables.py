@@ -97,7 +97,7 @@ def print_table(
     cells = [[_text(value) for value in row] for row in rows]
     widths = _widths([Text(name) for name in columns], cells, console.width)
     say(title, style="title")
-    if widths is None:  # too narrow for columns: print a list
+    if widths is None:  # The terminal is too narrow for columns, so print a list.
         for row in cells:
             say()
             for name, cell in zip(columns, row, strict=True):
@@ -123,7 +123,7 @@ def _widths(names: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) ->
     columns = list(zip(names, *rows, strict=True))
     least = [max(max(map(cell_len, text.plain.split()), default=0) for text in c) for c in columns]
     widths = [max(text.cell_len for text in column) for column in columns]
-    room -= 2 * len(columns) - 1  # separators and padding
+    room -= 2 * len(columns) - 1  # Subtract separators and padding.
     if sum(least) > room:
         return None
     if sum(widths) > room:

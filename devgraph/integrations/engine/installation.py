@@ -97,7 +97,7 @@ class Changes:
 
 
 class Installed:
-    """The state of devgraph in an engine of this process."""
+    """The installation of devgraph in an engine of this process."""
 
     def __init__(self, engine: str, switch: str) -> None:
         self._engine = engine
@@ -106,7 +106,7 @@ class Installed:
         self.now: Any = None
 
     def repeated(self, **asked: str | None) -> bool:
-        """Whether devgraph is installed; None in ``asked`` stands for any value of a setting."""
+        """Whether devgraph is installed; raise ConfigError if a setting in ``asked`` differs."""
         for name, value in asked.items() if self.now is not None else ():
             if value not in (None, self._asked[name]):
                 raise ConfigError(

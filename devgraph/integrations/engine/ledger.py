@@ -27,8 +27,8 @@ STATS_VARIABLE = "DEVGRAPH_STATS_FILE"
 PERIOD_S = 10.0
 """Maximum age of the file in seconds while graphs replay.
 
-Reading the counters of a few thousand segments holds the interpreter for about 10 ms, in which no
-step can run.
+Reading the counters of a few thousand segments occupies the interpreter for about 10 ms, during
+which no step can run.
 """
 
 _COUNTERS = (

@@ -72,7 +72,7 @@ class GraphMemory:
         return pool
 
     def shared(self, handle: Hashable | None) -> tuple[Pool, Hashable]:
-        """Return a pool and its handle, for an engine that passes one handle around.
+        """Return a pool and its handle, for an engine that uses one handle for all graphs.
 
         Graphs that the engine captures itself then share the pool with graphs captured here.
         """

@@ -45,7 +45,7 @@ class CapturedStep:
     def reset(self) -> None:
         """Free the graph. The output must not be read afterwards."""
         self.output = None
-        self.launch = self.graph.replay  # raises StateError
+        self.launch = self.graph.replay  # A closed graph raises StateError.
         self.graph.close()
 
 

@@ -246,8 +246,8 @@ def breakable_backend() -> Any:
             super().__init__(cuda_graph_runner, **options)
             if self._debug_eager and hasattr(cuda_graph_runner, "layer_model"):
                 raise CapabilityError(
-                    "--debug-cuda-graph cannot run a prefill: SGLang replaces the layers that the "
-                    "eager step calls by the replay. Add --disable-prefill-cuda-graph."
+                    "--debug-cuda-graph cannot run a prefill: the eager step calls layers that "
+                    "SGLang has replaced by the replay. Add --disable-prefill-cuda-graph."
                 )
 
         def _warm_up(self, *step: Any) -> Any:

@@ -87,7 +87,7 @@ class EngineMode:
         arguments.cuda_graph_config = merged
 
     def check(self, arguments: Any) -> None:
-        """Raise ConfigError if SGLang resolved another backend than the requested one."""
+        """Raise ConfigError if SGLang resolved a backend other than the requested one."""
         for phase, values in self.phases.items():
             got = getattr(_resolved(arguments), phase).backend
             if values.get("backend", got) != got:
@@ -219,7 +219,7 @@ def uninstall() -> None:
 
 
 def plugin() -> None:
-    """Install devgraph if DEVGRAPH_SGLANG asks for it; entry point of ``sglang.srt.plugins``.
+    """Install devgraph if DEVGRAPH_SGLANG is on; entry point of ``sglang.srt.plugins``.
 
     Raises:
         SystemExit: DEVGRAPH_SGLANG or DEVGRAPH_MODE is invalid, or devgraph cannot be installed

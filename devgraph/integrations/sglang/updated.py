@@ -38,7 +38,7 @@ def require_updatable(model_runner: Any) -> None:
     window = getattr(model_runner.attn_backend, "use_sliding_window_kv_pool", False)
     for stands, reason in (
         (several_ranks(), "several ranks would have to capture together while serving"),
-        (window, "the sliding windows of each batch write to different places"),
+        (window, "its sliding windows write to other rows in each batch"),
         (model_runner.model_config.is_encoder_decoder, "cross-attention reads additional lengths"),
         (model_runner.is_draft_worker, "it is a draft model, which was not tested"),
     ):
@@ -63,7 +63,7 @@ _ON_HOST = {
     "extend_prefix_lens": "extend_prefix_lens_cpu",
     "extend_seq_lens": "extend_seq_lens_cpu",
 }
-"""Attributes of a batch that attention indexes by request, and the attributes of their values."""
+"""Attributes that attention indexes by request, and the attributes with their host values."""
 
 
 @attrs.frozen
@@ -115,9 +115,9 @@ class WholeCapture:
 
     def _end_current_segment(self) -> None:
         raise CapabilityError(
-            "SGLang runs more than attention of this model between graphs (eager_on_graph). In one "
-            "graph of the whole prefill, that work would keep its values of the capture. Choose "
-            "breakable."
+            "SGLang runs more than attention between graphs of this model (eager_on_graph). In one "
+            "graph of the whole prefill, each replay would repeat that work with the values of the "
+            "capture. Choose breakable."
         )
 
 

@@ -5,7 +5,7 @@
 >>> model.generate(**inputs, max_new_tokens=64)                         # doctest: +SKIP
 
 The loop of ``generate`` remains that of transformers, with its logits processors, stopping
-criteria, streamers, scores and random numbers. When the loop makes the cache of a request, the
+criteria, streamers, scores and random numbers. When the loop creates the cache of a request, the
 cache is seated in the slots of an engine (see ``seat``). A forward that receives a seated cache
 runs in the engine's runners. Before a forward that the runners do not support, the cache leaves,
 and the model's own forward continues.
@@ -92,7 +92,7 @@ class GenerateStats:
     """Counters of an accelerated model since ``accelerate``."""
 
     requests: int
-    """Number of ``generate`` calls that started in graphs, and of ``generate_batch`` requests."""
+    """Number of ``generate`` calls that started with graphs, and of ``generate_batch`` requests."""
     fallbacks: dict[str, int]
     """Number of requests that ran or continued in transformers' own code, by reason."""
     engine: Engine = attrs.field(repr=False)
@@ -121,11 +121,11 @@ class _Hook:
 class _Deferral:
     """A patch that enables the deferred stop check of transformers for seated caches.
 
-    Normally, the loop of ``generate`` reads in every step whether it must stop, so that device and
-    host wait for each other. With the deferred check, it reads this one step later and undoes the
-    additional step. transformers defers the check on one type of device only. Slots of keys and
-    values can undo a step, so the patch defers their checks, unless the additional step would draw
-    random numbers.
+    Normally, the loop of ``generate`` checks in every step whether to stop, so that host and device
+    wait for each other. The deferred check runs one step later, and the loop undoes the additional
+    step. transformers defers the check on one type of device only. Slots of keys and values can
+    undo a step, so the patch defers their checks, unless the additional step would draw random
+    numbers.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _Deferral:
     def _supported(self, device: torch.device, cache: Any, *args: Any, **kwargs: Any) -> bool:
         seat = seat_of(cache)
         if seat is not None and seat.can_defer and device.type != "cpu":
-            # Stopping criteria of an assistant have state.
+            # Stopping criteria of an assistant have state, which a deferred check would change.
             return not kwargs.get("is_assistant")
         return bool(self._own.is_supported(device, cache, *args, **kwargs))
 
@@ -345,7 +345,7 @@ class _Acceleration:
         sees = self.engine.model.shape.attention or seat.length < max(seat.pads)
         if any(seat.pads) and inputs.get("attention_mask") is None and sees:
             return Fallback.MASK, None
-        # Rejected tokens roll recurrent state back, so the runner that keeps versions must run it.
+        # Only the checking runner keeps versions of recurrent state, to undo rejected tokens.
         checks = count == 1 and seat.assisted and bool(self.engine.model.states)
         # A row with only padding so far has no token to decode.
         if count == 1 and seat.length >= max(seat.pads) and not checks:
@@ -365,7 +365,7 @@ class _Acceleration:
         """Return the runner of steps that check several tokens of one request."""
         if self._checking is None:
             phase = self.engine.config.decode
-            # Requests use few of the widths.
+            # Requests use few of the widths, so capture lazily.
             capture = phase.capture if phase.strict else "lazy"
             self._checking = self.engine.make_decode(
                 attrs.evolve(phase, buckets=(1,), capture=capture),

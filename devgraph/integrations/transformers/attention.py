@@ -111,7 +111,7 @@ class CacheLayer:
     def __init__(self, shape: LayerShape, keys: Tensor, values: Tensor, slots: int) -> None:
         self.shape = shape
         self.keys, self.values = keys, values
-        keys, values = keys[:, :-1], values[:, :-1]  # without the scratch row
+        keys, values = keys[:, :-1], values[:, :-1]  # Omit the scratch row.
         self.keys_by_slot, self.values_by_slot = (
             rows.view(shape.kv_heads, slots, -1, rows.shape[2]).transpose(0, 1)
             for rows in (keys, values)

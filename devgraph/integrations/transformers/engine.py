@@ -247,7 +247,7 @@ class Engine:
     def make_decode(self, config: PhaseConfig, steps: int = 1, **options: Any) -> DecodeRunner:
         """Return a runner of decode steps, or of launches of several steps that return tokens only.
 
-        A caller appends the runner to ``runners``, so that the engine closes and suspends it.
+        The caller must append the runner to ``runners``, so that the engine closes and suspends it.
         """
         model = self.model
         return DecodeRunner(
@@ -369,7 +369,7 @@ class Engine:
         """Return the state of a running request, and hold the request.
 
         The request must have its first token. A held request takes part in no step and counts
-        against ``max_requests`` until ``release``, ``cancel`` or the release by a transport. A
+        against ``max_requests`` until it is released, here or by a transport, or cancelled. A
         second call returns the same handoff.
 
         With ``layerwise``, the prompt must not have run. The step that completes the prompt fills
@@ -451,8 +451,8 @@ class Engine:
         """Continue the request of another engine, and return its request id in this engine.
 
         The request takes a free slot at once, or waits for one. Its events begin with the token
-        after those of the handoff. A sampled request continues the random stream of the exporter
-        on the same backend, and a new stream on another one.
+        after those of the handoff. On the same backend, a sampled request continues the random
+        stream of the exporter. On another backend, it starts a new stream.
 
         Args:
             handoff: the handoff. Its tensors must not change before the request has its slot.
@@ -639,7 +639,8 @@ class Engine:
         left = [chunk.request.wanted for chunk in chunks]
         data = self.model.decode_data(chunks, left, steps=self.steps_per_launch)
         out = self.several.run(**data)
-        *tokens, taken = torch.cat([out.outputs, out.taken[None]]).tolist()  # one transfer
+        # Read both tensors in one transfer.
+        *tokens, taken = torch.cat([out.outputs, out.taken[None]]).tolist()
         for chunk, count in zip(chunks, taken, strict=True):
             chunk.request.cached += count
         return [
@@ -668,7 +669,7 @@ class Engine:
         return [(chunk.request, token) for chunk, token in tokens if chunk.completes]
 
     def _accept(self, tokens: Sequence[tuple[Request, int]]) -> Exception | None:
-        """Append each token to its request if that has not ended; return a tokenizer's error."""
+        """Append tokens to requests that have not ended; return the first tokenizer error."""
         failed: Exception | None = None
         for request, token in tokens:
             if request.finish_reason is not None:

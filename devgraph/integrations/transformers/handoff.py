@@ -51,7 +51,7 @@ class Progress:
 
     Attributes:
         ended: reason why the tensors must no longer be read, or None.
-        receiver: process that fetches the handoff, in words; empty if none does.
+        receiver: text that names the process that fetches the handoff, or empty.
         ready: number of leading layers whose tensors are complete.
         ready_at: time at which each of these layers was complete, in seconds (monotonic clock).
         deadline: time at which an unreleased export ends, in seconds (monotonic clock).

@@ -1,4 +1,4 @@
-"""The step functions of a causal language model, as the runners call them.
+"""The step functions of a causal language model for the runners.
 
 The model itself stays unchanged. Inside a step, its configuration names the attention function of
 this adapter and, for mixtures of experts, an implementation without data-dependent shapes.
@@ -301,7 +301,7 @@ class CausalModel:
             ids += piece.ids
             positions += range(first, last)
             rows += range(start + first, start + last)
-        tensors = self.tensor([ids, positions, rows])  # one transfer
+        tensors = self.tensor([ids, positions, rows])  # Use one transfer.
         inputs |= zip(("input_ids", "position_ids", "slot_mapping"), tensors, strict=True)
         data = {"inputs": inputs, "host_args": host_args}
         return data | ({"state_slots": [piece.slot for piece in pieces]} if self.states else {})
@@ -422,7 +422,7 @@ class CausalModel:
                 self.cache.aim(rows)
             else:
                 slots: int | Tensor = rows.shape[0] // step.width
-                if not step.decode:  # The scratch row, which padding has, is in no slot.
+                if not step.decode:  # Padding has the scratch row, which belongs to no slot.
                     slots = step.slots.clamp(max=self.max_requests - 1)
                 self.cache.aim(rows, slots, width=step.width)
             try:
@@ -483,7 +483,7 @@ class CausalModel:
         """Return the logits of the last two tokens of a text from the unchanged model."""
         if not self.states:
             return self.model(input_ids=ids, use_cache=False).logits[0, -2:]  # type: ignore[no-any-return]
-        # A scan of several tokens may round differently from a step of one, so do as generate does.
+        # A scan may round differently from a step of one token, so split the text like generate.
         cache, positions = new_cache(self.model), torch.arange(ids.shape[1], device=self.device)
         logits = []
         for part in (slice(-1), slice(-1, None)):

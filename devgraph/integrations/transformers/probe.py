@@ -1,9 +1,9 @@
 """Requirements of a model, determined by running it on three tokens.
 
-The probe does not interpret the configurations of single model families. It calls the model with an
-attention function and a mask function that only record: the shapes that each layer writes to the
-cache, the mask that the layer receives, and the arguments that it passes to attention. A model with
-a requirement that this integration cannot meet is refused before an engine is built.
+The probe does not interpret configurations of model families. It calls the model with an attention
+function and a mask function that only record: the shapes that each layer writes to the cache, the
+mask that the layer receives, and the arguments that the layer passes to attention. A model with a
+requirement that this integration cannot meet is refused before an engine is built.
 
 A model may have an attention of its own, or pass arguments that the kernels here do not support.
 Such a model is probed again as one that *attends by itself*: its own code runs on whole slots of

@@ -230,7 +230,7 @@ class Seat:
         return {"state_slots": slots, "accepted": None if accepted is None else [accepted]}
 
     def follow(self, positions: Tensor | None, count: int) -> bool:
-        """Whether ``positions`` are those of ``count`` tokens after the tokens of every row."""
+        """Whether ``positions`` are the positions of the next ``count`` tokens of every row."""
         if positions is None:
             return True
         ends = [self.length + count - 1 - pad for pad in self.pads]

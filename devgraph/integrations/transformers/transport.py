@@ -59,7 +59,7 @@ class Transport:
         self._numbers = itertools.count()
         self._offers: dict[str, Handoff] = {}
         self._lock = threading.Lock()
-        # A blocked client of a store blocks its other users, so each thread has a client.
+        # A blocked client of a store blocks its other users, so each thread has its own client.
         self._store = _prefixed("devgraph/handoff", store_of(group)).clone()
         inbox = self._store.clone()
         inbox.set_timeout(_FOREVER)
@@ -204,8 +204,8 @@ class TorchTransport(Transport):
         group: the process group; None is the default group. Its store must be a TCPStore.
         device: device of fetched tensors. They travel from device to device if the exporter's
             transport has a device of the same type and torch has a collective library for it, else
-            through host memory. None is the current accelerator if the group is not for the host,
-            else the host. Two ranks on one GPU must use the host.
+            through host memory. None selects the current accelerator, or the host if the group is
+            for the host. Two ranks on one GPU must use the host.
         timeout_s: seconds to wait for another rank.
 
     Raises:

@@ -17,7 +17,7 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.marks.marks import is_capturing, region
 
 _CACHE_OPS = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
-"""Ops that vLLM also keeps out of its piecewise graphs, because they write where metadata says."""
+"""Ops that vLLM keeps out of its own piecewise graphs, because metadata has their targets."""
 
 
 def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
@@ -56,7 +56,7 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
 def _region(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``body`` as a region that runs on unwritten inputs during a capture.
 
-    vLLM's own breaks do so too. For written inputs, each segment would have to run at capture.
+    vLLM's own breaks do so too. To write the inputs, each segment would have to run at capture.
     """
     return region(capture_stub=body)(body)
 

@@ -76,7 +76,7 @@ class EngineMode:
         config.cudagraph_mode = wanted
 
     def check(self, config: Any, who: str) -> None:
-        """Raise ConfigError if vLLM resolved another graph mode than the requested one."""
+        """Raise ConfigError if vLLM resolved a graph mode other than the requested one."""
         got = config.cudagraph_mode
         if got.name != self.name:
             raise ConfigError(
@@ -272,7 +272,7 @@ def uninstall() -> None:
 
 
 def plugin() -> None:
-    """Install devgraph if DEVGRAPH_VLLM asks for it; entry point of ``vllm.general_plugins``.
+    """Install devgraph if DEVGRAPH_VLLM is on; entry point of ``vllm.general_plugins``.
 
     Raises:
         ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE is invalid.

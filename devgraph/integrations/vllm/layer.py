@@ -116,7 +116,7 @@ def no_full_collections() -> Iterator[None]:
 
 
 class _Step:
-    """A step that is captured in pieces, and the open session."""
+    """A step that is captured in pieces, and its open session."""
 
     session: Session | None = None
 

@@ -2,8 +2,8 @@
 
 The managers of the V2 runner (model, drafts, decoder replay), encoder graphs and micro-batch pairs
 create a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``. In their modules,
-devgraph replaces these two names. vLLM's own code still prepares and orders the captures, because
-it changes from version to version.
+devgraph replaces these two names. vLLM still prepares and orders the captures, because that code
+differs between versions.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         def drop() -> None:
             for desc in self.graphs.keys() - before:
                 del self.graphs[desc]
-            # vLLM has measured the memory of these captures while profiling.
+            # Drop vLLM's memory measurements of these captures.
             (getattr(self, "_capture_mem_samples", None) or []).clear()
 
         def capture_all(made: Round) -> Any:
@@ -128,7 +128,7 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
             made.on_failure(drop)
             return capture(self, create, *args, **kwargs)
 
-        # vLLM has just collected its whole heap.
+        # vLLM has just collected its whole heap, so no collection is needed.
         return layer.capture_round(self.vllm_config, capture_all)
 
     return capture_sparingly
