@@ -298,7 +298,7 @@ READERS: dict[str, Callable[[Any], Rows]] = {
     )
 }
 FILES = {"handoff": ("handoff", "handoff_direct"), "vllm_pace": ("vllm",)}
-"""Steps with the results of a table, for tables that do not have the name of their step."""
+"""Steps with the results of a table, if the table does not have the name of its step."""
 
 
 def number(value: float) -> str:

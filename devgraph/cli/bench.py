@@ -312,7 +312,7 @@ def _print(report: dict[str, Any]) -> None:
             "show the overhead of devgraph and the saved Python time, not the speed of a device"
         )
     for name, why in report["absent"].items():
-        say(f"{name}: not on this backend: {why}")
+        say(f"{name} is not available on this backend: {why}")
     for name, why in report["failed"].items():
         say(f"{name} FAILED: {why}")
 

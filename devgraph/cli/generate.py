@@ -96,7 +96,6 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
 
 
 def _print(report: dict[str, Any], args: argparse.Namespace, difference: str | None) -> None:
-    """Print the tables of phases and speed, and the comparison of tokens."""
     graphs = report["runs"][0]
     _print_phases(report)
     _print_speed(report["runs"])
@@ -260,7 +259,6 @@ def _eager_engine(task: Task) -> Engine:
 def run_engine(
     engine: Engine, task: Task, on_event: Callable[[TokenEvent], None] | None = None
 ) -> _Repeat:
-    """Run the task once and return its completions and statistics."""
     engine.reset_stats()
     done = engine.generate(
         task.prompts,

@@ -1,4 +1,4 @@
-"""Functions that the command line names, with their inputs and host arguments."""
+"""Functions named on the command line, with their inputs and host arguments."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_policy_that_is_absent_or_fails_is_named(
     monkeypatch.setattr(bench, "capture", some_fail)
     result = run_cli(capsys, *SMALL, "--policy", "piecewise", "--compiler", "eager")
     assert result.code == 1
-    assert "full: not on this backend: no such thing here" in result.out
+    assert "full is not available on this backend: no such thing here" in result.out
     assert "piecewise, eager FAILED: it broke at line 7" in result.out
     absent = run_cli(capsys, *SMALL)
     assert absent.code == 0

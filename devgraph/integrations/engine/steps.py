@@ -38,7 +38,6 @@ class CapturedStep:
         self._count = count
 
     def replay(self) -> None:
-        """Replay once on the current stream."""
         self._count.replays += 1
         self.launch()
 

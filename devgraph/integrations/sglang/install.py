@@ -180,7 +180,7 @@ def _change(changes: Changes, mode: str | None) -> None:
     changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
     radix = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
     marked = getattr(radix, "_eager_attention", None)
-    if marked is not None:  # SGLang 0.5.17 does not have it, so prefill is not updated there.
+    if marked is not None:  # SGLang 0.5.17 lacks this method, so its prefill is not updated.
         changes.change(radix, "_eager_attention", with_region(marked))
     saver = importlib.import_module(SAVER)
     for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):

@@ -187,7 +187,6 @@ class _Acceleration:
         self._fingerprint = _fingerprint(model)
 
     def remove(self) -> None:
-        """Remove the hooks from the model and free the engine."""
         with self._lock:
             self._changes.undo()
             self._close()

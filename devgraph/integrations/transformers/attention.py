@@ -200,7 +200,6 @@ class KVCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of a layer."""
         if self._target is None:
             raise StateError(
                 "this cache belongs to an engine; only steps of the engine write to it"
@@ -257,7 +256,7 @@ class KVCache(Cache):  # type: ignore[misc]
             self._clean[slot] = upto
 
     def release(self, slot: int) -> None:
-        """Mark the rows of ``slot`` as not clean because its request has ended."""
+        """Mark the rows of ``slot`` as unclean after its request has ended."""
         self._clean[slot] = 0
 
     def move(self, source: int, target: int, length: int) -> None:

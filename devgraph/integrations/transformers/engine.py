@@ -102,9 +102,7 @@ class EngineStats:
     seconds: float = 0.0
     """Seconds inside ``step``."""
     decode_seconds: float = 0.0
-    """Seconds of decode steps."""
     decode_tokens: int = 0
-    """Number of tokens from decode steps."""
 
 
 class Engine:
@@ -127,7 +125,7 @@ class Engine:
             model, at most 2048.
         max_step_tokens: maximum number of tokens in a packed step; longer prompts run in chunks. A
             model that attends by itself (see ``engine.model.own``) runs one prompt at a time.
-        eos_token_ids: tokens that end a request; None means those of the model.
+        eos_token_ids: tokens that end a request; None means the tokens of the model.
         steps_per_launch: maximum number of decode steps in one launch. A launch takes several steps
             if all running requests are greedy and one of them needs at least half of the steps, and
             at least two. Tokens of a launch arrive together; waiting requests join after it.
@@ -384,8 +382,8 @@ class Engine:
                 the request and the process that fetched the handoff.
 
         Raises:
-            StateError: the prompt has not run, or with ``layerwise`` has run, or the engine was
-                created without ``layerwise``.
+            StateError: the prompt has not run (with ``layerwise``: has already run), or the engine
+                was created without ``layerwise``.
             InputError: no such request exists.
         """
         self._check_open()
@@ -742,7 +740,7 @@ class Engine:
             sampling = [sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise InputError(
-                f"{len(sampling)} sampling parameters for {len(prompts)} prompts; give one each"
+                f"{len(sampling)} sampling parameters for {len(prompts)} prompts; pass one for each"
             )
         requests = [
             self._request(prompt, max_new_tokens, params, stop_token_ids)

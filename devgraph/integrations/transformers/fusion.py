@@ -1,7 +1,7 @@
 """Replacement of a model's operations by fewer, larger kernels inside the steps of an engine.
 
-A decode step of a small model runs hundreds of kernels that each move a few kilobytes. The number
-of kernels determines its speed, even in a graph. Three replacements work for every model family:
+A decode step of a small model runs hundreds of kernels that each move a few kilobytes. Their number
+determines the speed of the step, even in a graph. Three replacements work for all model families:
 
 * *norms*: one call of ``torch.nn.functional.rms_norm`` instead of eight kernels;
 * *projections*: one matrix product for consecutive linear layers with the same input (query, key

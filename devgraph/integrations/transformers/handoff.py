@@ -222,7 +222,6 @@ class Handoff:
         return attrs.evolve(handoff, data=torch.empty(size, dtype=torch.uint8, device=device))
 
     def to_json(self) -> str:
-        """Return the header as JSON text."""
         return json.dumps({name: getattr(self, name) for name in _FIELDS}, default=attrs.asdict)
 
     @classmethod

@@ -377,8 +377,8 @@ class CausalModel:
     def tail(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the outputs of ``decode`` for the last token of each request of a packed step.
 
-        A model may scale or cap its logits. Therefore its whole forward runs, but its body returns
-        ``hidden``, ``[tokens, hidden]``.
+        A model may scale or cap its logits. Therefore the whole forward of the model runs, with a
+        body that returns ``hidden``, ``[tokens, hidden]``.
         """
         hidden = hidden.index_select(0, batch.last_tokens)
         output = self.shape.output_type(last_hidden_state=hidden[None])
@@ -433,7 +433,7 @@ class CausalModel:
                 self._step = None
 
     def _mix(self, step: _Step, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
-        """Run a mixer in a step; in a decode step, its batch has one row for each request."""
+        """Run a mixer in a step; in a decode step, it receives one row for each request."""
         if step.decode:
             rows = (step.tokens // step.width, step.width)
             layout = (1, step.tokens) if self.own is None else rows

@@ -141,7 +141,6 @@ class _Failed(_Refused):
 
 
 def refusal(model: PreTrainedModel, reason: object) -> UnsupportedModelError:
-    """Return the error that refuses ``model`` for ``reason``."""
     return UnsupportedModelError(
         f"{type(model).__name__} cannot run on device graphs here: {reason}. Use a causal language "
         f"model of transformers whose whole state is a cache of keys and values or of recurrent "
@@ -245,7 +244,6 @@ def _body_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def parameters_of(module: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters of a module's forward."""
     return set(inspect.signature(module.forward).parameters)
 
 

@@ -112,7 +112,6 @@ class Sampler:
 
 
 def ids_of(what: str, given: Any) -> list[int]:
-    """Return token ids as ints."""
     try:
         return list(map(operator.index, given))
     except TypeError as error:
@@ -122,7 +121,7 @@ def ids_of(what: str, given: Any) -> list[int]:
 class TextStream:
     """A converter of a stream of tokens into pieces of text.
 
-    Text that ends inside a character is held back. The pieces, joined, are the whole text.
+    Text that ends inside a character is held back. The joined pieces are the whole text.
     """
 
     def __init__(self, tokenizer: Any) -> None:

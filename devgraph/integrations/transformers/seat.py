@@ -365,6 +365,5 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def seat_of(cache: Any) -> Seat | None:
-    """Return the seat of a cache, or None."""
     layers = getattr(cache, "layers", None)
     return layers[0].seat if layers and type(layers[0]) is _SeatedLayer else None

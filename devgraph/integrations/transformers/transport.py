@@ -354,7 +354,7 @@ class _Peer:
             work.wait(self._timeout)
             return
         end = time.monotonic() + self._timeout.total_seconds()
-        # On a device, wait() blocks only the current stream, and forever if the other rank is gone.
+        # On a device, wait() only blocks the current stream, and forever if the other rank is gone.
         while not work.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("a message did not arrive in time")

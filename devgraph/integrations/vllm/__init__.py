@@ -24,7 +24,7 @@ def stats() -> dict[str, Any]:
     Keys: ``installed`` (replaced attributes of vLLM), ``backend``, ``pool_bytes`` and ``modes``.
     For "piecewise", "full" and "breakable", ``modes`` has captures, replays, live graphs, segments,
     regions, bytes of graphs, capture seconds, and ``eager``: calls without a graph, by reason. In
-    mode piecewise each piece of a model counts as one call.
+    mode piecewise, each piece of a model counts as one call.
     """
     places = [] if here.now is None else list(here.now.places)
     layer = current_layer()

@@ -60,8 +60,9 @@ class Round:
     def _kind(self, desc: Any) -> Hashable:
         """Return the kind of a step: steps of one kind share compiled code.
 
-        The kind consists of the fields of the descriptor, with the size replaced by the properties
-        that code is compiled for: its range, a size compiled alone, size one, divisible by sixteen.
+        The kind has the fields of the descriptor except its size. It has the properties of the size
+        that code is compiled for: the range, and whether the size is one, divisible by 16, or
+        compiled alone.
         """
         sizes = tokens, _ = desc.num_tokens, desc.num_reqs
         shapes = tuple(size is not None and (size == 1, size % 16 == 0) for size in sizes)
@@ -124,12 +125,10 @@ class _Step:
         self._around = around
 
     def leave(self) -> None:
-        """Close the session."""
         self.session = None
         self._around.close()
 
     def enter(self, pool: Pool) -> Session:
-        """Open the session of ``pool`` and return it."""
         if self.session is None or self.session.pool is not pool:
             self.leave()
             self.session = self._around.enter_context(session(pool))

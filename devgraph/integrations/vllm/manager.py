@@ -35,7 +35,6 @@ class EngineGraph:
         self.step: CapturedStep | None = None
 
     def replay(self) -> None:
-        """Replay once on the current stream."""
         if self.step is None:
             raise StateError("vLLM replays a graph before its capture; capture it first")
         self.step.replay()
