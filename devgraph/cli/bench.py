@@ -41,7 +41,7 @@ _BUSY = 1.25
 """Ratio of the slowest to the fastest repeat on a busy machine."""
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
-"""Function that captures the step with another package and returns the replay, or None."""
+"""Function that captures the step with another package; returns the replay, None if missing."""
 
 
 @attrs.define(kw_only=True)

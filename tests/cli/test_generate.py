@@ -229,7 +229,7 @@ def test_prompts_come_one_a_line(
     [
         (["--max-new-tokens", "0"], "--max-new-tokens: must be from 1 to"),
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1"),
-        (["--temperature", "1", "--seed", "9" * 20], "a seed has 64 bits"),
+        (["--temperature", "1", "--seed", "9" * 20], "seed must fit into 64 bits"),
         (["--seed", "1"], "--seed has no effect on greedy requests"),
         (["--backend", "cpuu"], "Did you mean 'cpu'?"),
     ],

@@ -6,9 +6,9 @@ a token. Graphs read this number from a device tensor. Padded tokens write to th
 scratch row, which is never read. The rows of one request and head are contiguous for the CPU.
 
 ``decode_bounded``
-    Every request has ``width`` query tokens, and row ``i`` of the batch reads slot ``i``. A mask of
-    device positions hides invalid rows. The host argument ``kv_len`` only bounds the work. It is
-    rounded so that few distinct values occur.
+    Every request has ``width`` query tokens, and row ``i`` of the batch reads slot ``i``. A mask,
+    computed from positions on the device, hides invalid rows. The host argument ``kv_len`` only
+    bounds the work. It is rounded so that few distinct values occur.
 ``packed_exact``
     Requests have any number of query tokens. A loop on the host reads exactly the rows of each
     request.
@@ -321,8 +321,8 @@ def _decode(
 ) -> None:
     requests, _, width, _ = mask.shape
     kv_heads, value_dim = keys.shape[1], values.shape[-1]
-    # Query heads that share a key head become query rows. One pass over the keys serves all of
-    # them, keys are not repeated, and the fused kernels need no grouped mode.
+    # Query heads that share a key head become query rows. Therefore one pass over the keys is
+    # enough, keys are not repeated, and the fused kernels need no grouped mode.
     grouped = query[0].view(kv_heads, -1, requests, width, query.shape[-1])
     group = grouped.shape[1]
     rows = grouped.permute(2, 0, 1, 3, 4).flatten(2, 3)
@@ -417,7 +417,7 @@ def _attend_request(
     group = query.shape[0] // kv_heads
     grouped = query.view(kv_heads, group, new, query.shape[2])
     target = out.view(new, kv_heads, group, values.shape[-1]).permute(1, 2, 0, 3)
-    # The causal mode of kernels fits only a prompt without a cached prefix.
+    # The causal mode of kernels is correct only for a prompt without a cached prefix.
     plain = fused and cached == 0 and softcap is None and (window is None or new <= window)
     step = new if plain else BLOCK_ROWS
     for begin in range(0, new, step):

@@ -83,7 +83,7 @@ class CausalModel:
     prompts, and single tokens of decoding requests.
 
     A model that attends by itself (``own`` gives the reason) runs its own attention on whole slots
-    under a mask of device positions. Its steps need no host arguments, and a packed step has the
+    with a mask computed on the device. Its steps need no host arguments, and a packed step has the
     tokens of one request. Mixers keep recurrent state in the state slots of the runners (see
     ``state``). Both kinds of model must first reproduce the logits of the unchanged model.
 

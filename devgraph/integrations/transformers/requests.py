@@ -59,7 +59,7 @@ class SamplingParams:
         if not 0 < finite("top_p", self.top_p) <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.seed is not None and whole("seed", self.seed, -(1 << 63)) >= 1 << 64:
-            raise InputError(f"a seed has 64 bits, got {self.seed}")
+            raise InputError(f"seed must fit into 64 bits, got {self.seed}")
 
 
 class Sampler:

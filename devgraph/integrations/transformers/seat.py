@@ -77,7 +77,7 @@ class Seat:
         self._cache = weakref.ref(cache)
         self._next: Tensor | None = None
         self._accepted: int | None = None
-        """Number of accepted tokens of the last step of several tokens; None means all."""
+        """Number of accepted tokens if the last step ran several tokens; None means all."""
         self._kind = cache.layer_class_to_replicate
         self._originals = list(cache.layers)
         for slot in range(len(pads)):

@@ -195,7 +195,7 @@ def breaking_manager(base: Any) -> Any:
             if isinstance(model.forward, BreakableStep):
                 model.forward.clear_graphs()  # Earlier captures read other buffers.
             else:
-                # Set it on the instance, because vLLM checks the interfaces of the model's class.
+                # Replace it on the instance, because vLLM checks the interfaces of the class.
                 model.forward = BreakableStep(model.forward, self.vllm_config)
             return super().capture(model, *args, **kwargs)
 
