@@ -448,8 +448,7 @@ class Graphed:
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, {**kwargs, **host})
             try:
                 with self._capturing:
-                    # Otherwise the graphs of other keys, or this one, would be taken for those of
-                    # the modules as they were when the comparison was made.
+                    # All graphs must belong to the same state of the modules as the new graph.
                     if not self._weights_hold():
                         self._drop_all("recaptures")
                     state = optimizer_state(roots_of(self._fn)) if entry.written else ()

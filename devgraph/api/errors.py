@@ -49,8 +49,8 @@ from typing import Any
 class DeviceGraphError(Exception):
     """Base of every error that devgraph raises.
 
-    Each error has a note that names the command which prints advice for its public class. Python
-    3.11 and later print the note below the message.
+    Each error has a note with the command that prints advice for its public class. Python 3.11 and
+    later print the note below the message.
     """
 
     def __init__(self, *args: object) -> None:
@@ -99,7 +99,7 @@ def nothing_done(device: object) -> str:
     """Return the causes and remedies in the text of EmptyCaptureError."""
     return (
         f". Run the step on this backend's device ({device}), inside the with block if there is "
-        f"one. A view of an argument records nothing: return its clone() instead. Work of a "
+        f"one. A view of an argument records nothing: return a clone() instead. Work of a "
         f"generator or coroutine that runs after the step has returned is not captured."
     )
 

@@ -172,7 +172,7 @@ class Gate:
         By default this is the oldest replay, launched or not, for which the gate is not open.
 
         Args:
-            epoch: the replay, counted from 1. If its gate is open, nothing happens.
+            epoch: the replay, counted from 1. If the gate is open for it, nothing happens.
 
         Raises:
             GateError: that replay has finished.

@@ -144,7 +144,7 @@ class DeviceGraph(abc.ABC):
         self.generators: Sequence[torch.Generator] = ()
         """The caller's random generators that the capture may draw from."""
         self.reached: Sequence[torch.Tensor] = ()
-        """The caller's tensors that the capture may use, besides its arguments."""
+        """The caller's tensors that the capture may use, in addition to its arguments."""
         self.names: Names | None = None
         """Assigns the nodes of the current capture to named calls, if requested."""
         self.ranges: list[NodeRange] = []

@@ -475,8 +475,8 @@ def require_place(path: str, tensor: torch.Tensor) -> None:
     if not has_place(tensor):
         raise InputTypeError(
             f"{path} has layout {tensor.layout}{' (nested)' * tensor.is_nested}, but a replay "
-            f"needs tensors at fixed addresses. Pass its parts, and create it in a function "
-            f"marked @dg.no_graph."
+            f"needs tensors at fixed addresses. Pass the parts of the tensor, and create the "
+            f"tensor in a function marked @dg.no_graph."
         )
 
 

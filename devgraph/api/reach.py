@@ -378,8 +378,8 @@ _BUILTINS = frozenset(vars(builtins))
 def has_state(value: Any) -> bool:
     """Whether ``value`` is an object of the user, not of Python, torch or devgraph.
 
-    Objects of the user's subclasses of devgraph classes (backends, runners, ...) are devgraph's,
-    because a capture changes them.
+    Objects of the user's subclasses of devgraph classes (backends, runners, ...) count as
+    devgraph's, because a capture changes them.
     """
     if fields_of(value):
         return True

@@ -155,8 +155,8 @@ class TrainingGraphs:
     """The forward and the backward graph of one key.
 
     The backward graph reads the activations of the forward graph. Therefore nothing else may be
-    captured or replayed in their pool between the two, except further callables of the same step
-    in call order.
+    captured or replayed in their pool between these graphs, except other callables of the same
+    step in call order.
     """
 
     def __init__(
@@ -375,8 +375,8 @@ def _copy_gradients(
 ) -> None:
     """Replace gradients of leaf tensors that are graph memory by copies.
 
-    Autograd stores a first gradient without a copy. Its memory is overwritten by every forward, and
-    by the backward of a callable with a larger index, which was captured earlier.
+    Autograd stores a first gradient without a copy. The gradient is overwritten by every forward,
+    and by the backward of a callable with a larger index, which was captured earlier.
     """
     for index in [index for index in shared if before is None or index < before]:
         for leaf, grad in shared.pop(index):

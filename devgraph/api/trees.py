@@ -114,7 +114,7 @@ def _rebuilt_mapping(node: Any, items: dict[Any, Any]) -> Any:
 
 
 def same_kind(one: Any, other: Any) -> bool:
-    """Whether two containers have the same class and, if it is registered, equal contexts."""
+    """Whether two containers have the same class and, for registered classes, equal contexts."""
     kind = type(one)
     if type(other) is not kind:
         return False

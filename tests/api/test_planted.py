@@ -172,7 +172,9 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return decoder(backend, step, slot).prove(cases=3)
 
 
-@plant("state that is written twice", "only state differs: a write of the step is lost, happens")
+@plant(
+    "state that is written twice", "only state differs: a write of the step is lost, is repeated"
+)
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     state = torch.zeros(WIDTH, device=backend.device)
 

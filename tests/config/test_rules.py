@@ -189,7 +189,7 @@ def test_rule_against_an_explicit_choice_refuses_or_warns_or_notes(
             resolve(config, EngineFacts(**facts))
         assert f'{phase}.policy="{policy}"' in str(error.value)
         assert f"[{name}]" in str(error.value)
-        assert f'It would have to be "{holds}"' in str(error.value)
+        assert f'Choose "{holds}" instead' in str(error.value)
         return
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

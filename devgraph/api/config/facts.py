@@ -62,12 +62,12 @@ class EngineFacts:
     backend: str | None = attrs.field(
         default=None, metadata=optional(text("the name of a backend"))
     )
-    """Name of the backend; its part of the configuration is applied first."""
+    """Name of the backend, whose part of the configuration is applied first."""
     role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
     attention: str = _one_of(*reversed(ATTENTION))
     """Batches whose attention can be captured by the weakest implementation in use: any
-    (``always``), those with requests of one width (``uniform_batch``) or of one token
+    (``always``), batches with requests of one width (``uniform_batch``) or of one token
     (``single_token_decode``), or none (``never``)."""
     host_lengths: bool = _flag()
     """Attention takes lengths or plans from the host: regions with host arguments."""

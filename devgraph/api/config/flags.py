@@ -69,7 +69,7 @@ FLAGS: tuple[Flag, ...] = (
         name=_FILE,
         shape="text",
         metavar="FILE",
-        help="JSON or YAML file with a device_graph section; every flag overrides it",
+        help="JSON or YAML file with a device_graph section; flags override its values",
         read=lambda path, name: parse_mode(read_section(path), f"{name} {path}", Level.FILE),
     ),
     *(flag for phase in PHASES for flag in _phase(phase)),

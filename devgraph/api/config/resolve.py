@@ -59,10 +59,10 @@ class Resolution:
 
     backend: str | None
     requested: DeviceGraphConfig
-    """The configuration for this backend, or the general part if it is None, before any rule."""
+    """The configuration for ``backend``, or the general part if None, before any rule."""
     effective: DeviceGraphConfig
     """The configuration after all rules. Decisions of rules are recorded as explicit choices, so
-    that other nodes can reuse it."""
+    that other nodes can reuse the configuration."""
     fired: tuple[FiredRule, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _apply(
             if rule.kind == "safety":
                 conflicts.append(
                     f"{phase}.{rule.key}={_json(before)} does not work [{rule.name}]: "
-                    f"{rule.explanation} ({rule.source}). It would have to be {_json(after)}"
+                    f"{rule.explanation} ({rule.source}). Choose {_json(after)} instead"
                 )
             else:
                 fired.append(_fired(phase, rule, "kept", before, after))

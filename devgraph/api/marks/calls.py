@@ -294,8 +294,8 @@ class MarkedCall:
             if isinstance(leaf, torch.Tensor) and not has_place(leaf):
                 raise RegionError(
                     f"{self.mark.name} returned a {leaf.layout} tensor, which has no fixed memory "
-                    f"for later code to read. Return its parts, such as values(), or use it only "
-                    f"inside the marked function."
+                    f"for later code to read. Return its parts, such as values(), or use the "
+                    f"tensor only inside the marked function."
                 )
             if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in self._owned:
                 # An offset in the storage, because a tensor without elements has no address.

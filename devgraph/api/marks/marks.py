@@ -121,7 +121,7 @@ def graph_break() -> None:
 def is_here(scope: Scope, name: str) -> bool:
     """Whether this thread captures under ``scope``; raise if another thread does.
 
-    A thread started in a capture keeps a copy of the capture's context after its end.
+    A thread that was started in a capture keeps a copy of its context after the capture has ended.
     """
     if scope.thread == threading.get_ident():
         return True
@@ -310,8 +310,8 @@ def refuse_no_graph(mark: Mark, where: str = "") -> NoReturn:
         NotCapturableError(
             f"{mark.name} is marked @dg.no_graph and was called{where} under policy 'full', "
             f"which captures everything in one graph (at {user_line()}). Capture with "
-            f"policy='breakable' or 'piecewise', which run it eagerly between segments, or move "
-            f"the call out of the step."
+            f"policy='breakable' or 'piecewise', which run the function eagerly between segments, "
+            f"or move the call out of the step."
         )
     )
 
@@ -417,7 +417,7 @@ def region(
             the key of the recording.
         context: called once for each replay on the replaying thread. Its immutable result is
             passed as the keyword argument ``context``.
-        fake: returns results for fake tensors. Policy piecewise needs it if the function returns
+        fake: returns results for fake tensors. Policy piecewise needs ``fake`` if ``fn`` returns
             tensors.
         capture_stub: called instead of the function during a breakable capture. It takes the same
             arguments, which may be uninitialised, and returns results of the same shapes.

@@ -85,8 +85,8 @@ def refuse_break_in_backward(name: str) -> None:
         raise CaptureError(
             f"{name} was called in a backward pass (by a hook, or by a checkpointed block that is "
             f"computed again), at {user_line()}, but a graph cannot end inside a backward pass. "
-            f"Call {name} outside of it, do not checkpoint the block that calls {name}, or mark "
-            f"the function that runs the whole backward pass @dg.no_graph."
+            f"Call {name} outside the backward pass, do not checkpoint the block that calls "
+            f"{name}, or mark the function that runs the whole backward pass @dg.no_graph."
         )
 
 

@@ -630,10 +630,7 @@ class _CompiledStep:
                     _refuse_lost_class(type(eager), type(compiled))
 
     def _check(self) -> Any:
-        """Run the step eagerly with tracked host arguments and check the claims of its marks.
-
-        Return its result.
-        """
+        """Return the result of an eager run with tracked host arguments that checks all claims."""
         job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(_Checking(job)):
@@ -663,11 +660,11 @@ class _CompiledStep:
 
 
 def _refuse_lost_class(eager: type, compiled: type) -> None:
-    """Raise CaptureError if compiled code returns a plain tensor for one of a subclass."""
+    """Raise CaptureError if compiled code returns a plain tensor instead of a subclass."""
     if compiled is torch.Tensor and eager not in (torch.Tensor, torch.nn.Parameter):
         raise CaptureError(
-            f"the step returns a {eager.__qualname__}, and torch.compile makes a plain tensor of "
-            f"it. Use policy='breakable', which compiles nothing."
+            f"the step returns a {eager.__qualname__}, but compiled by torch.compile it returns a "
+            f"plain tensor. Use policy='breakable', which compiles nothing."
         )
 
 

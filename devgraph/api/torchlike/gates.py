@@ -128,7 +128,7 @@ class FlagGates:
 
     def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
         if isinstance(fence, _After) and fence.event is None:
-            return  # its stream writes the flag
+            return  # the stream of ``open_after`` writes the flag
         opener = self._opener(fence.stream if isinstance(fence, _After) else None)
         if isinstance(fence, _After):
             opener.wait_event(fence.event)

@@ -138,8 +138,8 @@ class RegionPattern:
         """Raise UpdateTopologyError if the edges of a region differ from the pattern."""
         position_of = dict(zip(nodes, range(len(nodes)), strict=True)).__getitem__
         sources, targets, kinds = edges = self._runtime.edges(graph)
-        # Captures of the same regions list nodes and edges in the same order, so edges that passed
-        # once need no second check by region.
+        # Captures of the same regions list nodes and edges in the same order, so edges that were
+        # checked before need no check by region.
         positions = list(map(position_of, sources)), list(map(position_of, targets)), kinds
         if positions == self._checked_edges:
             return
