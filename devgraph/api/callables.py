@@ -16,6 +16,7 @@ import logging
 import statistics
 import threading
 import time
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,8 +147,10 @@ class Graphed:
     """A callable that runs in graphs; made by ``graphed``."""
 
     def __init__(self, fn: Callable[..., Any], module: torch.nn.Module | None, options: Any):
-        self._fn = fn
+        self._given = fn
         self._module = module
+        self._is_method = False
+        """Whether ``fn`` is the ``forward`` of the module's class."""
         self._options: _Options = options
         self._entries: dict[Any, _Entry] = {}
         self._recent: list[_Entry] = []
@@ -170,6 +173,14 @@ class Graphed:
         self._constants_same: Callable[[], bool] = lambda: False
         self._host_names = frozenset(options.host_args or ())
         functools.update_wrapper(self, fn, updated=())
+
+    @property
+    def _fn(self) -> Callable[..., Any]:
+        """The function; of a graphed module the present ``forward`` of its class."""
+        module = self._module
+        if module is not None and self._is_method and vars(module).get("forward") is self:
+            return types.MethodType(type(module).forward, module)
+        return self._given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function in a graph if its key has one."""
@@ -331,6 +342,7 @@ class Graphed:
                 self._guard.settle()
         except StateError:
             self._watch_weights()
+            self._named, self._names = None, Guard(())
             return False
         return True
 
@@ -882,6 +894,7 @@ def graphed(
         if isinstance(vars(fn_or_module).get("forward"), Graphed):
             raise StateError("the module is graphed already; call dg.ungraphed(module) first")
         step = Graphed(fn_or_module.forward, fn_or_module, options)
+        step._is_method = getattr(step._given, "__func__", None) is type(fn_or_module).forward
         fn_or_module.forward = step
         step._watch_weights()  # after the assignment of ``forward``
         return step

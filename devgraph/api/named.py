@@ -169,7 +169,8 @@ class NamedState:
             named = self._walk()
             added = {*map(_key, named.places)} - self._keys
             self._added |= added
-            self._own |= changed | added
+            tensors = {_key(e) for e in named.places if isinstance(e.value, torch.Tensor)}
+            self._own |= changed | (added - tensors)  # The step keeps the tensors that it made.
             self._settle(named)
 
     def _renew(self) -> None:

@@ -41,6 +41,7 @@ from devgraph.api.errors import (
 from devgraph.api.guard import Term, Watched, by_turns
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
+from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.modes import FAKE, PROXY, tracer
 from devgraph.api.named import NamedState, content_of, text_of_changes
 from devgraph.api.reach import (
@@ -557,6 +558,8 @@ class Weights:
         ]
         self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
         self._kinds = [*map(_kind_of, self.modules)]
+        kinds = {kind for kind, _ in self._kinds if not is_machinery_module(kind.__module__)}
+        self._forwards = [(kind, getattr(kind, "forward", None)) for kind in kinds]
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
         self._hooks = self._hooks_now()
@@ -570,7 +573,9 @@ class Weights:
 
     def _compared(self) -> Iterator[Term]:
         """Yield terms that become false after an assignment to any module or a new hook."""
+        yield from (("{}.forward is {}", pair) for pair in self._forwards[:CHECKED])
         terms = [*map(self._term_of, self.modules)]
+        terms += [("{}.forward is {}", pair) for pair in self._forwards[CHECKED:]]
         # A comparison of unequal tensors with several elements raises, which counts as false.
         terms[CHECKED:CHECKED] = [("{} == {}", pair) for pair in self._tables_held]
         yield from by_turns(terms, CHECKED, _TURN)
@@ -606,7 +611,8 @@ class Weights:
         for table, children in self._children:
             if dict(table.items()) != children:
                 raise StateError(f"a module of the step has other submodules than at capture{_OLD}")
-        if [*map(_kind_of, self.modules)] != self._kinds:
+        forwards = [(kind, getattr(kind, "forward", None)) for kind, _ in self._forwards]
+        if [*map(_kind_of, self.modules)] != self._kinds or forwards != self._forwards:
             raise StateError(
                 "a module of the step has a different class or forward than at capture, but the "
                 "graph runs the old forward. Capture again."

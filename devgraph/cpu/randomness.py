@@ -56,9 +56,9 @@ class Position:
         if self.is_needed:
             self.saved = self.generator.get_state()
 
-    def restore(self) -> None:
+    def restore(self, generator: torch.Generator | None = None) -> None:
         assert self.saved is not None
-        self.generator.set_state(self.saved)
+        (generator or self.generator).set_state(self.saved)
 
 
 @attrs.define(eq=False)
@@ -92,8 +92,8 @@ class Sequence:
         self._original = generator.get_state()
         self._restores = restores_elsewhere()
         self._earlier = [*earlier]
-        self._positions: list[Position] = []
-        self._now: Position
+        self.positions: list[Position] = []
+        self.now: Position
         if self._earlier:
             generator.set_state(self._earlier[-1].state)
         self._advance()
@@ -101,30 +101,30 @@ class Sequence:
     def draw(self, run: Callable[[], object]) -> Callable[[], object]:
         """Return the call to record for ``run``, which draws numbers."""
         self.follow()
-        before = self._now
+        before = self.now
         self._advance()
-        before.is_drawn = self._now.is_drawn = True
-        return _Draw(run, before, self._now)
+        before.is_drawn = self.now.is_drawn = True
+        return _Draw(run, before, self.now)
 
     def follow(self) -> None:
         """Record a change that the code made to the state since the last draw."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             state = self._generator.get_state()
-            if torch.equal(state, self._now.state):
+            if torch.equal(state, self.now.state):
                 return
             drawn = (position for position in self._earlier if position.is_drawn)
-            for position in (*self._positions, *drawn):
+            for position in (*self.positions, *drawn):
                 if torch.equal(state, position.state):
                     self._leave()
                     position.is_needed = True
-                    self._now = position
+                    self.now = position
                     self._record("a restored random state", position.restore)
                     return
             seeded = torch.Generator().manual_seed(self._generator.initial_seed()).get_state()
             if not torch.equal(state, seeded):
                 if restores_elsewhere() != self._restores:
                     # Another thread restored the state after its own capture.
-                    self._now = Position(self._generator, state)
+                    self.now = Position(self._generator, state)
                     return
                 raise UnrecordableError(
                     "the step sets the state of a random generator, or another thread draws from "
@@ -132,25 +132,25 @@ class Sequence:
                     "state before the replay"
                 )
         self._leave()
-        self._now = Position(self._generator, state)
-        self._positions.append(self._now)
+        self.now = Position(self._generator, state)
+        self.positions.append(self.now)
         set_state = self._generator.set_state
         self._record("a random seed", lambda: set_state(state))
 
     def end(self) -> list[Position]:
         """Restore the state of the generator; return all positions of the session."""
         self._generator.set_state(self._original)
-        return [*self._earlier, *self._positions]
+        return [*self._earlier, *self.positions]
 
     def _leave(self) -> None:
         """Record a save of the current position, which no later draw will save."""
-        self._record(SAVED, self._now.save)
+        self._record(SAVED, self.now.save)
 
     def _advance(self) -> None:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-            self._now = Position(self._generator, self._generator.get_state())
-        self._positions.append(self._now)
+            self.now = Position(self._generator, self._generator.get_state())
+        self.positions.append(self.now)
 
 
 @attrs.frozen
@@ -185,6 +185,8 @@ class Randomness:
         self._unknown: set[int] = set()
         """Generators that had drawn numbers before, so that no seed gives their state."""
         self._stand_ins: dict[int, _StandIn] = {}
+        self._clones: dict[int, int] = {}
+        """The addresses of clones by those of their stand-ins."""
         self._has_claim = _claimed()
         if self._has_claim:
             known = (torch.default_generator, *known)
@@ -223,6 +225,8 @@ class Randomness:
                         "the step seeds a generator from which it has drawn. Create a new generator"
                     )
                 return stand_in.generator
+            if (origin := self._position_of(state)) is not None:
+                return self._continued(generator, state, origin)
             seeded = torch.Generator().manual_seed(generator.initial_seed())
             if not torch.equal(seeded.get_state(), state):
                 self._unknown.add(_address(generator))
@@ -233,10 +237,37 @@ class Randomness:
         self._sequences[_address(seeded)] = Sequence(seeded, self._record)
         return seeded
 
+    def _position_of(self, state: torch.Tensor) -> Position | None:
+        """Return the position of a known generator at which it had ``state``, if any."""
+        every = (p for sequence in self._sequences.values() for p in sequence.positions)
+        return next((p for p in every if torch.equal(p.state, state)), None)
+
+    def _continued(
+        self, generator: torch.Generator, state: torch.Tensor, origin: Position
+    ) -> torch.Generator:
+        """Return a stand-in for a clone, which continues from a position of another generator."""
+        stand_in = torch.Generator()
+        stand_in.set_state(state)
+        origin.is_needed = True
+        if any(sequence.now is origin for sequence in self._sequences.values()):
+            self._record(SAVED, origin.save)  # No draw has left the position yet.
+        self._record("a restored random state", lambda: origin.restore(stand_in))
+        self._sequences[_address(stand_in)] = Sequence(stand_in, self._record)
+        self._clones[_address(stand_in)] = _address(generator)
+        self._stand_ins[_address(generator)] = _StandIn(stand_in, state)
+        return stand_in
+
     def draw(self, generator: torch.Generator, run: Callable[[], object]) -> Callable[[], object]:
         """Return the call to record for ``run``, which draws from a result of ``source``."""
         sequence = self._sequences.get(_address(generator))
-        return run if sequence is None else sequence.draw(run)
+        if sequence is None:
+            return run
+        call = sequence.draw(run)
+        clone = self._objects.get(self._clones.get(_address(generator), 0))
+        if clone is not None:  # Its own clones must show how far it is.
+            clone.set_state(sequence.now.state)
+            self._stand_ins[_address(clone)] = _StandIn(generator, sequence.now.state)
+        return call
 
     def follow(self) -> None:
         """Record changes of states since the last draws; refuse unsupported use of generators.

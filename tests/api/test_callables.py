@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import threading
@@ -318,6 +319,44 @@ def test_graphs_of_two_keys_follow_weights_that_come_and_go() -> None:
         net.weight = weight
         for _ in range(2):
             assert torch.equal(graphed(x), x @ weight.T)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_forward_of_a_class_that_changes_is_used_at_the_next_call(inner: bool) -> None:
+    class Layer(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.tanh(x)
+
+    module: nn.Module = nn.Sequential(nn.ReLU(), Layer()) if inner else Layer()
+    dg.graphed(module, backend="cpu")
+    for call in range(8):
+        if call == 4:
+            Layer.forward = lambda self, x: torch.sigmoid(x) * 4  # type: ignore[method-assign]
+        x = torch.randn(3)
+        start = x.relu() if inner else x
+        want = torch.tanh(start) if call < 4 else torch.sigmoid(start) * 4
+        assert torch.equal(module(x), want)
+    dg.ungraphed(module)
+    assert "forward" not in vars(module)
+
+
+def test_cached_tensor_that_the_caller_drops_is_made_again() -> None:
+    class Table:
+        base = 2.0
+
+        @functools.cached_property
+        def rows(self) -> torch.Tensor:
+            return torch.full((3,), self.base)
+
+    table = Table()
+    step = dg.graphed(lambda x: x * table.rows, backend="cpu")
+    for call in range(9):
+        if call in (3, 6):
+            del table.rows
+            table.base += 1
+        x = torch.randn(3)
+        assert torch.equal(step(x), x * (2.0 + call // 3))
+    assert step.stats()["graphs"] == 1 and step.stats()["recaptures"] == 2
 
 
 def test_replaced_weights_are_noticed_while_a_graph_is_timed() -> None:

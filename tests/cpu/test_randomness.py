@@ -181,14 +181,8 @@ def test_state_of_a_generator_that_the_step_sets_is_refused() -> None:
         generator.set_state(state)
         return x + torch.rand(3, generator=generator)
 
-    def copies(x: torch.Tensor) -> torch.Tensor:
-        other = torch.Generator()
-        other.set_state(generator.get_state())
-        return x + torch.rand(3, generator=other)
-
-    for step in (sets, copies):
-        with pytest.raises(dg.CaptureError, match="set"):
-            dg.capture(step, torch.zeros(3), backend="cpu")
+    with pytest.raises(dg.CaptureError, match="set"):
+        dg.capture(sets, torch.zeros(3), backend="cpu")
 
 
 def test_fresh_generator_of_the_caller_advances_with_replays() -> None:
@@ -234,3 +228,48 @@ def test_claim_of_an_interrupted_recording_is_taken_over() -> None:
         randomness._claim["default"] = holder  # as an interrupt before the release leaves it
         _check(lambda x: (torch.manual_seed(7), torch.rand(4) + x[:4])[1:])
         assert not randomness._claim
+
+
+def _clone_of_a_clone(generator: torch.Generator) -> list[torch.Tensor]:
+    clone = generator.clone_state()
+    first = torch.rand(2, generator=clone)
+    inner = clone.clone_state()
+    return [first, *(torch.rand(2, generator=g) for g in (inner, clone, generator))]
+
+
+def _clone_between_draws(generator: torch.Generator) -> list[torch.Tensor]:
+    first, clone = torch.rand(3, generator=generator), generator.clone_state()
+    return [first, *(torch.rand(3, generator=g) for g in (generator, clone, clone, generator))]
+
+
+def _copied_state(generator: torch.Generator) -> list[torch.Tensor]:
+    copied = torch.Generator()
+    copied.set_state(generator.get_state())
+    return [torch.rand(3, generator=g) for g in (copied, generator)]
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("draws", [_clone_of_a_clone, _clone_between_draws, _copied_state])
+@pytest.mark.parametrize("default", [False, True])
+def test_clone_continues_from_its_generator(policy: str, draws: Any, default: bool) -> None:
+    """FAULTS 48."""
+    generator = torch.default_generator if default else torch.Generator().manual_seed(0)
+    captured = dg.capture(lambda: draws(generator), backend="cpu", policy=policy)
+    for _ in range(3):
+        before = generator.get_state()
+        got, after = [t.clone() for t in captured.replay()], generator.get_state()
+        generator.set_state(before)
+        assert all(map(torch.equal, got, draws(generator)))
+        assert torch.equal(after, generator.get_state())
+
+
+def test_clone_that_outlives_the_step_is_refused() -> None:
+    """FAULTS 48."""
+    generator, kept = torch.Generator().manual_seed(0), {"clone": torch.Generator()}
+
+    def step() -> torch.Tensor:
+        kept["clone"] = generator.clone_state()
+        return torch.rand(2, generator=kept["clone"])
+
+    with pytest.raises(dg.CaptureError, match="generator"):
+        dg.capture(step, backend="cpu")
