@@ -128,8 +128,8 @@ RULES: tuple[Rule, ...] = (
         "prefill",
         **_INSIDE,
         when=lambda facts, _: facts.attention != "always",
-        explanation="a full prefill graph contains attention over requests of mixed lengths, and "
-        "this attention can be captured only for equal lengths or not at all",
+        explanation="a full prefill graph contains attention over requests of mixed lengths, "
+        "which this attention implementation cannot capture",
         source=f"{_VLLM}/pull/20059",
     ),
     _safety(
