@@ -363,8 +363,8 @@ class PhaseConfig:
     )
     verify: Verify | None = _key(  # noqa: RUF009 - declares a field
         optional({"kind": '`"start"` or `{"start": true, "every": 1000}`', "read": read_verify}),
-        "When to compare graphs with eager runs: after capture (`start`), and again after every "
-        "`every` steps of the phase. If null, they are not compared.",
+        "When to compare graphs with eager runs: after capture (`start`), and again every `every` "
+        "steps of the phase. If null, they are not compared.",
         default=None,
     )
     executable_budget: float | None = _key(
@@ -395,10 +395,10 @@ class PhaseConfig:
     )
     miss_budget: int | None = _key(
         optional(number(int, 0)),
-        "Number of new host-argument keys that `full` records at their first step. Each step with "
-        "a known key increases it by one. When it is used up, the first step with a new key "
-        "runs as under `breakable`. If null, it is 8, or unlimited on a backend that also runs "
-        "the host code of regions for known keys.",
+        "Number of new host-argument keys that `full` may record at their first step. Each step "
+        "with a known key increases the remaining number by one. At zero, the first step with a "
+        "new key runs as under `breakable`. If null, it is 8, or unlimited on a backend that also "
+        "runs the host code of regions for known keys.",
         default=None,
     )
     explicit: frozenset[str] = attrs.field(default=frozenset({"policy"}), eq=False)
