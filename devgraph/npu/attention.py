@@ -52,8 +52,8 @@ def lengths_of(
     ends = list(itertools.accumulate(new))
     if ends[-1] > tokens:
         raise RegionError(
-            f"attention received lengths of {ends[-1]} tokens in total for {tokens} query rows; "
-            f"pass a row for each new token"
+            f"attention received lengths of {ends[-1]} tokens for {tokens} query rows; pass a row "
+            f"for each new token"
         )
     return (*ends, tokens), (*keys, 0)
 

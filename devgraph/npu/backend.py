@@ -167,7 +167,7 @@ class Diagnosis:
                 f"torch=={_minor(self.torch_npu)}.*{alternative}"
             )
         if self.torch_npu is not None and self.missing_libraries:
-            workaround = f"; until then set {AUTOLOAD}=0, because 'import torch' loads it and fails"
+            workaround = f"; until then set {AUTOLOAD}=0, or 'import torch' fails as well"
             problems.append(
                 f"{' and '.join(self.missing_libraries)} cannot be loaded: install CANN and run "
                 f"'source set_env.sh' of its folder ({self.toolkit or 'not set up'})"

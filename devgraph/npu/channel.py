@@ -118,8 +118,7 @@ class UpdateChannel:
         """Create the streams and start the thread. Idempotent."""
         if self._thread is not None:
             return
-        # Wait for updates before the update thread ends, because torch_npu later waits for the
-        # device.
+        # At exit, wait for replays while the update thread still runs: torch_npu waits later.
         atexit.register(_settle_at_exit, weakref.ref(self), identity.token)
         self.stream = self._namespace.SyncLaunchStream(self._index)
         self.rescue_stream = self._namespace.SyncLaunchStream(self._index)

@@ -125,7 +125,7 @@ class CaptureScheduler:
         self._options = step.options
         self._config = step.options.config
         self._name = step.options.name
-        # These settings of the lender determine the number of barriers in ``_run_largest``.
+        # These settings of the share= runner determine the number of barriers in ``_run_largest``.
         lent = share and {name: share.facts[name] for name in ("variants", "share")}
         self.facts: Mapping[str, Any] = {**facts, "share": lent}
         self._backend, self._pool = step.backend, step.pool
@@ -289,7 +289,7 @@ class CaptureScheduler:
         A rank whose outputs exist already must call ``barrier`` as often as the other ranks.
         """
         step = self._step
-        if self._share is not None:  # Outputs may use the buffers of the lender.
+        if self._share is not None:  # Outputs may use the buffers of the share= runner.
             self._share._run_largest(barrier)
         if step.outputs.buffers is not None:
             for _ in self._graphs.variants:

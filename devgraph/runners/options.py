@@ -157,8 +157,8 @@ class Options:
     with many sizes of which few occur at a time."""
     snapshot_limit: int = DEFAULT_LIMIT
     """Maximum bytes of copies from which ``capture`` restores bound tensors and the state of
-    requests. Larger tensors must not be written, which is checked with hashes before the first and
-    after the last capture of a call."""
+    requests. Padding must not write larger tensors, which is checked with hashes before the first
+    and after the last capture of a call."""
     gate_timeout: float | None = None
     """Seconds after which a closed gate makes a step invalid; None takes the environment variable
     DEVGRAPH_GATE_TIMEOUT, or 30."""
