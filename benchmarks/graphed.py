@@ -449,7 +449,7 @@ def table(report: dict[str, Any], contenders: list[str]) -> Iterator[str]:
         cells += [{True: "yes", False: "no"}.get(own.get("dropped"), "-"), f"{extra:+.2f} s"]
         yield f"| {name} | " + " | ".join(cells) + " |"
     if report["host"] is not None:
-        yield f"known key of four tensors: {report['host']:.1f} us of host time besides the replay"
+        yield f"known key of four tensors: {report['host']:.1f} us of host time without the replay"
     for name, row in report["shapes"].items():
         for contender, figures in row.items():
             if "error" in figures:

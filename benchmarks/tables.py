@@ -149,7 +149,7 @@ def economy(report: Any) -> Rows:
         yield Pair("first token, captures in the background", "s", *times, "without graphs")
     if isinstance(sleep := report.get("sleep"), dict):
         left = sleep["held_mib"] * (1 - sleep["share_0"])
-        yield Pair("graph memory left in a sleep", "MiB", left, sleep["held_mib"], "awake")
+        yield Pair("graph memory left during sleep", "MiB", left, sleep["held_mib"], "awake")
 
 
 def measured(report: Any, name: str, *ways: str) -> list[Any]:

@@ -229,7 +229,7 @@ SAMPLES: dict[str, tuple[Any, str, float]] = {
             "start": {"warmup 0": {"first": {"seconds": 2.0}}, "warmup 1": "ended with 1"},
             "sleep": {"held_mib": 100.0, "share_0": 0.75},
         },
-        "graph memory left in a sleep",
+        "graph memory left during sleep",
         0.25,
     ),
     "pace": (

@@ -38,7 +38,7 @@ from devgraph.cli.timing import Timing, median, seconds_per_call
 from devgraph.runners.report import format_bytes
 
 _BUSY = 1.25
-"""Ratio of the slowest to the fastest repeat on a busy machine."""
+"""Ratio of the slowest to the fastest repeat above which the machine counts as busy."""
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
 """Function that captures the step with another package; returns the replay, None if missing."""

@@ -14,7 +14,7 @@ from devgraph.api.marks.marks import region
 
 @region(host_args=("kv_len",), mutates=("out",))
 def attention(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, kv_len: int) -> None:
-    """Attend over the first ``kv_len`` rows of caches ``[batch, heads, rows, dim]``."""
+    """Compute attention over the first ``kv_len`` rows of caches ``[batch, heads, rows, dim]``."""
     scores = torch.matmul(query, keys[:, :, :kv_len].transpose(-1, -2))
     weights = torch.softmax(scores * query.shape[-1] ** -0.5, dim=-1)
     out.copy_(torch.matmul(weights, values[:, :, :kv_len]))

@@ -44,7 +44,7 @@ from devgraph.cli.tables import CommandError, print_json, print_table, say, time
 from devgraph.cli.timing import seconds_per_call
 from devgraph.runners.report import format_bytes
 
-# Distribution, purpose and installation.
+# Distribution, purpose and installation command of each package.
 _PACKAGES = (
     ("torch", "everything", "pip install torch (2.11 or newer)"),
     ("transformers", "generate: models and tokenizers", "pip install transformers sentencepiece"),

@@ -53,19 +53,17 @@ class Changes:
         owner: Any,
         name: str,
         *,
-        before: Callable[..., object] | None = None,
-        after: Callable[..., object] | None = None,
+        before: Callable[..., object] = lambda *_, **__: None,
+        after: Callable[..., object] = lambda *_, **__: None,
     ) -> None:
         """Call ``before`` and ``after`` around a method of ``owner``, with its arguments."""
 
         def wrap(method: Any) -> Any:
             @functools.wraps(method)
             def both(*args: Any, **kwargs: Any) -> Any:
-                if before is not None:
-                    before(*args, **kwargs)
+                before(*args, **kwargs)
                 result = method(*args, **kwargs)
-                if after is not None:
-                    after(*args, **kwargs)
+                after(*args, **kwargs)
                 return result
 
             return both

@@ -55,7 +55,7 @@ _POLICIES = ("full", "breakable", "disabled")
 
 @attrs.frozen
 class EngineMode:
-    """A mode configuration translated to SGLang: the keys of each phase."""
+    """A mode configuration as SGLang's options for each phase."""
 
     text: str
     phases: dict[str, dict[str, Any]]
@@ -116,7 +116,7 @@ def _resolved(arguments: Any) -> Any:
 
 
 def engine_mode(text: str, backend: str) -> EngineMode:
-    """Translate a mode configuration to SGLang. Unset keys keep SGLang's own options."""
+    """Translate a mode configuration into SGLang's options. Unset keys keep SGLang's own values."""
     config = DeviceGraphConfig.from_json(text).for_backend(backend)
     phases = {"decode": config.decode, "prefill": config.prefill}
     budgets = (value.executable_budget for value in phases.values())
@@ -192,7 +192,7 @@ def _change(changes: Changes, mode: str | None) -> None:
 
 
 def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> None:
-    """Call ``ours`` after a method of SGLang's memory saver if ``tag`` is that of graphs."""
+    """Call ``ours`` after a method of SGLang's memory saver if ``tag`` means graph memory."""
     if tag == importlib.import_module("sglang.srt.constants").GPU_MEMORY_TYPE_CUDA_GRAPH:
         ours(shared().memory)
 

@@ -361,7 +361,7 @@ class _Acceleration:
         return None, seat.decode(ids[:, -keep:], self._checker(), _WIDTHS)
 
     def _checker(self) -> DecodeRunner:
-        """Return the runner of steps that check several tokens of one request."""
+        """Return the runner for steps that check several tokens of one request."""
         if self._checking is None:
             phase = self.engine.config.decode
             # Requests use few of the widths, so capture lazily.

@@ -1,4 +1,4 @@
-"""A cache at fixed addresses, and attention functions on it that graphs can capture.
+"""A cache at fixed addresses, and attention functions on it for captures.
 
 Each layer has one tensor of keys ``[kv_heads, slots * max_len + 1, head_dim]`` and one of values.
 A request owns the rows of its slot. Therefore one number, ``slot * max_len + position``, addresses
@@ -133,8 +133,7 @@ class KVCache(Cache):  # type: ignore[misc]
         slots: number of request slots.
         max_len: rows of a slot.
         rows_first: lay memory out by rows instead of by heads, for a backend's own attention.
-        dtype: dtype of keys and values.
-        device: device of keys and values.
+        dtype, device: dtype and device of keys and values.
         answers: report a length to a model that asks for one, instead of raising an error. The
             probe has verified that the length does not change the results.
     """

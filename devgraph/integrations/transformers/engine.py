@@ -231,7 +231,7 @@ class Engine:
         self.decode = self.make_decode(decode, max_requests=max_requests, share=shared)
         self.runners: list[Runner] = [self.prefill, self.decode]
         self.several: DecodeRunner | None = None
-        """Runner of launches of several decode steps."""
+        """Runner for launches of several decode steps."""
         if self.steps_per_launch != 1:
             self.several = self.make_decode(
                 decode,
@@ -243,7 +243,7 @@ class Engine:
             self.runners.append(self.several)
 
     def make_decode(self, config: PhaseConfig, steps: int = 1, **options: Any) -> DecodeRunner:
-        """Return a runner of decode steps, or of launches of several steps that return tokens only.
+        """Return a runner for decode steps, or for launches of several steps that return tokens.
 
         The caller must append the runner to ``runners``, so that the engine closes and suspends it.
         """

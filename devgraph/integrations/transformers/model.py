@@ -348,7 +348,7 @@ class CausalModel:
         return {"logits": logits, "tokens": logits.argmax(-1)}
 
     def loop(self, steps: int, ends: Iterable[int]) -> Loop:
-        """Return the loop of a launch of several greedy decode steps.
+        """Return the loop for a launch of several greedy decode steps.
 
         A request stops at a token of ``ends``, or after ``left`` tokens.
         """

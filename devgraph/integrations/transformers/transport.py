@@ -42,13 +42,7 @@ class Transport:
     """Base class of transports, with headers in the store of a process group.
 
     A thread of each transport answers the messages of other ranks. Subclasses move the tensors.
-
-    Args:
-        group: the process group; None is the default group. Its store must be a TCPStore.
-        timeout_s: seconds to wait for another rank.
-
-    Raises:
-        InputError: the store of the group has no queues.
+    Arguments are those of ``TorchTransport``.
     """
 
     def __init__(self, group: Any, timeout_s: float) -> None:

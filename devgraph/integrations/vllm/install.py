@@ -51,7 +51,7 @@ _SEEN = "_devgraph_mode"
 
 @attrs.frozen(kw_only=True)
 class EngineMode:
-    """A mode configuration translated to vLLM."""
+    """A mode configuration as vLLM's graph mode."""
 
     name: str
     """Name of a member of vLLM's ``CUDAGraphMode``."""
@@ -88,7 +88,7 @@ class EngineMode:
 
 
 def engine_mode(text: str, backend: str | None = None) -> EngineMode:
-    """Translate a mode configuration to vLLM."""
+    """Translate a mode configuration into vLLM's graph mode."""
     config = DeviceGraphConfig.from_json(text)
     if backend is not None:
         config = config.for_backend(backend)

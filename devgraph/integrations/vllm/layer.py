@@ -25,7 +25,7 @@ _NEVER = 2**31 - 1
 
 
 class Round:
-    """A round of captures, on either runner, with fewer warm-up runs than in vLLM.
+    """A round of captures on the V1 or V2 runner, with fewer warm-up runs than in vLLM.
 
     vLLM runs each step once before its capture, but most sizes share the work of a first run:
     compiled code, loaded modules, workspaces. Therefore a round runs only the first step of each

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Graphs:
-    """The common base of both wrapper classes: vLLM's protocol over captured steps.
+    """The common base of both wrapper classes, which implements vLLM's protocol.
 
     A call works as follows.
 
