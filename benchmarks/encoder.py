@@ -114,7 +114,7 @@ class PackedVision:
 
 def siglip(shape: Mapping[str, Any]) -> Any:
     """Return a ``SiglipVisionModel`` of ``shape`` with random weights, on the host."""
-    importlib.import_module("devgraph.integrations.transformers")  # Its error has install hints.
+    importlib.import_module("devgraph.integrations.transformers")  # Fails with an install hint.
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
     torch.manual_seed(0)

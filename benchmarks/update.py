@@ -10,8 +10,8 @@ full+update  dg.capture(policy="full") with a recording for every length
 
 Host time is the time of a call on an idle device. Wall time is the time per call of consecutive
 calls. Results are medians. Contenders alternate, and ratios to meta are medians over turns, because
-a shared host may be slower for seconds. Every length of every contender must equal eager bit for
-bit. The benchmark needs a CUDA device.
+a shared host may be slow for a few seconds. Every length of every contender must equal eager bit
+for bit. The benchmark needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -300,9 +300,9 @@ def resident_bytes() -> int:
 class FirstUses:
     """Host times of new lengths, of updates without an executable, and of creating an executable.
 
-    Call ``take`` several times between other measurements, because a shared host may be half as
-    fast for seconds. The eager step, which ``take`` also times, shows the speed of the host.
-    ``result`` needs 40 lengths.
+    Call ``take`` several times between other measurements, because a shared host may be slow for a
+    few seconds. The eager step, which ``take`` also times, shows the speed of the host. ``result``
+    needs 40 lengths.
     """
 
     def __init__(self, model: Model, backend: str = "cuda") -> None:

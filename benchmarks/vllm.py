@@ -446,8 +446,8 @@ class Subject:
     def pace(self) -> dict[str, float]:
         """Return the device time of a forward of 8 requests in three states of the process.
 
-        The states are: as it is, after launches on side streams, and after the recovery of the pace
-        of every stream.
+        The process is measured unchanged, after launches on side streams, and after the recovery of
+        the pace of every stream.
         """
         import devgraph as dg
 

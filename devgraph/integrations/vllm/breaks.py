@@ -56,7 +56,7 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
 def _region(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``body`` as a region that runs on unwritten inputs during a capture.
 
-    vLLM's own breaks do so too. To write the inputs, each segment would have to run at capture.
+    vLLM's own breaks also read unwritten inputs. To write them, each segment would have to run.
     """
     return region(capture_stub=body)(body)
 
