@@ -59,7 +59,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
     Raises:
         InputError: a shape or dtype cannot be allocated (a ValueError).
-        InputTypeError: ``specs`` has another type.
+        InputTypeError: ``specs`` has a wrong type.
         ResourceError: the device does not have enough memory.
     """
 
@@ -165,7 +165,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._guard = Guard([Bound(named, self._trees)])
 
     def check(self) -> None:
-        """Raise StateError if a bound tensor was moved, replaced or given another layout."""
+        """Raise StateError if a bound tensor was moved, replaced or given a new layout."""
         if self.bound and not self._guard.same():
             self._guard.settle()
 
@@ -242,7 +242,7 @@ class Bound:
         yield from (("{}({}, {}, {})", (_returns, *source[1:])) for source in self._sources)
 
     def check(self) -> None:
-        """Raise StateError if a tensor was moved, replaced or given another layout."""
+        """Raise StateError if a tensor was moved, replaced or given a new layout."""
         tensors = self.tensors
         if tensors:
             alike = self._alike.get(torch.is_inference_mode_enabled())
@@ -259,8 +259,8 @@ class Bound:
         for name, *source in self._sources:
             if not _returns(*source):
                 raise StateError(
-                    f"bound {name!r} returns other tensors than at capture, but the graph uses the "
-                    f"old tensors. Write new data into them with copy_(), or {AGAIN}."
+                    f"bound {name!r} returns different tensors than at capture, but the graph uses "
+                    f"the old tensors. Write new data into those with copy_(), or {AGAIN}."
                 )
 
     def _require_same(self, entries: Iterable[Entry]) -> None:
@@ -293,7 +293,7 @@ class Bound:
         for what, tensor, look in self._known:
             if _look(tensor) != look:
                 raise StateError(
-                    f"{what} has moved or has another layout: it was {_text(*look)} and is "
+                    f"{what} has moved or has a new layout: it was {_text(*look)} and is "
                     f"{_text(*_look(tensor))}. Graphs use the old memory and layout: write new "
                     f"data with copy_(), undo the in-place change (t_(), resize_(), ...), or "
                     f"capture again."

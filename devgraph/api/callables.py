@@ -257,7 +257,7 @@ class Graphed:
     ) -> None:
         """Keep the entry, so that later calls are recognised without computing a key."""
         others = [other for other in self._recent if other is not entry]
-        if entry.repeat is None or len(others) < len(self._recent):  # another setting of torch
+        if entry.repeat is None or len(others) < len(self._recent):  # torch settings changed
             is_known = not self._host_names
             entry.repeat = (
                 self._repeat_of(entry, args, kwargs, needs_gradient, settings) if is_known else None
@@ -872,7 +872,8 @@ def graphed(
             key overwrites the outputs.
 
     Raises:
-        InputError: an argument is out of range. InputTypeError: an argument has a wrong type.
+        InputError: an argument is out of range.
+        InputTypeError: an argument has a wrong type.
     """
     registration(policy)  # refuses an unknown name
     options = _Options(

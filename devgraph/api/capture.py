@@ -127,7 +127,7 @@ class Captured:
             HostArgumentError: host arguments are missing, unknown or of a wrong type (a TypeError).
             InputError: new data does not match the bound arguments. No tensor was changed.
             StateError: the capture is closed or belongs to another process, a bound tensor has
-                moved, was replaced or has another layout, or other state differs from the capture
+                moved, was replaced or has a new layout, or other state differs from the capture
                 and cannot be captured again; see ``recaptures`` of ``capture``.
             NestedCaptureError: the call is inside a capture.
         """

@@ -256,7 +256,7 @@ class DeviceGraph(abc.ABC):
             HostArgumentError: a name is unknown, or a type differs from the capture's (a
                 TypeError).
             UpdateUnsupportedError: a value changed, and the backend cannot update.
-            UpdateTopologyError: the new values need other nodes; the graph is unchanged.
+            UpdateTopologyError: the new values need different nodes; the graph is unchanged.
         """
         self._require("update", GraphState.READY)
         self._refuse_in_capture("update")

@@ -131,7 +131,7 @@ class NamedState:
             raise StateError(_stale(f"{path} no longer has its captured memory"))
         for entry, content in self._contents:
             if content_of(entry.value) != content:
-                _refuse(entry, f"has other contents than at capture ({brief(entry.value)})")
+                _refuse(entry, f"has different contents than at capture ({brief(entry.value)})")
         for entry, seed in self._seeds:
             if (now := entry.value.initial_seed()) != seed:
                 _refuse(entry, f"has the initial seed {now} and had {seed} at capture")

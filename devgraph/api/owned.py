@@ -610,7 +610,7 @@ class Weights:
                 self._refuse(repr(f"{path}.{key}" if path else key))
         for table, children in self._children:
             if dict(table.items()) != children:
-                raise StateError(f"a module of the step has other submodules than at capture{_OLD}")
+                raise StateError(f"a submodule of the step was assigned or deleted{_OLD}")
         forwards = [(kind, getattr(kind, "forward", None)) for kind, _ in self._forwards]
         if [*map(_kind_of, self.modules)] != self._kinds or forwards != self._forwards:
             raise StateError(
@@ -658,8 +658,8 @@ _OLD = (
 )
 
 _OTHER_HOOKS = (
-    "a module of the step has other forward hooks than at capture, but the graph contains the work "
-    "of the old hooks. Capture again."
+    "a module of the step has different forward hooks than at capture, but the graph contains the "
+    "work of the old hooks. Capture again."
 )
 
 _assignments = [0]

@@ -86,7 +86,7 @@ class Case:
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """A tensor that differs between replay and eager, or another fault of a case."""
+    """A difference between a replay and eager, or another fault of a case."""
 
     case: int
     host_args: Mapping[str, Any]
@@ -225,8 +225,8 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         return all(map(has, wrong)) and not all(map(has, right))
 
     causes = {
-        f"replaced weight or cache: {', '.join(report.replaced)} has other memory than at capture, "
-        "but graphs use the old memory": report.replaced,
+        f"replaced weight or cache: {', '.join(report.replaced)} has different memory than at "
+        "capture, but graphs use the old memory": report.replaced,
         "only the first replay of a case differs, not a second replay from the same state: the "
         "step reads memory before it is written, or leaves work on a side stream that is not "
         "joined": not any(failure.lasting for failure in failures),

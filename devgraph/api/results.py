@@ -124,8 +124,8 @@ class Outputs:
     def filled(self, outputs: Any) -> Any:
         """Move the outputs of a capture, as its last work, and return them at their new addresses.
 
-        Outputs outside of the pool's memory, and outputs with another layout than in the warm-up
-        run, stay in place. Later calls return ``outputs`` unchanged.
+        Outputs outside of the pool's memory, and outputs with a different layout than in warm-up,
+        stay in place. Later calls return ``outputs`` unchanged.
         """
         refuse_host_values(outputs)
         warm_up, self._warm_up, self._before = self._warm_up, None, []

@@ -214,7 +214,7 @@ def test_bound_tensor_of_another_layout_is_refused_until_it_is_back(kit: Kit, po
     x = kit.tensor(2, 3)
     captured = kit.capture(lambda x: x * 2, x, policy=policy)
     x.t_()
-    with pytest.raises(dg.StateError, match="another layout"):
+    with pytest.raises(dg.StateError, match="a new layout"):
         captured.replay()
     x.t_()
     kit.check(captured, lambda x: x * 2, x)
@@ -324,7 +324,7 @@ def test_bound_tensor_of_another_dtype_at_its_address_is_refused():
         captured.replay()
         x.data = x.view(torch.int32)
         with pytest.raises(
-            dg.StateError, match=r"another layout: it was .*float32 .* is .* of torch.i"
+            dg.StateError, match=r"a new layout: it was .*float32 .* is .* of torch.i"
         ):
             captured.replay()
 

@@ -480,7 +480,7 @@ def test_new_hook_of_an_inner_module_is_noticed(kit: Kit, cap: Cap, where: str) 
     hook = lambda *_: _[-1] * 3  # noqa: E731
     handle = inner.register_forward_hook(hook) if where == "inner" else register(hook)
     try:
-        with pytest.raises(dg.StateError, match="has other forward hooks"):
+        with pytest.raises(dg.StateError, match="has different forward hooks"):
             captured.replay()
     finally:
         handle.remove()

@@ -119,7 +119,7 @@ def test_state_that_the_caller_gave_is_refused(cap: Any) -> None:
         captured.replay()
     tensors.pop()
     state["cache"] = torch.zeros(3)
-    with pytest.raises(dg.StateError, match="bound 'cache' returns other tensors"):
+    with pytest.raises(dg.StateError, match="bound 'cache' returns different tensors"):
         captured.replay()
 
 

@@ -205,7 +205,7 @@ class MarkedCall:
         memory: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
         """Run the body for the first time and return the results for the caller."""
-        # A stub may return other memory than the function, so only the function is checked.
+        # A stub may return different memory than the function, so only the function is checked.
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
         result = (body or self.mark.fn)(*args, **kwargs, **host)
@@ -345,7 +345,7 @@ class MarkedCall:
         if sharing != self._sharing:
             raise RegionError(
                 f"{self.mark.name} returned tensors that share memory with each other, or with an "
-                f"argument, in another way than at capture. Later code reads fixed addresses: "
+                f"argument, differently than at capture. Later code reads fixed addresses: "
                 f"return a clone() where tensors share memory for some values only."
             )
         for leaf, known in zip(leaves, self._known, strict=True):

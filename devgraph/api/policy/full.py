@@ -154,7 +154,7 @@ class FullPlan:
             raise refusal
 
     def _copy(self, host: HostKwargs) -> DeviceGraph | None:
-        """Capture the whole callable for a key with other nodes; return None on failure."""
+        """Capture the whole callable for a key with different nodes; return None on failure."""
         job, started = self._job, time.perf_counter()
         graph = job.make_graph()
         scope = GraphScope(graph, host=host)

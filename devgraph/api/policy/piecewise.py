@@ -93,7 +93,7 @@ def _described(
 ) -> Any:
     """Return the fake results of a marked function for fake arguments."""
     if mark.fake is None and mark.mutates:
-        return None  # the usual result of a region; the check refuses others
+        return None  # the usual result of a region; the eager check refuses other results
     claim = mark.fn if mark.fake is None else mark.fake
     try:
         with autocast_uncached(), _sizes_unnamed(), _Closed() as closed:
@@ -614,7 +614,7 @@ class _CompiledStep:
                 raise  # from the work of the step, not from its compilation
             failure = error
         if failure is not None:
-            # An eager run may raise the step's own exception, or name the line of a host read.
+            # An eager run may raise the step's own exception, or report the line of a host read.
             self._check()
             _raise_explained(failure, self._compiler.name)
         self.job.warmed_up()
@@ -638,8 +638,8 @@ class _CompiledStep:
         for name, line in asked.items():
             raise FrozenValueError(
                 f"policy 'piecewise' traces the step with a tensor for host argument {name!r}, "
-                f"so isinstance() sees another type, at {line}, and the graph would contain the "
-                f"wrong branch. Move the line into a function marked "
+                f"so isinstance() sees a different type, at {line}, and the graph would contain "
+                f"the wrong branch. Move the line into a function marked "
                 f"@dg.region(host_args=({name!r},)), or choose the branch before the step."
             )
         job.warmed_up()

@@ -151,8 +151,8 @@ class RegionPattern:
     def _refuse_shape(self, number: int, span: Sequence[int]) -> NoReturn:
         region = self.regions[number]
         raise UpdateTopologyError(
-            f"region {region.name} (number {number}) needs other kinds of nodes or another "
-            f"order for these host arguments than at capture "
+            f"region {region.name} (number {number}) needs different kinds of nodes or a "
+            f"different order for these host arguments than at capture "
             f"({', '.join(map(self._runtime.kind, span))}, was "
             f"{', '.join(node.kind for node in region.nodes)})."
         )
