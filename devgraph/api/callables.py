@@ -176,7 +176,7 @@ class Graphed:
 
     @property
     def _fn(self) -> Callable[..., Any]:
-        """The function; of a graphed module the present ``forward`` of its class."""
+        """The function. For a graphed module, the current ``forward`` of its class."""
         module = self._module
         if module is not None and self._is_method and vars(module).get("forward") is self:
             return types.MethodType(type(module).forward, module)

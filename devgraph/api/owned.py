@@ -610,7 +610,7 @@ class Weights:
                 self._refuse(repr(f"{path}.{key}" if path else key))
         for table, children in self._children:
             if dict(table.items()) != children:
-                raise StateError(f"a submodule of the step was assigned or deleted{_OLD}")
+                raise StateError(f"a submodule of the step was added, replaced or removed{_OLD}")
         forwards = [(kind, getattr(kind, "forward", None)) for kind, _ in self._forwards]
         if [*map(_kind_of, self.modules)] != self._kinds or forwards != self._forwards:
             raise StateError(
