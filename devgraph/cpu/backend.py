@@ -15,10 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.backend import Backend, own_pool
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.errors import (
-    CaptureError,
-    ResourceError,
-)
+from devgraph.api.errors import CaptureError, ResourceError
 from devgraph.api.executable import Call, EvictableExecutable, Executable, Recording
 from devgraph.api.gates import GateChannel, Gates, HostGates
 from devgraph.api.graph import DeviceGraph
@@ -176,10 +173,7 @@ class CpuGraph(DeviceGraph):
         keyed = {value for value in pytree.tree_leaves(list(host.values())) if type(value) is int}
         bound = {*self._touched, *keyed, *(t.untyped_storage().data_ptr() for t in tensors)}
         recorder = Recorder(
-            self.pool.regions,
-            others=(self.pool.blocks,),
-            knowledge=self._knowledge,
-            bound=bound,
+            self.pool.regions, others=(self.pool.blocks,), knowledge=self._knowledge, bound=bound
         )
         changes: dict[Span, tuple[Entry, ...]] = {}
         with recorder:

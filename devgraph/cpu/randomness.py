@@ -186,7 +186,7 @@ class Randomness:
         """Generators that had drawn numbers before, so that no seed gives their state."""
         self._stand_ins: dict[int, _StandIn] = {}
         self._clones: dict[int, int] = {}
-        """The addresses of clones by those of their stand-ins."""
+        """Address of each clone, by the address of its stand-in."""
         self._has_claim = _claimed()
         if self._has_claim:
             known = (torch.default_generator, *known)
@@ -238,7 +238,7 @@ class Randomness:
         return seeded
 
     def _position_of(self, state: torch.Tensor) -> Position | None:
-        """Return the position of a known generator at which it had ``state``, if any."""
+        """Return the position of a known generator with this ``state``, or None."""
         every = (p for sequence in self._sequences.values() for p in sequence.positions)
         return next((p for p in every if torch.equal(p.state, state)), None)
 
@@ -250,7 +250,7 @@ class Randomness:
         stand_in.set_state(state)
         origin.is_needed = True
         if any(sequence.now is origin for sequence in self._sequences.values()):
-            self._record(SAVED, origin.save)  # No draw has left the position yet.
+            self._record(SAVED, origin.save)  # No recorded draw saves this position.
         self._record("a restored random state", lambda: origin.restore(stand_in))
         self._sequences[_address(stand_in)] = Sequence(stand_in, self._record)
         self._clones[_address(stand_in)] = _address(generator)
@@ -264,7 +264,7 @@ class Randomness:
             return run
         call = sequence.draw(run)
         clone = self._objects.get(self._clones.get(_address(generator), 0))
-        if clone is not None:  # Its own clones must show how far it is.
+        if clone is not None:  # Clones of the clone must continue from its current state.
             clone.set_state(sequence.now.state)
             self._stand_ins[_address(clone)] = _StandIn(generator, sequence.now.state)
         return call

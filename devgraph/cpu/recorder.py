@@ -284,8 +284,6 @@ class Recorder:
         finally:
             self._mark = mark
 
-    # Callbacks of the modes.
-
     def _call_function(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -345,8 +343,6 @@ class Recorder:
                 f"not repeat that. Do that work in the thread of the step, or in a function "
                 f"marked @dg.no_graph under policy='breakable'"
             )
-
-    # One method for each kind of operation.
 
     def _run_now(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plan.func(*args, **kwargs)
@@ -495,8 +491,6 @@ class Recorder:
             return outs
         given = [plan.argument(p, args, kwargs) for p in plan.returns if p is not None]
         return tuple(given) if len(given) > 1 else next(iter(given), None)
-
-    # Helpers.
 
     def _op(self, name: str) -> Op:
         return Op(name=name, line=user_line())

@@ -197,8 +197,6 @@ class UpdateChannel:
             time.sleep(0.0001)
         return watched
 
-    # The thread.
-
     def _run(self) -> None:
         try:
             self._namespace.set_device(self._index)

@@ -18,7 +18,7 @@ UNJOINED = 107025
 """The capture contains a stream that was not joined to the original one."""
 
 HOST_READS = frozenset({107027, 107030})
-"""A captured stream was synchronized, or a call that no capture allows was made."""
+"""A synchronization with a captured stream, or another call that a capture forbids."""
 
 STICKY = frozenset(
     {

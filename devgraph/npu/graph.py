@@ -98,8 +98,6 @@ class NpuGraph(TorchGraph):
 
         return ordered
 
-    # Capture.
-
     def _end(self) -> Executable:
         executable = super()._end()
         self._nodes = self.backend.count_nodes(self._native)
@@ -155,8 +153,6 @@ class NpuGraph(TorchGraph):
         handle = self.backend.namespace.graph_task_group_end(stream)
         assert self._regions is not None
         self._regions.groups.append(Group(call, call.note, handle))
-
-    # Updates.
 
     def _own_recording(self) -> _Recording:
         return _Recording(self._host)
@@ -249,8 +245,6 @@ class NpuGraph(TorchGraph):
                 self.require_ready()
             self._told = True
             raise regions.failure
-
-    # Size and end.
 
     def _size(self) -> tuple[int | None, int]:
         return self._nodes, 0

@@ -117,8 +117,6 @@ class RocmBackend(NodeBackend):
             )
         return details
 
-    # Streams.
-
     def _make_current_stream_id(self) -> Callable[[], int]:
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
 

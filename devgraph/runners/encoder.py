@@ -231,11 +231,7 @@ class EncoderRunner(Runner):
             rows = {n: self._joined([data[i][1][n] for i in pack]) for n in self._item_slots}
             inputs = {**rows, **_layout(lengths)}
         return super().run(
-            inputs,
-            host_args=host_args,
-            variant=options,
-            decision=decision,
-            clone=True,
+            inputs, host_args=host_args, variant=options, decision=decision, clone=True
         )
 
     def _joined(self, rows: list[torch.Tensor]) -> torch.Tensor:

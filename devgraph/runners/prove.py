@@ -306,8 +306,6 @@ class _CaseRun:
             for where, message in sized
         ]
 
-    # Runs.
-
     def _eager(self, change: Callable[[], None] = lambda: None) -> NamedTensors:
         """Run the step on the padded batch, after ``change`` has modified the batch."""
         self._load()
@@ -364,8 +362,6 @@ class _CaseRun:
             )
         self._proof.notes[_COLLISION] = None
 
-    # Comparisons.
-
     def _on_padded_batch(
         self, shared: Rows, scratch: Rows
     ) -> tuple[RunResult, RunResult, list[Failure]]:
@@ -414,8 +410,6 @@ class _CaseRun:
             RunResult(outputs=got.outputs, state=graphs),
             lambda name: self._proof.terms.near,
         )
-
-    # Padding that writes state.
 
     def _integers(self) -> Iterator[tuple[InputSlot, list[int]]]:
         """Yield each integer slot with its real values."""
@@ -492,12 +486,7 @@ class _CaseRun:
             yield from ((name, row, slots) for row, slots in by_row.items())
 
     def _culprit(
-        self,
-        name: str,
-        row: int,
-        slots: Sequence[InputSlot],
-        want: RunResult,
-        alone: RunResult,
+        self, name: str, row: int, slots: Sequence[InputSlot], want: RunResult, alone: RunResult
     ) -> str | None:
         """Return the slot whose padding writes ``row`` of the state ``name``, or None.
 
@@ -556,9 +545,7 @@ def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     return (one != other).view(*now.shape, now.element_size()).any(-1)
 
 
-def _last_inputs(
-    step: Step,
-) -> Callable[[Size, torch.Generator], dict[str, torch.Tensor]]:
+def _last_inputs(step: Step) -> Callable[[Size, torch.Generator], dict[str, torch.Tensor]]:
     """Return a callable that makes inputs of a batch from the integers of the last replay.
 
     Whole requests are permuted, so the values of one request stay together.

@@ -170,10 +170,7 @@ class Runner:
     # Decisions.
 
     def can_run(
-        self,
-        requests: int,
-        tokens: int | None = None,
-        variant: Mapping[str, Any] | None = None,
+        self, requests: int, tokens: int | None = None, variant: Mapping[str, Any] | None = None
     ) -> Decision:
         """Return the decision that ``run`` would make for a batch of this size, without running it.
 

@@ -114,8 +114,6 @@ class _Plugin:
         self._report: str | None = config.getoption("--devgraph-report")
         self._skip_undeclared = bool(config.getoption("--devgraph-skip-undeclared"))
 
-    # The backend.
-
     def backend(self, name: str) -> Backend:
         """Return the backend ``name``; the first call binds it to the device of this worker."""
         from devgraph.api.registry import get_backend
@@ -164,8 +162,6 @@ class _Plugin:
             f"does not declare: {', '.join(lacks) or '(nothing)'}",
         ]
 
-    # Collection and skips.
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
         if not self.name.isidentifier():
@@ -198,8 +194,6 @@ class _Plugin:
 
     def _lacks(self, item: pytest.Item, missing: Sequence[str]) -> str:
         return f"backend {self.name_for(item)!r} does not declare {', '.join(missing)}"
-
-    # Outcomes.
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

@@ -50,8 +50,6 @@ class Kit:
         self.backend = backend
         self.device = backend.device
 
-    # Data.
-
     def tensor(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
         """Return a tensor of reproducible noise."""
         out = torch.empty(shape, dtype=dtype, device=self.device)
@@ -68,8 +66,6 @@ class Kit:
         else:
             noise = torch.randint(97, tensor.shape, generator=generator)
         tensor.copy_(noise)
-
-    # Captures.
 
     def record(
         self,
@@ -133,8 +129,6 @@ class Kit:
         """Wait for the device, then fail unless the tensors are equal bit for bit."""
         self.backend.synchronize()
         same(got, want, what)
-
-    # Host arguments, memory and streams.
 
     def usable(self, policy: str, values: Sequence[Any]) -> Sequence[Any]:
         """Return the ``values`` that replays may use, of which the first is that of the capture.
