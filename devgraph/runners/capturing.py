@@ -356,7 +356,7 @@ class CaptureScheduler:
             error.__traceback__ = None  # Its frames keep the memory of the capture alive.
         except BaseException as error:
             # Some code synchronizes with the device in its first run, to tune or initialize, which
-            # a capture forbids. Warm-up runs avoid that, but not a refusal by devgraph.
+            # a capture forbids. Warm-up runs help, unless devgraph itself refused the step.
             is_refusal = isinstance(error, DeviceGraphError) and not isinstance(error, CaptureError)
             if runs >= _RETRY_RUNS or is_refusal or not isinstance(error, Exception):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
