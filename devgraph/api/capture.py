@@ -185,7 +185,7 @@ class Captured:
         self._recaptures += 1
         owned = job.owned.renewed()
         outputs = Outputs(self.pool, (t for _, t in owned.tensors), job.outputs, self.outputs)
-        job = attrs.evolve(job, owned=owned, outputs=outputs, phases={})
+        job = attrs.evolve(job, owned=owned, outputs=outputs, phases={}, again=True)
         with self.settings.restored():
             plan, seconds = _planned(job, self.policy, self.gates, weights=True)
         self._plan.close()

@@ -5,6 +5,7 @@ These tests use the backend that is chosen with ``--devgraph-backend``.
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import itertools
@@ -251,6 +252,16 @@ def test_result_whose_class_the_tracer_drops_is_refused() -> None:
         dg.CaptureError, match="returns a _Doubled, but compiled by torch.compile it"
     ):
         dg.capture(lambda x: torch.relu(x) + 1, x, backend="cpu", policy="piecewise")
+
+
+def test_recapture_does_not_use_code_of_the_state_before() -> None:
+    high: dict[str, float] = {}
+    scales = collections.ChainMap(high, {"a": 2.0})
+    x = torch.randn(3)
+    captured = dg.capture(lambda x: x * scales["a"], x, backend="cpu", policy="piecewise")
+    high["a"] = 3.0
+    with pytest.warns(dg.DeviceGraphWarning, match="captured the step again"):
+        assert torch.equal(captured.replay(), x * 3)
 
 
 def test_capture_leaves_the_input_as_it_was(bench, step):

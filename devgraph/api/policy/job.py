@@ -90,6 +90,8 @@ class Job:
     """Maximum bytes of copies of the state."""
     recaptures: int
     """Maximum number of new captures in replays because of changed state."""
+    again: bool = False
+    """Whether this is such a new capture."""
     phases: dict[str, float] = attrs.field(factory=dict)
     """Seconds of each phase, filled during the capture."""
 

@@ -732,6 +732,8 @@ class _Piecewise(Policy):
                 f"{', '.join(capabilities.compilers)}"
             )
         key = name, type(job.backend), _hooks_of(job.fn)
+        if job.again:  # The tracer does not guard all state, such as that of a ChainMap.
+            self._compilers.pop(key, None)
         return self._compilers.setdefault(key, _Compiler(name))
 
 
