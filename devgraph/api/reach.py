@@ -18,7 +18,7 @@ import types
 import warnings
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -483,19 +483,30 @@ def _write(holder: Any, key: Any, value: Any) -> None:
         object.__setattr__(holder, key, value)  # also of a frozen class
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes that ``code`` and nested code use."""
-    inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+def _with_nested(
+    find: Callable[[types.CodeType], Iterable[Any]],
+) -> Callable[[types.CodeType], frozenset[str]]:
+    """Return ``find`` for code with its nested code, restricted to strings and cached."""
+
+    @functools.lru_cache(maxsize=1 << 14)
+    def found(code: types.CodeType) -> frozenset[str]:
+        own = (name for name in find(code) if isinstance(name, str))
+        inner = (found(const) for const in code.co_consts if isinstance(const, types.CodeType))
+        return frozenset(own).union(*inner)
+
+    return found
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals, not of attributes, that ``code`` and nested code use."""
-    inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
-    return frozenset(own).union(*inner)
+@_with_nested
+def names_in(code: types.CodeType) -> Iterable[str]:
+    """Return the names of globals and attributes that ``code`` uses."""
+    return code.co_names
+
+
+@_with_nested
+def globals_in(code: types.CodeType) -> Iterable[str]:
+    """Return the names of globals, not of attributes, that ``code`` uses."""
+    return (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
 
 
 _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"}
@@ -532,15 +543,19 @@ class Named:
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
         self.iterated: set[str] = set()
+        self._indexed: set[str] = set()
+        self._texts: set[str] = set()
+        """String values that the step reads, which may be keys (``ACTIVATIONS[config.act]``)."""
         self._beginnings: tuple[str, ...] = ()
         count = -1
-        while count < len(self.names):  # a name can lead to a function with more names
-            count = len(self.names)
+        while count < len(self.names) + len(self._texts):  # a name can lead to more names
+            count = len(self.names) + len(self._texts)
             self.places: list[Entry] = []
             self.spaces: list[dict[Any, Any]] = []
             self.inner = set[tuple[int, Any]]()
             self.whole: list[dict[Any, Any]] = []
             self.modules: list[torch.nn.Module] = []
+            self._computed: list[Entry] = []  # searched last, within the limit
             self._walk(deque(roots))
 
     def _walk(self, todo: deque[tuple[str, Any]]) -> None:
@@ -548,11 +563,16 @@ class Named:
         places = set[tuple[int, Any]]()
         children = deque[tuple[str, Any]]()
         is_first = True
-        while (todo or children) and len(seen) < _MOST_NAMED:
+        while (todo or children or self._computed) and len(seen) < _MOST_NAMED:
             is_first = is_first and bool(todo)
-            path, value = (todo or children).popleft()
-            if id(value) in seen:
-                continue
+            if not (todo or children):
+                value, entries = None, iter(self._computed)
+                self._computed = []
+            else:
+                path, value = (todo or children).popleft()
+                if id(value) in seen:
+                    continue
+                entries = self._below(path, value)
             seen.add(id(value))
             is_open = isinstance(value, torch.nn.Module) or has_state(value)
             space = getattr(value, "__dict__", None) if is_open else value
@@ -560,7 +580,7 @@ class Named:
                 self.spaces.append(space)
                 if not is_first:
                     self.inner.add((id(space), None))
-            for entry in self._below(path, value):
+            for entry in entries:
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
                 if isinstance(entry.value, types.ModuleType) and not _is_users(entry.value):
                     continue
@@ -571,6 +591,8 @@ class Named:
                     if not is_first:
                         self.inner.add(place)
                 if is_leaf:
+                    if isinstance(entry.value, str) and not str(entry.key).startswith("__"):
+                        self._texts.add(entry.value)
                     continue
                 is_child = isinstance(entry.value, torch.nn.Module) and isinstance(value, _MODULES)
                 if is_first and not is_child and isinstance(entry.value, torch.nn.Module):
@@ -616,6 +638,8 @@ class Named:
             for name, child in value._modules.items():
                 yield Entry(f"{path}.{name}", None, None, child)
         is_whole = is_function or self._reads_all(path, value)
+        takes_texts = isinstance(value, dict) or "getattr" in self.names
+        is_indexed = isinstance(value, dict) and path.rpartition(".")[2] in self._indexed
         for entry in _members(path, value, False):
             if isinstance(entry.value, type) and entry.holder is None and not is_function:
                 implicit = () if id(value) in self._receivers else _IMPLICIT
@@ -626,6 +650,8 @@ class Named:
                 or (is_whole and not (is_function and entry.holder is vars(value)))
             ):
                 yield entry
+            elif is_indexed or (takes_texts and entry.key in self._texts):
+                self._computed.append(entry)
 
     def is_named(self, entry: Entry) -> bool:
         """Whether the step uses the attribute or the key of an entry by name."""
@@ -648,7 +674,13 @@ class Named:
 
     def _of_class(self, kind: type, implicit: Iterable[str] = ()) -> Iterator[Entry]:
         """Yield the named attributes and methods of a class of the user and of its bases."""
-        wanted, holders = self.names.union(implicit), dict[tuple[str, str], type]()
+        named = self.names.union(implicit)
+        if "getattr" in self.names:
+            self._computed += self._members_of(kind, self._texts - named, self._texts)
+        return self._members_of(kind, named, self._read)
+
+    def _members_of(self, kind: type, wanted: Set[str], read: Set[str]) -> Iterator[Entry]:
+        holders = dict[tuple[str, str], type]()
         for base in reversed(kind.__mro__):
             which = base.__qualname__ if "super" in self.names else ""
             if not is_machinery_module(base.__module__):
@@ -660,7 +692,7 @@ class Named:
             if isinstance(function, types.FunctionType) and function is not member:
                 yield Entry(path, None, None, function)
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
-            if not is_leaf or name in self._read:
+            if not is_leaf or name in read:
                 yield Entry(path, base, name, member)
 
     def _use(self, function: Any) -> None:
@@ -669,6 +701,7 @@ class Named:
             self.names |= names_in(code) | _strings_in(code)
             self._read |= _read_in(code) | _strings_in(code)
             self.iterated |= _iterated_in(code)
+            self._indexed |= _indexed_in(code)
             if "getattr" in names_in(code):  # getattr(x, f"s{i}")
                 self._beginnings += tuple(filter(str.isidentifier, _strings_in(code)))
 
@@ -691,24 +724,21 @@ def _environment(code: types.CodeType) -> Iterator[Entry]:
                 yield Entry(f"os.environ[{name!r}]", os.environ, name, value)
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _read_in(code: types.CodeType) -> frozenset[str]:
+@_with_nested
+def _read_in(code: types.CodeType) -> Iterable[str]:
     """Return the names that ``code`` reads, not those that it only calls or assigns."""
-    inner = (_read_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    names = {
+    return {
         step.argval
         for step in dis.get_instructions(code)
         if step.argval in code.co_names
         and not step.opname.startswith(("STORE", "LOAD_METHOD"))
         and not (sys.version_info >= (3, 12) and step.opname == "LOAD_ATTR" and step.arg & 1)
     }
-    return frozenset(names).union(*inner)
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _iterated_in(code: types.CodeType) -> frozenset[str]:
+@_with_nested
+def _iterated_in(code: types.CodeType) -> Iterable[Any]:
     """Return the names of values that ``code`` iterates over (a loop, ``len``, ``values``)."""
-    inner = (_iterated_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     steps = [*dis.get_instructions(code)]
     names = set()
     for at, (step, after) in enumerate(itertools.pairwise(steps)):
@@ -718,16 +748,27 @@ def _iterated_in(code: types.CodeType) -> frozenset[str]:
         )
         if after.opname == "GET_ITER" or is_method or is_counted:
             names.add(step.argval)
-    return frozenset(name for name in names if isinstance(name, str)).union(*inner)
+    return names
+
+
+@_with_nested
+def _indexed_in(code: types.CodeType) -> Iterable[Any]:
+    """Return the names of values that ``code`` indexes with a local variable."""
+    steps = [*dis.get_instructions(code)]
+    return {
+        held.argval
+        for held, key, step in zip(steps, steps[1:], steps[2:], strict=False)
+        if (step.opname == "BINARY_SUBSCR" or step.argrepr == "[]")
+        and key.opname.startswith("LOAD_FAST")
+    }
 
 
 _ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _strings_in(code: types.CodeType) -> frozenset[str]:
-    inner = (_strings_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(c for c in code.co_consts if isinstance(c, str)).union(*inner)
+@_with_nested
+def _strings_in(code: types.CodeType) -> Iterable[Any]:
+    return code.co_consts
 
 
 def set_by_hooks(module: torch.nn.Module) -> set[str]:

@@ -6,9 +6,11 @@ import array
 import contextvars
 import enum
 import functools
+import operator
 import os
 import types
 from collections import ChainMap, Counter, UserDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -438,6 +440,33 @@ def test_attribute_by_a_computed_name_is_compared(kit: Kit) -> None:
     captured = kit.capture(lambda x: x * getattr(own, f"scale{x.dim()}"), x)
     own.scale1 = 4.0
     with pytest.raises(dg.StateError, match=r"own\.scale1 is 4\.0"):
+        captured.replay()
+
+
+def _relu(x: torch.Tensor) -> torch.Tensor:
+    return x.relu() * 2
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor, Any, Any, str], Any]] = {
+    "value": lambda x, table, own, key: table[own.act](x),
+    "get": lambda x, table, own, key: table.get(own.act)(x),
+    "list": lambda x, table, own, key: [table][0][own.act](x),
+    "getitem": lambda x, table, own, key: operator.getitem(table, own.act)(x),
+    "getattr": lambda x, table, own, key: getattr(own, own.act)(x),
+    "argument": lambda x, table, own, key: table[key](x),
+}
+
+
+@pytest.mark.parametrize("way", COMPUTED)
+def test_entry_of_a_computed_key_is_compared(kit: Kit, way: str) -> None:
+    """The names of the step have a key of the table, so that it is not read whole."""
+    table: dict[str, Any] = {"relu": _relu, "sq": torch.square}
+    own, read = types.SimpleNamespace(act="sq", **table), COMPUTED[way]
+    x = kit.tensor(3)
+    captured = kit.capture(lambda x, key: read(x, table, own, key), x, "sq")
+    kit.same(captured.replay(), x.square())
+    table["sq"] = own.sq = torch.sigmoid
+    with pytest.raises(dg.StateError, match=r"sq'?\]? is .*sigmoid.* and was .*square"):
         captured.replay()
 
 
