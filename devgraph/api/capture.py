@@ -16,6 +16,7 @@ from devgraph.api.backend import Backend, own_pool
 from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
     CaptureError,
+    DeviceGraphError,
     DeviceGraphWarning,
     InputError,
     InputTypeError,
@@ -117,8 +118,9 @@ class Captured:
 
         Args:
             *inputs: new data for the first bound arguments, which is copied into them. Other
-                arguments keep their data. Shapes, dtypes, devices and plain values must equal the
-                captured ones.
+                arguments keep their data. Shapes, dtypes and devices must equal the captured ones.
+                Other arguments without tensors need a new capture; see ``recaptures`` of
+                ``capture``.
             **named: a value for each declared host argument without a default in the signature of
                 ``fn``, and new data for bound arguments by name. No value is remembered from
                 earlier calls.
@@ -135,7 +137,13 @@ class Captured:
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
             assert self._inputs is not None  # until close()
-            pairs, named = self._inputs.taken(inputs, named)
+            try:
+                pairs, named = self._inputs.taken(inputs, named)
+            except InputError as error:
+                with self._lock:
+                    self._capture_again(inputs, named, error)
+                pairs, named = self._inputs.taken(inputs, named)
+                is_written = True
         values = self.host_spec.fill(named)
         with self._lock:
             if self.pool.occupied:
@@ -169,21 +177,27 @@ class Captured:
             except StateError as error:
                 for part in self._given:
                     part.check()
-                job, bound = self._job, self._inputs
-                assert job is not None and bound is not None
-                if self._recaptures >= job.recaptures or _has_peers() or not job.may_capture():
-                    raise
-                pairs, host = bound.taken(inputs, named)
-                self.host_spec.fill(host)
-                self.pool.require_free("capture")
-                self.pool.order()
-                write(pairs)
-                self._capture_again(job, str(error))
+                self._capture_again(inputs, named, error)
         return True
 
-    def _capture_again(self, job: Job, cause: str) -> None:
+    def _capture_again(
+        self, inputs: Sequence[Any], named: Mapping[str, Any], cause: DeviceGraphError
+    ) -> None:
+        """Capture the step with the present state and other plain inputs, or raise ``cause``."""
+        job, bound = self._job, self._inputs
+        assert job is not None and bound is not None
+        values = bound.other_values(inputs, named)
+        is_vain = isinstance(cause, InputError) and not values
+        is_spent = self._recaptures >= job.recaptures or _has_peers() or not job.may_capture()
+        if is_vain or is_spent:
+            raise cause
+        pairs, host = bound.holding(values).taken(inputs, named)
+        self.host_spec.fill(host)
+        self.pool.require_free("capture")
+        self.pool.order()
+        write(pairs)
         self._recaptures += 1
-        owned = job.owned.renewed()
+        owned = job.owned.renewed(values)
         outputs = Outputs(self.pool, (t for _, t in owned.tensors), job.outputs, self.outputs)
         job = attrs.evolve(job, owned=owned, outputs=outputs, phases={}, again=True)
         with self.settings.restored():
@@ -447,8 +461,8 @@ def capture(
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
         gates: gates to share with other captures of the pool, instead of ``gate_timeout``.
         recaptures: how often replays may capture again, with a warning, if state that the step
-            finds by itself (weights, attributes, globals, closures, hooks, modes) differs from the
-            capture. Beyond that number, a replay raises StateError.
+            finds by itself (weights, attributes, globals, closures, hooks, modes) or an input
+            without tensors differs from the capture. Beyond that number, a replay raises an error.
 
     Returns:
         The captured step.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
+import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.owned import Owned, require_place
-from devgraph.api.reach import PLAIN, Named
+from devgraph.api.reach import PLAIN, Named, is_array
 from devgraph.api.tensors import (
     byte_range,
     effective_strides,
@@ -22,7 +24,7 @@ from devgraph.api.tensors import (
     share_memory,
     unexpanded,
 )
-from devgraph.api.trees import children_of, same_kind
+from devgraph.api.trees import children_of, leaves_of, same_kind
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A bound tensor and the new data for it."""
@@ -36,7 +38,7 @@ class Inputs:
         self._arguments, self._count = owned.arguments, owned.count
         self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
-        self._written, self._roots = owned.written, owned.roots
+        self._written, self._roots, self._moved = owned.written, owned.roots, owned.moved
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -67,6 +69,28 @@ class Inputs:
             self._require_agreement([target for target, _ in pairs], new)
             self._require_apart(pairs)
         return pairs, host
+
+    def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs without tensors that differ from the bound ones, by name.
+
+        Arguments that the step changed are left out, because a replay would not change them.
+        """
+        values = dict(zip(self._names, given, strict=False))
+        values |= {name: value for name, value in named.items() if name in self._arguments}
+        return {
+            name: value
+            for name, value in values.items()
+            if not any(path.startswith(name) for path in self._moved)
+            and all(map(_is_plain, (value, self._arguments[name])))
+            and (children_of(value) is None) is (children_of(self._arguments[name]) is None)
+            and not same_value(value, self._arguments[name])
+        }
+
+    def holding(self, values: Mapping[str, Any]) -> Inputs:
+        """Return inputs with other plain arguments."""
+        other = copy.copy(self)
+        other._arguments = {**self._arguments, **values}
+        return other
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:
         """Raise InputError if inputs share memory that the step writes, and bound tensors do not.
@@ -220,6 +244,16 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
     return [
         pair for suffix, child in children for pair in _pairs(name + suffix, child, new[suffix])
     ]
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a tree holds only values that a graph can contain, such as numbers and texts."""
+    return all(
+        isinstance(leaf, (*PLAIN, *_VALUES)) or is_array(leaf) for _, leaf in leaves_of("", node)
+    )
+
+
+_VALUES = (bytes, enum.Enum, numbers.Number, torch.dtype, torch.device, torch.Size, torch.Generator)
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:

@@ -285,9 +285,14 @@ class Owned:
     def _note_state(self, path: str, old: Any, new: Any) -> None:
         self._state[path] = (self._state.get(path, (old,))[0], new)
 
-    def renewed(self) -> Owned:
-        """Return the current state of the step with the same arguments."""
-        values = [*self.arguments.values()]
+    @property
+    def moved(self) -> Collection[str]:
+        """The paths of plain values that the step changed."""
+        return self._state
+
+    def renewed(self, arguments: Mapping[str, Any]) -> Owned:
+        """Return the current state of the step with the same arguments, or with others by name."""
+        values = [*{**self.arguments, **arguments}.values()]
         kwargs = dict(zip(self._kwargs, values[self.count :], strict=True))
         return Owned(self._fn, tuple(values[: self.count]), kwargs, self._bound)
 

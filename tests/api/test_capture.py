@@ -111,7 +111,7 @@ MISFITS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]]
 def test_new_inputs_that_do_not_fit_are_refused_and_change_nothing(case: str):
     given, named, kind, words = MISFITS[case]
     x = torch.arange(3.0)
-    captured = dg.capture(lambda x, factor: x * factor, x, 2, backend="cpu")
+    captured = dg.capture(lambda x, factor: x * factor, x, 2, backend="cpu", recaptures=0)
     with pytest.raises(kind, match=words):
         captured.replay(*given, **named)
     assert x.tolist() == [0, 1, 2] and captured.replay().tolist() == [0, 2, 4]
@@ -309,7 +309,7 @@ def test_new_data_for_a_bound_tensor_that_requires_grad_is_no_step_of_autograd()
 
 def test_input_that_is_no_tensor_is_compared_by_kind_and_value():
     x = torch.arange(3)
-    with dg.capture(lambda x, by: x * by, x, 1, backend="cpu") as captured:
+    with dg.capture(lambda x, by: x * by, x, 1, backend="cpu", recaptures=0) as captured:
         assert captured(x.clone(), 1).equal(x)
         for other in (1.0, True, [1]):
             with pytest.raises(dg.InputError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +16,11 @@ from torch import nn
 import devgraph as dg
 from devgraph.api import capture as module_of_capture
 from devgraph.api.errors import DeviceGraphWarning
+from devgraph.api.trees import children_of
 
 POLICIES = ("full", "breakable")
 AGAIN = "captured the step again"
+NOTHING = contextlib.nullcontext()
 
 SCALE = 2.0
 
@@ -256,6 +260,83 @@ def test_argument_that_was_returned_is_not_overwritten(cap: Any) -> None:
         captured.replay()
     assert torch.equal(captured.replay()[1], torch.full((3,), 3.0))
     assert torch.equal(x, torch.ones(3))
+
+
+class Act(enum.Enum):
+    TANH = "tanh"
+    RELU = "relu"
+
+
+def _by_name(x: Any, name: str) -> Any:
+    return getattr(torch, name)(x)
+
+
+PLAIN: dict[str, tuple[Any, list[Any]]] = {
+    "number": (lambda x, t: x * t, [2, 0.5, -1.0]),
+    "text": (_by_name, ["tanh", "relu", "sigmoid"]),
+    "member": (lambda x, t: _by_name(x, t.value), [Act.TANH, Act.RELU, Act.TANH]),
+    "none": (lambda x, t: x + 1 if t is None else x * t, [None, 3.0, None]),
+    "array": (lambda x, t: x * float(t.sum()), [np.ones(2), np.ones(3), np.zeros(1)]),
+    "sizes": (lambda x, t: x.split(t)[0] * 2, [[1, 3], [2, 2], [3, 1]]),
+    "configuration": (lambda x, t: x * t["gain"], [{"gain": 1.0}, {"gain": 2.0}, {"gain": 3.0}]),
+    "dtype": (lambda x, t: x.to(t) * 2, [torch.float32, torch.float64, torch.float32]),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_replay_captures_again_for_another_plain_argument(cap: Any, kind: str) -> None:
+    step, values = PLAIN[kind]
+    captured = cap(step, torch.randn(4), values[0])
+    for value in values:
+        x = torch.randn(4)
+        is_other = value is not values[0]
+        with pytest.warns(DeviceGraphWarning, match=AGAIN) if is_other else NOTHING:
+            assert torch.equal(captured.replay(x, value), step(x, value))
+        x = torch.randn(4)
+        assert torch.equal(captured.replay(x, value), step(x, value))
+        values[0] = value
+    with pytest.raises(dg.InputError):
+        captured.replay(torch.randn(5), values[1])
+    with pytest.raises(dg.InputTypeError, match="the same structure"):
+        captured.replay(torch.randn(4), 1 if children_of(values[0]) else [1])
+
+
+def test_keyword_and_state_that_change_together(cap: Any) -> None:
+    state = {"shift": 1.0}
+    captured = cap(lambda x, *, gain: x * gain + state["shift"], torch.ones(3), kwargs={"gain": 1})
+    state["shift"] = 2.0
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured.replay(gain=3), torch.full((3,), 5.0))
+    assert captured.stats() == {}
+
+
+def test_generator_that_is_an_argument_is_used(cap: Any) -> None:
+    def step(x: Any, generator: torch.Generator) -> Any:
+        return x + torch.rand(3, generator=generator)
+
+    first, second, twin = (torch.Generator().manual_seed(seed) for seed in (1, 2, 2))
+    captured = cap(step, torch.zeros(3), first)
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        captured.replay(torch.zeros(3), second)
+    step(torch.zeros(3), twin)
+    assert torch.equal(captured.replay(torch.zeros(3), second), step(torch.zeros(3), twin))
+
+
+def test_plain_argument_in_a_tree_of_tensors_is_refused(cap: Any) -> None:
+    captured = cap(lambda d: d["x"] * d["n"], {"x": torch.ones(3), "n": 2})
+    with pytest.raises(dg.InputError, match="is 3 and was 2"):
+        captured.replay({"x": torch.ones(3), "n": 3})
+
+
+def test_plain_argument_that_the_step_changes_is_refused(cap: Any) -> None:
+    def step(x: Any, counter: dict[str, int]) -> Any:
+        counter["n"] += 1
+        return x * counter["n"]
+
+    with pytest.warns(DeviceGraphWarning, match="changed Python state"):
+        captured = cap(step, torch.ones(3), {"n": 0})
+    with pytest.raises(dg.InputError, match="is 5 and was 0"):
+        captured.replay(torch.ones(3), {"n": 5})
 
 
 def test_ranks_never_capture_alone(cap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
