@@ -148,7 +148,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             InputTypeError: a leaf is not a strided tensor.
         """
         if not isinstance(name, str):
-            raise InputTypeError(f"bound tensors are named by strings, got {brief(name)}")
+            raise InputTypeError(f"names of bound tensors must be strings, got {brief(name)}")
         if name in self._flat or name in self._trees:
             raise InputError(f"there is already a buffer {name!r}; choose another name")
         self._trees[name] = tree

@@ -440,7 +440,7 @@ class Graphed:
         if entry.reason is not None or entry.calls <= wanted:
             reason = entry.reason or EagerReason.FIRST_CALL
             if options.strict and reason is not EagerReason.FIRST_CALL:
-                raise CaptureError(f"{self!r} cannot run in a graph under strict: {reason}")
+                raise CaptureError(f"{self!r} cannot run in a graph (strict=True): {reason}")
             leaves = [p for p in self._parameters() if not (is_lazy(p) or p.is_inference())]
             versions = [leaf._version for leaf in leaves] if entry.calls == 1 else []
             with self._timed(entry.eager_seconds if timed and entry.calls > 1 else None):

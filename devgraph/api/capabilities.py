@@ -33,7 +33,7 @@ class Capabilities:
     streams: bool = _may("Backend.side_stream", "TorchBackend.is_unjoined")
     """Work can be forked to side streams inside a capture and joined before its end."""
     capture_error_modes: tuple[str, ...] = ("thread_local",)
-    """The accepted values of ``capture_error_mode``. The first replaces all other values."""
+    """The accepted values of ``capture_error_mode``. The first is used for any other value."""
     concurrent_threads: bool = _may("DeviceGraph._begin")
     """Other threads may launch and allocate on the device while one thread captures."""
     collectives: bool = _may("TorchBackend.prepare_stream")

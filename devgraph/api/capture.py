@@ -164,7 +164,7 @@ class Captured:
     __call__ = replay
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        """Check the state of the step, and capture again if state differs that the step found.
+        """Check the state of the step; capture again if state that the step found differs.
 
         Returns:
             Whether there was a new capture, before which inputs were copied into bound tensors.
@@ -244,7 +244,7 @@ class Captured:
 
     @property
     def launch(self) -> Callable[[], None] | None:
-        """A callable that replays, if a replay is one launch without host arguments; else None."""
+        """The replay as a callable if it is one launch without host arguments, else None."""
         return None if self._plan.marks or self._broken or self._waits else self._plan.run
 
     def _require_open(self) -> None:

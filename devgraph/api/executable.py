@@ -141,7 +141,7 @@ class Recordings:
         self.evictions = 0
         """Number of evicted recordings."""
         self.clock = itertools.count(1)
-        """The source of stamps."""
+        """Counter that orders the uses of recordings and executables."""
         self._made = 0
         self._dropped = 0
         self._seconds = 0.0

@@ -1,7 +1,7 @@
 """Gates: points of a step where the device waits for the host, and signals to the host.
 
-Each replay, or each turn of a loop, is one *epoch* of all gates. A gate that is not opened before
-its timeout is *forgotten*. ``Gates`` counts the epochs on the host. A ``GateChannel`` of the
+Each replay, or each iteration of a loop, is one *epoch* of all gates. A gate that is not opened
+before its timeout is *forgotten*. ``Gates`` counts the epochs on the host. A ``GateChannel`` of the
 backend makes the device wait and signal; it counts launches.
 """
 
@@ -47,8 +47,8 @@ Fence = Callable[[], bool]
 class GateChannel(Protocol):
     """The device's side of the gates of one capture or runner.
 
-    A *place* is a number for one name in one turn. Launches are numbered from 1 and run one after
-    another on the device.
+    A *place* is a number for one name in one iteration. Launches are numbered from 1 and run
+    one after another on the device.
     """
 
     delayed: bool
@@ -172,7 +172,7 @@ class Gate:
         By default this is the oldest replay, launched or not, for which the gate is not open.
 
         Args:
-            epoch: the replay, counted from 1. If the gate is open for it, nothing happens.
+            epoch: number of the replay, from 1. A gate that is already open for it stays open.
 
         Raises:
             GateError: that replay has finished.
@@ -215,7 +215,7 @@ class Gates(Mapping[str, Gate]):
         backend: the backend of the step.
         owner: name of the capture or runner in messages.
         timeout: seconds until a gate counts as forgotten; by default from the environment.
-        turns: number of turns of the step's loop.
+        turns: number of iterations of the step's loop.
     """
 
     def __init__(
@@ -508,7 +508,7 @@ class Gates(Mapping[str, Gate]):
                 why = f" ({error})" if error else ""
                 raise GateError(
                     f"gate {gate.name!r} of {self.owner} cannot be opened for replay {epoch}, "
-                    f"which is over{why}. The last replay was {self.epoch}: open the gate for a "
+                    f"which has ended{why}. The last replay was {self.epoch}: open the gate for a "
                     f"later replay."
                 )
             if self._needs(gate, epoch):
@@ -554,7 +554,7 @@ class Gates(Mapping[str, Gate]):
         return launch + 1, gate.number * self._turns + turn
 
     def _needs(self, gate: Gate, epoch: int) -> bool:
-        """Whether ``gate`` must still be opened for ``epoch``, whose replay is not over."""
+        """Whether ``gate`` must still be opened for ``epoch``, whose replay has not ended."""
         number, place = self._at(gate, epoch)
         launch = self._launches.get(number)
         if launch is None:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphState(str, enum.Enum):
-    """The states of a graph; compares equal to its lower-case name."""
+    """The states of a graph; a member equals its name in lower case."""
 
     EMPTY = "empty"
     CAPTURING = "capturing"

@@ -63,7 +63,7 @@ class Pool:
         """Held while a replay of the pool is launched or memory of the pool changes owner.
 
         Raises:
-            StateError: this is a forked process, where the thread that holds it may not exist.
+            StateError: this is a forked process, which lacks the thread that may hold the lock.
         """
         identity.require(self._process, "use a pool")
         return self._lock

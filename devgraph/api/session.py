@@ -142,7 +142,7 @@ def session(
             try:
                 raise explanation from error
             finally:
-                # Its traceback has this frame: a cycle, which would keep the frames of the step.
+                # Break a reference cycle: its traceback has this frame and the frames of the step.
                 del explanation
         finally:
             backend.capture_lock.recording = False

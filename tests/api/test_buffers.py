@@ -142,7 +142,7 @@ def test_binding_a_taken_name_or_no_tensor_is_refused():
 
 def test_binding_under_a_name_that_is_none_changes_nothing():
     buffers = dg.StaticBuffers({"x": ((2,), torch.float32)}, device="cpu")
-    with pytest.raises(dg.InputTypeError, match="named by strings, got 5"):
+    with pytest.raises(dg.InputTypeError, match="must be strings, got 5"):
         buffers.bind(5, torch.zeros(2))
     buffers.bind("cache", torch.zeros(2))
     assert list(buffers.bound) == ["cache"]

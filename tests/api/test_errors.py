@@ -136,7 +136,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         "expected parsed arguments",
     ),
     "phase of a configuration": (lambda: dg.DeviceGraphConfig(decode=3), "must be one phase"),
-    "backend of a configuration": (lambda: dg.DeviceGraphConfig().for_backend(3), "by a string"),
+    "backend of a configuration": (lambda: dg.DeviceGraphConfig().for_backend(3), "be a string"),
 }
 
 

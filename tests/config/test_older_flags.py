@@ -73,7 +73,7 @@ def test_key_of_a_variant_or_of_a_length_is_left_to_the_engine(key: str) -> None
     config, messages = from_argv("--cuda-graph-config", f'{{"prefill": {{"{key}": 8}}}}')
     assert config == DeviceGraphConfig()
     assert messages == [
-        "--cuda-graph-config chooses no graph mode or size. devgraph ignores "
+        "--cuda-graph-config sets no graph mode or size. devgraph ignores "
         f"prefill.{key}, which the engine may use."
     ]
 

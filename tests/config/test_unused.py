@@ -11,7 +11,7 @@ from devgraph.api.config.unused import UNUSED, unused
 
 CASES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("decode", {"policy": "disabled", "max_bs": 8}, {"max_bs": "the policy is 'disabled'"}),
-    ("decode", {"max_requests": 8}, {"max_requests": "decode is sized by its buckets"}),
+    ("decode", {"max_requests": 8}, {"max_requests": "decode takes its sizes from its buckets"}),
     ("prefill", {"max_requests": 8}, {"max_requests": "any number of requests"}),
     ("prefill", {"policy": "full", "max_requests": 8}, {}),
     ("decode", {"lazy_hits": 3}, {"lazy_hits": "only capture='lazy'"}),

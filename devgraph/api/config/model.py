@@ -168,9 +168,9 @@ class DeviceGraphConfig:
         return self.decode if name == "decode" else self.prefill
 
     def for_backend(self, name: str) -> DeviceGraphConfig:
-        """Return the configuration for a backend: its part overrides the general part per key."""
+        """Return the configuration for a backend, whose part overrides the general part by key."""
         if not isinstance(name, str):
-            raise ConfigTypeError(f"a backend is named by a string, got {name!r}")
+            raise ConfigTypeError(f"the name of a backend must be a string, got {name!r}")
         return DeviceGraphConfig(**self._under(name))
 
     def _under(self, backend: str) -> dict[str, Any]:

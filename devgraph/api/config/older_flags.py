@@ -56,7 +56,7 @@ def _source(values: _Values, flag: str, *ignored: str) -> Source:
     values = {(phase, key): KEYS[key].read(value, flag) for (phase, key), value in values.items()}
     note = f"{flag} is an older spelling; use {_new_spelling(values)}."
     if not values:
-        note = f"{flag} chooses no graph mode or size."
+        note = f"{flag} sets no graph mode or size."
     if ignored:
         note += f" devgraph ignores {', '.join(ignored)}, which the engine may use."
     return Source(

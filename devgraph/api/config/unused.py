@@ -29,7 +29,7 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         "max_requests",
         lambda _: True,
-        "decode is sized by its buckets; request slots belong to a full prefill graph",
+        "decode takes its sizes from its buckets; only full prefill graphs have request slots",
         ("decode",),
     ),
     Unused(

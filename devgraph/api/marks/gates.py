@@ -37,12 +37,12 @@ def entered_gates(gates: Any) -> AbstractContextManager[None]:
 
 
 def in_tail() -> AbstractContextManager[None]:
-    """Refuse gate marks in the block: a tail that is in the graph under some policies only."""
+    """Refuse gate marks in the block, a tail that only some policies include in the graph."""
     return _set(_refuses, True)
 
 
 def turns(count: int) -> Iterator[int]:
-    """Iterate over the turns of a loop; each turn is an epoch of its gates."""
+    """Iterate over a loop; each iteration is an epoch of its gates."""
     for turn in range(count):
         with _set(current_turn, turn):
             yield turn
@@ -58,7 +58,7 @@ def recording_gates() -> AbstractContextManager[None]:
 
 
 def open_recorded() -> None:
-    """Open the recorded waits for the next replay of finished segments, which a capture makes."""
+    """Open the recorded waits of finished segments, which the capture is about to replay."""
     if (gates := current_gates.get()) is not None:
         gates.open_recorded()
 
@@ -102,8 +102,8 @@ def _reach(kind: str, name: str, timeout: float | None) -> None:
             )
     if _refuses.get():
         raise CaptureError(
-            f"{call} was called at {user_line()} in the tail of a prefill runner, which is in the "
-            f"graph under some policies only. Move the mark to the end of the body."
+            f"{call} was called at {user_line()} in the tail of a prefill runner, which is part "
+            f"of the graph only under some policies. Move the mark to the end of the body."
         )
     if gates is None:
         return

@@ -1,6 +1,6 @@
 """Host values: tracked while a capture runs, resolved once per mark and replay.
 
-A capture must not freeze a host value by accident. During capture the body therefore receives
+A capture must not freeze a host value by accident. During capture the step therefore receives
 ``Tracked`` values, which a region may take under their own names. Any other read raises
 ``FrozenValueError`` with the line of the read.
 """

@@ -81,12 +81,12 @@ def entered(scope: Scope | None) -> Iterator[None]:
         if scope is not None and scope.refusal is not None:
             raise scope.refusal
     except Exception as error:
-        # The refusal of a mark may have been caught by the step, or raised in another thread.
+        # The step may have caught the refusal of a mark, or another thread may have raised it.
         if scope is not None and scope.refusal not in (None, error):
             raise scope.refusal from error
         raise
     except GeneratorExit:
-        # After an interrupt before contextlib left the block, the outer scopes are gone.
+        # An interrupt came before contextlib left the block; the outer scopes no longer exist.
         outer = None
         raise
     finally:
@@ -94,7 +94,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
         if scope is not None:
             scope.thread = None
             if outer is not scope:
-                # The traceback of the error has frames of the scope's step: a cycle.
+                # Break a reference cycle: the traceback of the error has frames of the step.
                 scope.refusal = None
 
 

@@ -101,10 +101,11 @@ def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 Repeat = Callable[[Callable[[], None], torch.Tensor], None]
-"""A recorder of a loop.
+"""A function that records a loop.
 
-It receives a body, which it calls once, and a bool tensor of one element. A replay repeats the work
-of the body while the tensor is true. State shared by turns must be in tensors allocated before.
+Its arguments are a body, which it calls once, and a bool tensor of one element. A replay repeats
+the work of the body while the tensor is true. State that iterations share must be in tensors
+allocated before the loop.
 """
 
 

@@ -1,8 +1,8 @@
-"""Policies: how a Python callable becomes a list of segments. A policy never sees a vendor.
+"""Policies: how a Python callable becomes a list of segments.
 
-A policy is one file with a ``POLICY`` and one line at the end of this file, which states the
-promises of the policy. Each compatibility rule (devgraph/api/config) applies to each policy, unless
-a promise exempts it.
+A policy does not depend on a vendor. It is one file with a ``POLICY``, registered with its promises
+at the end of this file. Each compatibility rule (devgraph/api/config) applies to each policy,
+unless a promise exempts it.
 
 This module does not import torch, so that configurations can be read without torch.
 """

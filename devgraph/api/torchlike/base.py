@@ -184,7 +184,7 @@ class TorchPool(Pool):
         return backend.namespace.memory_snapshot(number)
 
     def _drops_references(self) -> bool:
-        """Test for this fault with a nonexistent pool and a number without other references."""
+        """Call torch with a nonexistent pool, and test whether its number lost a reference."""
         number = int("987654321987")
         absent_pool = (0, number)
         _add_references(absent_pool)

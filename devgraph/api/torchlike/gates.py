@@ -23,7 +23,7 @@ from devgraph.api.process import keep_forever
 from devgraph.api.torchlike.base import TorchBackend
 
 CAPACITY = 4096
-"""Maximum number of places (names times turns) of one capture or runner."""
+"""Maximum number of places (names times iterations) of one capture or runner."""
 
 WRITE, AT_LEAST, EQUAL = -1, 0, 1
 """Kinds of operations: a write, and two waits with the drivers' numbers of comparisons."""
@@ -83,7 +83,7 @@ class FlagGates:
         self._opened = self._signal + self._size * CAPACITY
         self._launched = self._used = 0
         self._openers: dict[Any, Any] = {}
-        """Streams that open gates, by the stream of ``open_after``, or None for ``open``."""
+        """Streams that open gates, by the stream of ``open_after``; None is the key of ``open``."""
         self._spares: list[Any] = []
         """Openers that are not in use."""
         self._fences: dict[int, _After] = {}
@@ -178,7 +178,7 @@ class FlagGates:
 
     def _place(self, place: int) -> int:
         if place >= CAPACITY:
-            raise CaptureError(f"a step has more than {CAPACITY} gates (names times turns)")
+            raise CaptureError(f"a step has more than {CAPACITY} gates (names times iterations)")
         self._used = max(self._used, place + 1)
         return self._flag + self._size * place
 

@@ -47,11 +47,11 @@ from devgraph.api.torchlike.recording import (
 logger = logging.getLogger(__name__)
 
 _USES_WITH_ROOM = 2
-"""Use at which a key gets a separate executable while the budget has room. A key that is used twice
-tends to be used again, and later uses then need no update."""
+"""Number of uses at which a key gets a separate executable while the budget has room. A key that is
+used twice tends to be used again, and later uses then need no update."""
 
 _USES_WHEN_FULL = 16
-"""Use at which a key gets a separate executable if another executable must be evicted. Creating an
+"""Number of uses at which a key gets a separate executable if another must be evicted. Creating an
 executable costs the host time of about 12 updates (docs/benchmarks.md), so 16 uses repay it."""
 
 
@@ -182,8 +182,8 @@ class UpdateStrategy:
     ) -> Executable:
         """Return the launch target for an executable with the parameters of ``recording``.
 
-        Without a recording, the executable has the parameters of the capture. With ``own``, it is
-        the graph's own executable, into which other recordings are written.
+        Without a recording, the executable has the parameters of the capture. With ``own``, the
+        target is the graph's own executable, into which other recordings are written.
         """
         return executable
 
@@ -251,7 +251,7 @@ class NodeGraph(TorchGraph):
             except RuntimeCallError as error:
                 raise LoopError("failed", f"a loop has no executable: {error}") from error
         if self._nodes and self.backend.draws_random(self._native, self.pool, self.generators):
-            if self._repeated:  # all turns would draw equal numbers
+            if self._repeated:  # all iterations would draw equal numbers
                 raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
         else:  # torch's executable of the empty graph is never launched
