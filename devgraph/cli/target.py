@@ -40,7 +40,7 @@ def find_target(args: argparse.Namespace, name: str) -> Target:
     for argument, text in by_name("--host-arg", args.host_arg, "kv_len=512").items():
         try:
             host_args[argument] = ast.literal_eval(text)
-        except Exception as error:  # For example TypeError for an unhashable key.
+        except Exception as error:  # literal_eval raises many types, such as MemoryError.
             raise CommandError(
                 f"--host-arg {f'{argument}={text}'!r}: {text!r} is not a Python literal such as "
                 f"512, [1, 2] or 'x'"

@@ -13,8 +13,8 @@ scratch row, which is never read. The rows of one request and head are contiguou
     Requests have any number of query tokens. A loop on the host reads exactly the rows of each
     request.
 ``varlen_*``
-    For both phases, with lengths in device tensors and without host arguments. They need a fused
-    kernel of the device for the dtype and head size.
+    Lengths are in device tensors, and there are no host arguments. Both phases use these functions
+    if the device has a fused kernel for the dtype and head size.
 
 A row that no request wrote never affects a result. ``packed_exact`` and ``varlen_*`` do not read
 such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared.
