@@ -16,6 +16,7 @@ from devgraph.api.errors import (
     InputError,
     NestedCaptureError,
     ResourceError,
+    without_first_frame,
 )
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.gates import recording_gates
@@ -140,7 +141,7 @@ def session(
             if explanation is None:
                 raise
             try:
-                raise explanation from error
+                raise explanation from without_first_frame(error)
             finally:
                 # Break a reference cycle: its traceback has this frame and the frames of the step.
                 del explanation

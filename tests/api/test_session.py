@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -151,3 +153,28 @@ def test_mark_inside_a_function_compiled_as_one_graph_is_refused():
     compiled = torch.compile(lambda x: doubled(x) + 1, fullgraph=True, backend="eager")
     with pytest.raises(dg.CaptureError, match="Pass the function itself"):
         dg.capture(lambda x: compiled(x) + 1, torch.randn(3), backend="cpu")
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_typed_error_for_a_vendors_own_keeps_no_frame_of_the_step(monkeypatch, policy):
+    backend = dg.get_backend("cpu")
+    monkeypatch.setattr(
+        type(backend), "is_host_read", lambda self, error: isinstance(error, ArithmeticError)
+    )
+    seen = []
+
+    class Local:
+        pass
+
+    def step(x):
+        local = Local()
+        seen.append(weakref.ref(local))
+        raise ArithmeticError("operation not permitted")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(dg.HostReadError):
+            dg.capture(step, torch.ones(3), backend=backend, policy=policy)
+        assert seen and not any(local() for local in seen)
+    finally:
+        gc.enable()

@@ -24,6 +24,7 @@ from devgraph.api.errors import (
     brief,
     did_you_mean,
     note,
+    without_first_frame,
 )
 from devgraph.api.marks.source import user_line
 
@@ -83,7 +84,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
     except Exception as error:
         # The step may have caught the refusal of a mark, or another thread may have raised it.
         if scope is not None and scope.refusal not in (None, error):
-            raise scope.refusal from error
+            raise scope.refusal from without_first_frame(error)
         raise
     except GeneratorExit:
         # An interrupt came before contextlib left the block; the outer scopes no longer exist.
