@@ -356,7 +356,7 @@ class Graphed:
     def _named_constants(self) -> tuple[Any, ...]:
         """Return the plain values that the function uses by name, which are part of the key.
 
-        If a tensor or object that it uses by name was replaced, all graphs are dropped.
+        If a tensor or object that the function uses by name was replaced, all graphs are dropped.
         """
         if self._names.same() and self._constants_same():
             return self._constants

@@ -183,7 +183,7 @@ class Captured:
     def _capture_again(
         self, inputs: Sequence[Any], named: Mapping[str, Any], cause: DeviceGraphError
     ) -> None:
-        """Capture the step with the present state and other plain inputs, or raise ``cause``."""
+        """Capture the step with its current state and new plain inputs, or raise ``cause``."""
         job, bound = self._job, self._inputs
         assert job is not None and bound is not None
         values = bound.other_values(inputs, named)

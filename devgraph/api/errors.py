@@ -5,8 +5,8 @@
     DeviceGraphError
     ├── StateError                    a call that the graph's state does not allow
     │   └── StaleOutputError          an output was read after a later replay overwrote it
-    ├── CaptureError                  the body cannot be captured in its present form
-    │   ├── HostReadError             the body reads device data on the host
+    ├── CaptureError                  the step cannot be captured in its present form
+    │   ├── HostReadError             the step reads device data on the host
     │   ├── FrozenValueError          a host value would be frozen in the graph (ValueError)
     │   ├── NotCapturableError        a ``no_graph`` function under a policy without breaks
     │   ├── NestedCaptureError        a capture or replay inside a capture
@@ -72,11 +72,11 @@ class StaleOutputError(StateError):
 
 
 class CaptureError(DeviceGraphError):
-    """The body cannot be captured in its present form."""
+    """The step cannot be captured in its present form."""
 
 
 class HostReadError(CaptureError):
-    """The body reads device data on the host, which a capture cannot record."""
+    """The step reads device data on the host, which a capture cannot record."""
 
 
 class FrozenValueError(CaptureError, ValueError):

@@ -323,7 +323,7 @@ class Recordings:
 
 
 class EvictableExecutable(Recording):
-    """The own executable of a graph, made at a launch and rebuilt on demand after an eviction.
+    """A graph's own executable, created at a launch and rebuilt on demand after an eviction.
 
     Callables returned by ``bound`` survive evictions: each call looks up the executable and
     rebuilds it on demand.

@@ -71,9 +71,9 @@ class Inputs:
         return pairs, host
 
     def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs without tensors that differ from the bound ones, by name.
+        """Return the inputs without tensors that differ from the bound arguments, by name.
 
-        Arguments that the step changed are left out, because a replay would not change them.
+        Arguments that the step changed are omitted, because a replay would not change them.
         """
         values = dict(zip(self._names, given, strict=False))
         values |= {name: value for name, value in named.items() if name in self._arguments}
@@ -87,7 +87,7 @@ class Inputs:
         }
 
     def holding(self, values: Mapping[str, Any]) -> Inputs:
-        """Return inputs with other plain arguments."""
+        """Return these inputs with ``values`` as arguments of the same names."""
         other = copy.copy(self)
         other._arguments = {**self._arguments, **values}
         return other
@@ -247,7 +247,7 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether a tree holds only values that a graph can contain, such as numbers and texts."""
+    """Whether a tree holds only values that a graph can contain, such as numbers and strings."""
     return all(
         isinstance(leaf, (*PLAIN, *_VALUES)) or is_array(leaf) for _, leaf in leaves_of("", node)
     )

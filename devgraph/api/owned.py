@@ -291,7 +291,7 @@ class Owned:
         return self._state
 
     def renewed(self, arguments: Mapping[str, Any]) -> Owned:
-        """Return the current state of the step with the same arguments, or with others by name."""
+        """Return the current state of the step, with ``arguments`` in place of those captured."""
         values = [*{**self.arguments, **arguments}.values()]
         kwargs = dict(zip(self._kwargs, values[self.count :], strict=True))
         return Owned(self._fn, tuple(values[: self.count]), kwargs, self._bound)

@@ -486,7 +486,7 @@ def _write(holder: Any, key: Any, value: Any) -> None:
 def _with_nested(
     find: Callable[[types.CodeType], Iterable[Any]],
 ) -> Callable[[types.CodeType], frozenset[str]]:
-    """Return ``find`` for code with its nested code, restricted to strings and cached."""
+    """Extend ``find`` to nested code, discard results that are not strings, and cache the rest."""
 
     @functools.lru_cache(maxsize=1 << 14)
     def found(code: types.CodeType) -> frozenset[str]:

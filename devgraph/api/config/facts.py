@@ -82,7 +82,7 @@ class EngineFacts:
     compilers: tuple[str, ...] = attrs.field(default=COMPILERS, metadata={"read": _compilers})
     """Compilers that piecewise may use on the backend."""
     collectives: bool = _flag()
-    """The body contains device collectives (tensor or expert parallelism)."""
+    """The step contains device collectives (tensor or expert parallelism)."""
     collectives_capturable: bool = _flag(True)
     """The backend can capture collectives."""
     pipeline_parallel: int = _count()
@@ -96,8 +96,8 @@ class EngineFacts:
     lora: bool = _flag()
     """Adapters may be active."""
     multimodal: str = _one_of("none", "slot", "outside")
-    """Where image or audio embeddings enter: ``slot`` (through an input slot of the captured body)
-    or ``outside`` (in code outside the captured body)."""
+    """Where image or audio embeddings enter: ``slot`` (through an input slot of the captured step)
+    or ``outside`` (in code outside the captured step)."""
     encoder_decoder: bool = _flag()
     """The first decoder step reads encoder outputs, but later steps do not."""
     two_batch_overlap: bool = _flag()

@@ -52,7 +52,7 @@ _Values = Mapping[tuple[str, str], Any]  # values by phase and key
 
 
 def _source(values: _Values, flag: str, *ignored: str) -> Source:
-    """Check ``values`` and add a note that spells them with the flags of devgraph."""
+    """Check ``values`` and add a note with the equivalent flags of devgraph."""
     values = {(phase, key): KEYS[key].read(value, flag) for (phase, key), value in values.items()}
     note = f"{flag} is an older spelling; use {_new_spelling(values)}."
     if not values:

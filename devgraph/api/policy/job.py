@@ -91,7 +91,7 @@ class Job:
     recaptures: int
     """Maximum number of new captures in replays because of changed state."""
     again: bool = False
-    """Whether this is such a new capture."""
+    """Whether this job is a new capture in a replay."""
     phases: dict[str, float] = attrs.field(factory=dict)
     """Seconds of each phase, filled during the capture."""
 

@@ -16,7 +16,7 @@ from devgraph.api.modes import OwnMode
 from devgraph.api.torchlike.node_calls import Capture, NodeRuntime
 
 MOST_STREAMS = 64
-"""Number of requests that surely returns every stream: torch has 32 streams per priority."""
+"""Number of requests that cycles through all streams: torch has 32 streams per priority."""
 
 
 def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
