@@ -53,7 +53,7 @@ from devgraph.api.process import identity
 from devgraph.api.prove import Report
 from devgraph.api.reach import PLAIN, modules_of, optimizer_state, set_by_hooks
 from devgraph.api.registry import get_backend
-from devgraph.api.tensors import alike_to, overwrite
+from devgraph.api.tensors import alike_to, has_place, memory_of, overwrite, share_memory
 from devgraph.api.training import (
     StaticInputs,
     TrainingGraphs,
@@ -103,6 +103,8 @@ class EagerReason(str, enum.Enum):
     """A mode of torch or a transform of ``torch.func`` is active."""
     SWITCHED_OFF = "switched_off"
     """The call is inside ``with step.eager()``."""
+    SHARED_MEMORY = "shared_memory"
+    """An argument shares memory with a named tensor that the step writes."""
     BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
     """Gradients need policy ``full`` and no host arguments."""
 
@@ -135,6 +137,8 @@ class _Entry:
     """Whether results of the first call required gradients."""
     written: list[torch.Tensor] = attrs.field(factory=list)
     """Parameters that the step writes, for example in an optimiser."""
+    state: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)
+    """Tensors that the step writes by name, by the address of their memory."""
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -232,6 +236,8 @@ class Graphed:
         except TypeError:
             self._refuse_unhashable(args, kwargs)
             raise
+        if entry is not None and entry.state and _share_memory(entry.state, tensors):
+            return self._run_eagerly(EagerReason.SHARED_MEMORY, args, {**kwargs, **host})
         if entry is None or entry.graph is None or entry.graph_seconds is not _NO_TIMES:
             return self._slow_call(tuple(key), entry, args, kwargs, host, tensors, with_gradients)
         entry.used = next(self._clock)
@@ -294,7 +300,7 @@ class Graphed:
             or not all(kind in _PLAIN or (kind is float and c) for _, kind, c in constants)
         ):
             return None
-        lock, run, count = graph.lock, graph.run, len(flat)
+        lock, run, count, state = graph.lock, graph.run, len(flat), entry.state
         alike, same_settings = alike_to(tensors), settings.hold
         required = [tensor.requires_grad for tensor in tensors]
         training, named = self._watched.training(), self._named_constants()
@@ -323,6 +329,8 @@ class Graphed:
             elif step._constants is not named and step._constants != named:
                 return _OTHER
             if [tensor.requires_grad for tensor in flat] != required:
+                return _OTHER
+            if state and _share_memory(state, flat):
                 return _OTHER
             if needs_gradient and step._needs_gradient() != needs_gradient:
                 return _OTHER
@@ -448,6 +456,11 @@ class Graphed:
             if self._named is not None:
                 self._named.leave_out_changes()
             entry.written += [p for p, v in zip(leaves, versions, strict=False) if p._version != v]
+            if self._named is not None and entry.written:
+                named = {*map(id, self._named.tensors)}
+                for tensor in entry.written:
+                    if id(tensor) in named:
+                        entry.state.setdefault(memory_of(tensor), []).append(tensor)
             if with_gradients and entry.calls == 1:
                 entry.has_gradients = any(t.requires_grad for t in tensors_of(result))
             return result
@@ -766,6 +779,16 @@ def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
             key.append((kind, tuple([suffix for suffix, _ in children])))
             for _, child in children:
                 _flatten(child, key, tensors)
+
+
+def _share_memory(state: Mapping[int, list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of ``tensors`` shares memory with a tensor in ``state``."""
+    return any(
+        share_memory(tensor, written)
+        for tensor in tensors
+        if has_place(tensor)
+        for written in state.get(memory_of(tensor), ())
+    )
 
 
 class _Inference:

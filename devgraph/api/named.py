@@ -47,6 +47,7 @@ class NamedState:
 
     Attributes:
         modules: the modules in such places.
+        tensors: the tensors in such places.
         plain: the places with plain values, compared or not, except for those that the step added.
     """
 
@@ -74,7 +75,8 @@ class NamedState:
         self.plain = [entry for entry in plain if _key(entry) not in self._added]
         self._bound = Bound((), {}, values=True, places=self._held)
         held = [entry.value for entry in self._held]
-        self._memory = Memory(value for value in held if isinstance(value, torch.Tensor))
+        self.tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        self._memory = Memory(self.tensors)
         self._sized = [*(value for value in held if isinstance(value, _SIZED)), *named.spaces]
         self._sizes = [*map(len, self._sized)]
         contents = ((entry, content_of(entry.value)) for entry in self._held)

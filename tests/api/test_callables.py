@@ -340,6 +340,27 @@ def test_forward_of_a_class_that_changes_is_used_at_the_next_call(inner: bool) -
     assert "forward" not in vars(module)
 
 
+def test_argument_in_the_memory_of_named_state_that_the_step_writes() -> None:
+    """The static copy of the argument would not change with the state."""
+    state, twin = torch.arange(6.0), torch.arange(6.0)
+
+    def step(x: Any) -> Any:
+        state.mul_(0.5)
+        return x + 1
+
+    def eager(x: Any) -> Any:
+        twin.mul_(0.5)
+        return x + 1
+
+    graphed_step = dg.graphed(step, backend="cpu")
+    for call in range(8):
+        ours, theirs = (t[:3] if call % 3 else torch.ones(3) for t in (state, twin))
+        assert torch.equal(graphed_step(ours), eager(theirs))
+        assert torch.equal(state, twin)
+    stats = graphed_step.stats()
+    assert stats["eager"]["shared_memory"] == 5 and stats["replays"] == 2
+
+
 def test_cached_tensor_that_the_caller_drops_is_made_again() -> None:
     class Table:
         base = 2.0
