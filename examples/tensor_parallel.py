@@ -259,7 +259,7 @@ class Engine:
         tokens = runner.run(data, decision=decision).argmax(-1)
         self.steps += 1
         if self.ranks is not None:
-            # A captured collective has no timeout, so wait with one before .tolist() waits forever.
+            # Captured collectives have no timeout: without a fence, .tolist() could hang.
             self.ranks.wait(self.backend.fence(), "step")
         return tokens.tolist()
 
