@@ -328,7 +328,7 @@ def test_forward_of_a_class_that_changes_is_used_at_the_next_call(inner: bool) -
             return torch.tanh(x)
 
     module: nn.Module = nn.Sequential(nn.ReLU(), Layer()) if inner else Layer()
-    dg.graphed(module, backend="cpu")
+    graphed(module)
     for call in range(8):
         if call == 4:
             Layer.forward = lambda self, x: torch.sigmoid(x) * 4  # type: ignore[method-assign]
@@ -352,7 +352,7 @@ def test_argument_in_the_memory_of_named_state_that_the_step_writes() -> None:
         twin.mul_(0.5)
         return x + 1
 
-    graphed_step = dg.graphed(step, backend="cpu")
+    graphed_step = graphed(step)
     for call in range(8):
         ours, theirs = (t[:3] if call % 3 else torch.ones(3) for t in (state, twin))
         assert torch.equal(graphed_step(ours), eager(theirs))
@@ -370,7 +370,7 @@ def test_cached_tensor_that_the_caller_drops_is_made_again() -> None:
             return torch.full((3,), self.base)
 
     table = Table()
-    step = dg.graphed(lambda x: x * table.rows, backend="cpu")
+    step = graphed(lambda x: x * table.rows)
     for call in range(9):
         if call in (3, 6):
             del table.rows
@@ -801,14 +801,14 @@ def test_named_state_below_containers_and_objects_is_part_of_the_key():
     def step(x):
         return x * box["k"] * inner.w
 
-    graphed = dg.graphed(step, backend="cpu")
+    graphed_step = graphed(step)
     for index in range(10):
         if index == 3:
             box["k"] = 5.0
         if index == 6:
             inner.w = torch.full((3,), 7.0)
         x = torch.full((3,), float(index))
-        assert torch.equal(graphed(x), step(x))
+        assert torch.equal(graphed_step(x), step(x))
 
 
 def test_call_with_data_that_shares_memory_is_refused_if_the_step_writes_it() -> None:

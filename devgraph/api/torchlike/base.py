@@ -384,7 +384,7 @@ class TorchGraph(DeviceGraph):
                 "%s: a failed capture could not be undone (%s); its memory stays reserved, and "
                 "later captures of this pool use new memory",
                 self.backend.name,
-                error,
+                str(error),  # a record that is kept must not keep the frames of the step
             )
             self.pool.renew(native)
 
