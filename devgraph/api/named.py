@@ -48,6 +48,7 @@ class NamedState:
     Attributes:
         modules: the modules in such places.
         tensors: the tensors in such places.
+        names: the names that the step uses.
         plain: the places with plain values, compared or not, except for those that the step added.
     """
 
@@ -69,7 +70,7 @@ class NamedState:
         return [entry for entry in named.places if _key(entry) not in self._own]
 
     def _settle(self, named: Named) -> None:
-        self.modules, self._held = named.modules, self._places(named)
+        self.modules, self._held, self.names = named.modules, self._places(named), named.names
         self._keys = {*map(_key, named.places)}
         plain = (entry for entry in named.places if isinstance(entry.value, PLAIN))
         self.plain = [entry for entry in plain if _key(entry) not in self._added]

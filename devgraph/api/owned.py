@@ -62,6 +62,7 @@ from devgraph.api.tensors import Memory, has_place, is_size
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
 _TRAINING = operator.attrgetter("training")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class Owned:
@@ -433,7 +434,11 @@ class Owned:
         Args:
             regions: whether regions are part of the graph.
         """
-        named = watched_in(NamedState(self.roots, self._has_changed, regions=regions))
+        state = NamedState(self.roots, self._has_changed, regions=regions)
+        named = watched_in(state)
+        if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
+            reached = {id(e.value): e.value for e in entries(self.roots)}.values()
+            named.append(Flags([leaf for leaf in reached if isinstance(leaf, torch.Tensor)]))
         return [*named, Gradients(self.gradients)] if self.gradients else named
 
     def _has_changed(self, entry: Entry) -> bool:
@@ -530,6 +535,25 @@ class Gradients:
                     f"the gradient of {brief(leaf)} is no longer the captured tensor, but the "
                     f"graph adds to the old tensor. Write into the old tensor with copy_(), set "
                     f"the gradient to None, or {AGAIN}."
+                )
+
+
+class Flags:
+    """The flags ``requires_grad`` of tensors, on which a step with a backward depends."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors, self._flags = tensors, [*map(_REQUIRES_GRAD, tensors)]
+        self.terms: list[Term] = [
+            ("[*{}({}, {})] == {}", (map, _REQUIRES_GRAD, tensors, self._flags))
+        ]
+
+    def check(self) -> None:
+        """Raise StateError for a tensor whose flag differs from the capture."""
+        for tensor, flag in zip(self._tensors, self._flags, strict=True):
+            if tensor.requires_grad != flag:
+                raise StateError(
+                    f"requires_grad of {brief(tensor)} is {not flag} and was {flag} at capture, "
+                    f"and the graph does the work of that flag. Set it back, or {AGAIN}."
                 )
 
 

@@ -753,14 +753,18 @@ def _iterated_in(code: types.CodeType) -> Iterable[Any]:
 
 @_with_nested
 def _indexed_in(code: types.CodeType) -> Iterable[Any]:
-    """Return the names of values that ``code`` indexes with a local variable."""
+    """Return the names of values that ``code`` indexes with a key that is no constant."""
     steps = [*dis.get_instructions(code)]
-    return {
-        held.argval
-        for held, key, step in zip(steps, steps[1:], steps[2:], strict=False)
-        if (step.opname == "BINARY_SUBSCR" or step.argrepr == "[]")
-        and key.opname.startswith("LOAD_FAST")
-    }
+    for end, step in enumerate(steps):
+        at, missing = end - 1, 1
+        if step.opname != "BINARY_SUBSCR" and step.argrepr != "[]":
+            continue
+        while at > 0 and missing > 0:  # find the instruction before the key
+            missing -= dis.stack_effect(steps[at].opcode, steps[at].arg)
+            at -= 1
+        if steps[end - 1].opname != "LOAD_CONST" or at < end - 2:
+            held = steps[at + (missing < 0)].argval  # a pair if an instruction loads both
+            yield held[0] if isinstance(held, tuple) and held else held
 
 
 _ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())

@@ -275,6 +275,32 @@ def test_switch_between_training_and_evaluation_is_noticed(kit: Kit) -> None:
         captured.replay()
 
 
+def test_parameter_that_is_frozen_or_released_is_noticed(kit: Kit) -> None:
+    net, x = torch.nn.Linear(4, 2).to(kit.device), kit.tensor(3, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    captured = kit.capture(step, x)
+    captured.replay()
+    net.bias.requires_grad_(False)
+    with pytest.raises(dg.StateError, match="requires_grad of .* is False and was True"):
+        captured.replay()
+    net.bias.requires_grad_(True)
+    captured.replay()
+
+
+def test_flag_of_a_tensor_that_the_step_reads_is_noticed(kit: Kit) -> None:
+    weight, x = kit.tensor(3), kit.tensor(3)
+    captured = kit.capture(lambda x: x * (weight if weight.requires_grad else 2), x)
+    kit.same(captured.replay(), x * 2)
+    weight.requires_grad_(True)
+    with pytest.raises(dg.StateError, match="requires_grad of .* is True and was False"):
+        captured.replay()
+
+
 def test_lazy_module_is_captured(kit: Kit) -> None:
     module, x = torch.nn.LazyLinear(2).to(kit.device), kit.tensor(3, 4)
     with pytest.warns(dg.DeviceGraphWarning, match="in_features"):
