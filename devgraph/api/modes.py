@@ -268,6 +268,25 @@ def autocast_uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
+@contextlib.contextmanager
+def autocast_cached(enabled: bool) -> Iterator[None]:
+    """Let autocast cache casts in the block only, if ``enabled``, and drop them at its end.
+
+    A parameter that is cast once has one gradient in the lower precision, as in eager code.
+    Several casts have a gradient each, whose sum is rounded in another way.
+    """
+    if not enabled:
+        yield
+        return
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
+
+
 def current_autocast() -> Autocast:
     if not torch._C._is_any_autocast_enabled():
         return ()

@@ -42,6 +42,8 @@ class Session:
         self._mode = mode
         self._graph: DeviceGraph | None = None
         self._undo = contextlib.ExitStack()
+        self.caches_casts = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
+        """Whether eager code would cache casts of autocast for gradients."""
 
     @contextlib.contextmanager
     def recording(self, scope: Scope | None) -> Iterator[Session]:

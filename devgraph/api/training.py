@@ -12,6 +12,7 @@ import torch
 from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
+from devgraph.api.modes import autocast_cached
 from devgraph.api.owned import Owned, require_place, without_history
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Case, Failure, Report, compare, randomize
@@ -211,7 +212,11 @@ class TrainingGraphs:
     def capture_forward(self, held: Any) -> None:
         with held.recording(GraphScope(self._forward)):
             held.begin(self._forward, arguments=tuple(self._given))
-            with self.owned.run() as (args, kwargs), self._own_leaves():
+            with (
+                self.owned.run() as (args, kwargs),
+                self._own_leaves(),
+                autocast_cached(held.caches_casts),
+            ):
                 self._outputs = self.fn(*args, **kwargs)
             held.end()
         self._tensors = tensors_of(self._outputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -282,6 +284,45 @@ def test_function_that_switches_gradients_off_needs_no_backward() -> None:
         x = torch.randn(2, 4)
         same(step(x), module(x).argmax(-1))
     assert step.stats()["captures"] == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("caches", [False, True])
+def test_gradients_of_a_weight_that_is_cast_twice(whole: bool, outer: bool, caches: bool) -> None:
+    """One cast has one gradient in the lower precision; two casts have two."""
+
+    def trained(graphed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(16, 16, bias=False)
+        options = {} if caches else {"cache_enabled": False}
+        made = functools.partial(torch.autocast, "cpu", torch.bfloat16, **options)
+
+        def loss(x: Any) -> Any:
+            with contextlib.nullcontext() if outer else made():
+                return (net(x) + net(x * 2).tanh()).float().square().mean()
+
+        def step(x: Any) -> Any:
+            result = loss(x)
+            (gradient,) = torch.autograd.grad(result, [net.weight])
+            return result.detach(), gradient
+
+        torch.clear_autocast_cache()
+        xs = [torch.randn(8, 16) for _ in range(4)]
+        results = []
+        with made() if outer else contextlib.nullcontext():
+            call = step
+            if graphed and whole:
+                call = dg.capture(step, xs[0].clone(), backend="cpu")
+            elif graphed:
+                loss = dg.graphed(loss, backend="cpu")
+            for x in xs:
+                results += [t.clone() for t in call(x)]
+                net.weight.data.mul_(0.5)
+                torch.clear_autocast_cache()
+        return results
+
+    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 def test_autocast_of_the_call_is_part_of_the_key() -> None:

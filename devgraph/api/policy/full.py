@@ -24,7 +24,7 @@ from devgraph.api.errors import CaptureError, UpdateTopologyError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.scopes import GraphScope, LoopError
-from devgraph.api.modes import Settings
+from devgraph.api.modes import Settings, autocast_cached
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Policy, UpdateBudget
 from devgraph.api.session import Session, session
@@ -224,7 +224,11 @@ class _Full(Policy):
         scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)
-            outputs = job.outputs.filled(job.call_tracked())
+            # Regions and loops make their casts themselves, because they run apart from the rest.
+            caches = session.caches_casts and bool(job.owned.roots) and not job.spec.declared
+            with autocast_cached(caches):
+                outputs = job.call_tracked()
+            outputs = job.outputs.filled(outputs)
             session.end()
         plan = FullPlan(job, graph, outputs)
         plan.notes.update(scope.loops)
