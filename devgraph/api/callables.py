@@ -918,7 +918,8 @@ def graphed(
         if isinstance(vars(fn_or_module).get("forward"), Graphed):
             raise StateError("the module is graphed already; call dg.ungraphed(module) first")
         step = Graphed(fn_or_module.forward, fn_or_module, options)
-        step._is_method = getattr(step._given, "__func__", None) is type(fn_or_module).forward
+        own = getattr(type(fn_or_module), "forward", None)  # none of a scripted module
+        step._is_method = own is not None and getattr(step._given, "__func__", None) is own
         fn_or_module.forward = step
         step._watch_weights()  # after the assignment of ``forward``
         return step

@@ -588,7 +588,8 @@ class Weights:
         self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
         self._kinds = [*map(_kind_of, self.modules)]
         kinds = {kind for kind, _ in self._kinds if not is_machinery_module(kind.__module__)}
-        self._forwards = [(kind, getattr(kind, "forward", None)) for kind in kinds]
+        forwards = ((kind, getattr(kind, "forward", None)) for kind in kinds)
+        self._forwards = [pair for pair in forwards if pair[1] is not None]
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
         self._hooks = self._hooks_now()

@@ -361,6 +361,15 @@ def test_argument_in_the_memory_of_named_state_that_the_step_writes() -> None:
     assert stats["eager"]["shared_memory"] == 5 and stats["replays"] == 2
 
 
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(3))])
+def test_scripted_module_is_graphed(make: Any) -> None:
+    module = make(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    step = dg.graphed(module, backend="cpu")
+    for _ in range(4):
+        x = torch.randn(3)
+        assert torch.equal(step(x), torch.relu(nn.functional.linear(x, *module.parameters())))
+
+
 def test_cached_tensor_that_the_caller_drops_is_made_again() -> None:
     class Table:
         base = 2.0
