@@ -158,7 +158,7 @@ class Graphed:
         self._options: _Options = options
         self._entries: dict[Any, _Entry] = {}
         self._recent: list[_Entry] = []
-        """Entries with ``repeat``, the most recent one first."""
+        """Entries that have a ``repeat``, the most recent one first."""
         self._clock = itertools.count(1)
         self._counts: Counter[str] = Counter()
         self._eager_counts: Counter[EagerReason] = Counter()
@@ -407,7 +407,7 @@ class Graphed:
                     hash(leaf)
                 except TypeError:
                     raise InputTypeError(
-                        f"{path} is {brief(leaf)}, which is not hashable, so that no graph can be "
+                        f"{path} is {brief(leaf)}, which is not hashable, so no graph can be "
                         f"chosen by its value. Pass a hashable value or a tensor, or register the "
                         f"class with torch.utils._pytree.register_pytree_node."
                     ) from None

@@ -25,7 +25,7 @@ class Capabilities:
     async_update: bool = _may("DeviceGraph._apply")
     """An update runs during its replay, in which each region waits for a signal of the update."""
     shared_pool: bool = _may("Backend.make_pool", "Pool.alias")
-    """Graphs of one pool share memory, so that many buckets cost little more than the largest."""
+    """Graphs of one pool share memory, so many buckets cost little more than the largest."""
     rng: bool = _may("Backend.get_rng_state", "Backend.set_rng_state")
     """Random numbers drawn inside a graph advance with every replay."""
     refuses_host_reads: bool = _may("DeviceGraph._begin", "Backend.is_host_read")
@@ -45,7 +45,7 @@ class Capabilities:
     node_counts: bool = _may("DeviceGraph._size")
     """``DeviceGraph.info()`` reports the number of nodes."""
     node_ranges: bool = _may("DeviceGraph._nodes_so_far")
-    """A capture counts its nodes, so that nodes can be assigned to calls."""
+    """A capture counts its nodes, so nodes can be assigned to calls."""
 
     remakes_executables: bool = _may("DeviceGraph._end")
     """Executables can be evicted to meet the budget of their pool, and rebuilt from the graph.

@@ -66,7 +66,7 @@ class Captured:
         self.backend = job.backend
         self.pool = job.pool
         self.exact = not compiles(policy) or job.compiler in (None, "eager")
-        """Whether replays run the same kernels as eager, so that results are bitwise equal."""
+        """Whether replays run the same kernels as eager, so results are bitwise equal."""
         self.host_spec = job.spec
         self.settings = Settings.current()
         """Settings of torch at the capture."""

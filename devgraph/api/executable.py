@@ -147,7 +147,7 @@ class Recordings:
         self._seconds = 0.0
         self._items: dict[tuple[int, Hashable], _Item] = {}
         self.released = False
-        """Whether the pool's memory is released, so that no executable can be made."""
+        """Whether the pool's memory is released, so no executable can be made."""
 
     def __len__(self) -> int:
         return len(self.kept())

@@ -52,7 +52,7 @@ class GateChannel(Protocol):
     """
 
     delayed: bool
-    """Whether waits happen on the device, so that the host must detect forgotten gates."""
+    """Whether waits happen on the device, so the host must detect forgotten gates."""
 
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
         """Begin a launch on the current stream, in which the places ``opened`` do not wait.
@@ -110,7 +110,7 @@ class _Launch:
     unwritten: set[int]
     """Places at which the device waits and that the channel has not opened."""
     grows: bool
-    """Whether the step is eager, so that its waits are not known in advance."""
+    """Whether the step is eager, so its waits are not known in advance."""
     begun: bool = False
     """Whether the channel has begun the launch; an eager step begins with its first mark."""
     since: float | None = None

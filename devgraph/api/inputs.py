@@ -225,7 +225,7 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
         if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
             raise InputError(
                 f"input {name!r} has strides {value.stride()}, but the bound tensor has "
-                f"overlapping windows with strides {bound.stride()}, so that one address would "
+                f"overlapping windows with strides {bound.stride()}, so one address would "
                 f"receive several values. Pass windows with the same strides, such as those of "
                 f"unfold()."
             )

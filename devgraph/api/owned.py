@@ -279,7 +279,7 @@ class Owned:
                 )
             raise CaptureError(
                 f"the first run of the step makes {name}, and later runs continue from its "
-                f"values, so that replays would be one step ahead of eager runs. Make {name} "
+                f"values, so replays would be one step ahead of eager runs. Make {name} "
                 f"before the capture, which then restores its values."
             )
 

@@ -474,7 +474,7 @@ class _Build:
 
 
 def _computes(node: Node) -> bool:
-    """Whether ``node`` makes tensors, so that its piece must be compiled."""
+    """Whether ``node`` makes tensors, so its piece must be compiled."""
     return node.op.startswith("call_") and isinstance(
         node.meta.get("example_value"), torch.Tensor | tuple | list
     )
