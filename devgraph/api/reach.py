@@ -776,10 +776,14 @@ def _strings_in(code: types.CodeType) -> Iterable[Any]:
 
 
 def set_by_hooks(module: torch.nn.Module) -> set[str]:
-    """Return the attributes that torch's hooks (weight_norm, ...) compute before each forward."""
+    """Return the attributes that torch's hooks compute before each forward.
+
+    Such hooks are those of weight_norm, spectral_norm and of pruning.
+    """
     hooks = module._forward_pre_hooks.values()
     own = (hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils."))
-    return {name for hook in own if isinstance(name := getattr(hook, "name", None), str)}
+    names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in own)
+    return {name for name in names if isinstance(name, str)}
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import devgraph as dg
 from devgraph.api import capture as module_of_capture
@@ -96,6 +97,18 @@ def test_replay_captures_changed_state_again(cap: Any, change: str, how: str) ->
         assert torch.equal(got, module(x))
         kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
         assert all(torch.equal(kept[name], moved[name]) for name in kept)
+
+
+def test_pruned_module_computes_its_weight_in_the_graph(cap: Any) -> None:
+    module = nn.Linear(4, 4)
+    captured = cap(module, torch.randn(2, 4))
+    prune.l1_unstructured(module, "weight", amount=0.5)
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        captured.replay()
+    for _ in range(3):
+        module.weight_mask.copy_((torch.randn(4, 4) > 0).float())
+        x = torch.randn(2, 4)
+        assert torch.equal(captured.replay(x), module(x))
 
 
 def test_replays_capture_again_a_few_times_only(cap: Any) -> None:
