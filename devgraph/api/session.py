@@ -164,7 +164,7 @@ def supported_error_mode(backend: Device, mode: str) -> str:
 
 
 def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
-    """Return a typed error for a vendor's own error, or None if ``error`` needs none."""
+    """Return a devgraph error that explains a vendor's ``error``, or None to raise it as it is."""
     if backend.is_host_read(error):
         text = str(error).partition("\n")[0]
         return host_read_error(

@@ -46,7 +46,7 @@ FULL_BUILD = Capabilities(
     node_ranges=True,
     remakes_executables=True,
 )
-"""Capabilities of a vendor with a complete torch whose captures are graphs of nodes."""
+"""Capabilities of a vendor that supports all of torch and whose captures are graphs of nodes."""
 
 
 class Pages(Protocol):

@@ -58,9 +58,9 @@ Kinds are only compared."""
 
 
 Read = Callable[[str, Any, int], tuple[Any, bool, bool] | None]
-"""A function of a kind, the fixed properties of an executable's node of that kind, and a node. It
-returns the node's parameters, whether the executable's node accepts them, and whether they point to
-host memory; or None for a node of another kind."""
+"""A function whose arguments are a kind, the fixed properties of an executable's node of that kind,
+and a node. It returns the node's parameters, whether the executable's node accepts them, and
+whether they point to host memory; or None for a node of another kind."""
 
 Arguments = tuple[Any, ...]
 """The ctypes types of a call's arguments; every call returns an error code, 0 for success."""
@@ -85,8 +85,8 @@ BRIEF: Mapping[str, Arguments] = {
     "GraphMemsetNodeSetParams": (_P, _P),
     "GraphExecMemsetNodeSetParams": (_P,) * 3,
 }
-"""Calls that keep the GIL, because they take less time than its release. Another thread that
-acquired the GIL in between could hold it for milliseconds."""
+"""Calls that take less time than releasing the GIL, and so keep it. Another thread that acquired
+the GIL in between could hold it for milliseconds."""
 
 WAITING: Mapping[str, Arguments] = {
     "StreamBeginCapture": (_P, c_int),
