@@ -274,8 +274,8 @@ class Owned:
             if id(tensor) in self._before:
                 raise CaptureError(
                     f"the step exchanges tensors: {name} holds another tensor after each run, as "
-                    f"with two alternating buffers, but a replay always uses the tensor of "
-                    f"capture. Copy the new contents into one buffer with copy_()."
+                    f"with two alternating buffers, but a replay always uses the captured "
+                    f"tensor. Copy the new contents into one buffer with copy_()."
                 )
             raise CaptureError(
                 f"the first run of the step makes {name}, and later runs continue from its "
