@@ -6,7 +6,8 @@ import copy
 import enum
 import functools
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from devgraph.api.tensors import (
     share_memory,
     unexpanded,
 )
-from devgraph.api.trees import children_of, leaves_of, same_kind
+from devgraph.api.trees import children_of, leaves_of, rebuilt, same_kind
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A bound tensor and the new data for it."""
@@ -71,20 +72,22 @@ class Inputs:
         return pairs, host
 
     def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs without tensors that differ from the bound arguments, by name.
+        """Return the arguments whose values without tensors are other ones in these inputs.
 
-        Arguments that the step changed are omitted, because a replay would not change them.
+        They hold the bound tensors. Arguments that the step changed are left out, because a replay
+        would not change them.
         """
         values = dict(zip(self._names, given, strict=False))
         values |= {name: value for name, value in named.items() if name in self._arguments}
-        return {
-            name: value
-            for name, value in values.items()
-            if not any(path.startswith(name) for path in self._moved)
-            and all(map(_is_plain, (value, self._arguments[name])))
-            and (children_of(value) is None) is (children_of(self._arguments[name]) is None)
-            and not same_value(value, self._arguments[name])
-        }
+        others = {}
+        for name, value in values.items():
+            if any(path.startswith(name) for path in self._moved):
+                continue
+            try:
+                self._pairs(name, self._arguments[name], value)
+            except InputError:
+                others[name] = _merged(self._arguments[name], value)
+        return others
 
     def holding(self, values: Mapping[str, Any]) -> Inputs:
         """Return these inputs with ``values`` as arguments of the same names."""
@@ -114,13 +117,13 @@ class Inputs:
         if isinstance(bound, Mapping) and isinstance(value, Mapping):
             now, then = [*value.keys()], [*bound.keys()]
             is_other = now != then and bound.keys() == value.keys()
-            if is_other and name in self._iterated:
+            if is_other and re.findall(r"\w+", name)[-1] in self._iterated:
                 raise InputError(
                     f"input {name!r} has its keys in the order {brief(now)}, and in the order "
                     f"{brief(then)} at capture. The step iterates over the keys, so the graph uses "
                     f"the captured order. Pass the keys in that order, or capture again."
                 )
-        return _pairs(name, bound, value)
+        return _pairs(name, bound, value, self._pairs)
 
     @functools.cached_property
     def _iterated(self) -> set[str]:
@@ -207,8 +210,13 @@ def _windowed(windows: torch.Tensor) -> torch.Tensor:
     return windows.as_strided(((last - first) // windows.itemsize,), (1,))
 
 
-def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
-    """Return the pairs of a bound tree and a new tree, whose structures must be equal."""
+def _pairs(
+    name: str, bound: Any, value: Any, inner: Callable[[str, Any, Any], list[Pair]]
+) -> list[Pair]:
+    """Return the pairs of a bound tree and a new tree, whose structures must be equal.
+
+    ``inner`` returns those of a child.
+    """
     if isinstance(bound, torch.Tensor):
         if isinstance(value, torch.Tensor):
             require_place(f"input {name!r}", value)
@@ -241,15 +249,26 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
     new = dict(given)
     if any(suffix not in new for suffix, _ in children):
         raise _other_structure(name, bound, value)
-    return [
-        pair for suffix, child in children for pair in _pairs(name + suffix, child, new[suffix])
-    ]
+    return [pair for suffix, child in children for pair in inner(name + suffix, child, new[suffix])]
 
 
-def _is_plain(node: Any) -> bool:
-    """Whether a tree holds only values that a graph can contain, such as numbers and strings."""
+def _merged(bound: Any, value: Any) -> Any:
+    """Return a tree with the values of ``value`` and the tensors of ``bound``.
+
+    Parts of other structures, which are refused later, are those of ``bound``.
+    """
+    if all(map(_is_plain, (bound, value))):
+        return value if (children_of(bound) is None) is (children_of(value) is None) else bound
+    own, given = children_of(bound), children_of(value) if same_kind(bound, value) else None
+    if own is None or given is None or dict(own).keys() != dict(given).keys():
+        return bound
+    return rebuilt(value, [_merged(dict(own)[suffix], child) for suffix, child in given])
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether a tree holds only values that a graph can contain, such as numbers and texts."""
     return all(
-        isinstance(leaf, (*PLAIN, *_VALUES)) or is_array(leaf) for _, leaf in leaves_of("", node)
+        isinstance(leaf, (*PLAIN, *_VALUES)) or is_array(leaf) for _, leaf in leaves_of("", tree)
     )
 
 

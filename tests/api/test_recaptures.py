@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import types
 from collections.abc import Callable, Iterator
@@ -335,10 +336,33 @@ def test_generator_that_is_an_argument_is_used(cap: Any) -> None:
     assert torch.equal(captured.replay(torch.zeros(3), second), step(torch.zeros(3), twin))
 
 
-def test_plain_argument_in_a_tree_of_tensors_is_refused(cap: Any) -> None:
-    captured = cap(lambda d: d["x"] * d["n"], {"x": torch.ones(3), "n": 2})
-    with pytest.raises(dg.InputError, match="is 3 and was 2"):
-        captured.replay({"x": torch.ones(3), "n": 3})
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Any
+    options: dict[str, Any]
+    scale: float = 1.0
+
+
+def test_plain_values_in_a_tree_of_tensors(cap: Any) -> None:
+    def step(batch: Batch) -> Any:
+        out = batch.x * batch.scale
+        for name, value in batch.options.items():
+            out = out * value + len(name)
+        return out
+
+    def made(scale: float, *names: str) -> Batch:
+        return Batch(torch.randn(3), {name: torch.randn(3) for name in names} | {"n": 2}, scale)
+
+    captured = cap(step, made(1.0, "long", "short"))
+    for batch in (made(3.0, "long", "short"), made(3.0, "short", "long")):
+        with pytest.warns(DeviceGraphWarning, match=AGAIN):
+            assert torch.equal(captured.replay(batch), step(batch))
+    for batch in (made(3.0, "short", "long"), made(3.0, "short", "long")):
+        assert torch.equal(captured.replay(batch), step(batch))
+    for unfit in (made(3.0, "short"), Batch(torch.randn(4), batch.options, 5.0), (1, 2)):
+        with pytest.raises(dg.InputError):
+            captured.replay(unfit)
+    assert torch.equal(captured.replay(batch), step(batch))
 
 
 def test_plain_argument_that_the_step_changes_is_refused(cap: Any) -> None:
