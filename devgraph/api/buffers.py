@@ -316,8 +316,10 @@ def term_of(entry: Entry) -> Term:
         return "{} not in {}", (key, holder)
     elif type(holder) in (dict, list):
         read, place = "{}[{}]", (holder, key)
-    elif isinstance(holder, type):
+    elif isinstance(holder, type) and key in vars(holder):
         read, place = "{}[{}]", (vars(holder), key)
+    elif isinstance(holder, type) and getattr(holder, key, ABSENT) is value:
+        read, place = "getattr({}, {})", (holder, key)
     if isinstance(value, _RENEWED):
         text = f"({read} is {{}} or {{}}({{}}, {read}))"
         return text, (*place, value, is_equal, value, *place)

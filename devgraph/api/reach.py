@@ -7,6 +7,7 @@ import contextvars
 import dis
 import functools
 import gc
+import inspect
 import itertools
 import operator
 import os
@@ -458,8 +459,8 @@ def _read(holder: Any, key: Any) -> Any:
             return holder[key]
         if isinstance(holder, contextvars.ContextVar):
             return holder.get()  # LookupError without a value and a default
-        if isinstance(holder, type) and key in vars(holder):
-            return vars(holder)[key]  # a descriptor itself, not its result
+        if isinstance(holder, type):  # a descriptor itself, not its result
+            return inspect.getattr_static(holder, key)
         return _position(holder) if key == _POSITION else getattr(holder, key)
     except (LookupError, AttributeError, ValueError, TypeError):
         return ABSENT
@@ -595,7 +596,8 @@ class Named:
                         self._texts.add(entry.value)
                     continue
                 is_child = isinstance(entry.value, torch.nn.Module) and isinstance(value, _MODULES)
-                if is_first and not is_child and isinstance(entry.value, torch.nn.Module):
+                is_own = is_first or value is None
+                if is_own and not is_child and isinstance(entry.value, torch.nn.Module):
                     self.modules.append(entry.value)
                 (children if is_child else todo).append((entry.path, entry.value))
 
@@ -612,6 +614,8 @@ class Named:
                 is_region = self._regions and mark is not None and mark.kind == "region"
                 if is_region and not mark.dynamic:
                     yield Entry(path, None, None, mark.fn)
+                elif mark is None and hasattr(value, "__wrapped__"):  # @torch.no_grad(), ...
+                    yield Entry(path, None, None, value.__wrapped__)
                 return
             self._use(value)
             yield from _environment(value.__code__)
@@ -693,7 +697,9 @@ class Named:
                 yield Entry(path, None, None, function)
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
             if not is_leaf or name in read:
-                yield Entry(path, base, name, member)
+                # A class that inherits the member may get its own, unless super() skips that.
+                own = base if "super" in self.names or isinstance(member, torch.Tensor) else kind
+                yield Entry(path, own, name, member)
 
     def _use(self, function: Any) -> None:
         code = getattr(function, "__code__", None)

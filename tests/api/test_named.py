@@ -480,6 +480,61 @@ def test_entry_of_a_computed_key_is_compared(kit: Kit, way: str) -> None:
         captured.replay()
 
 
+class _Heir(_Owner):
+    """A class that inherits all that a step reads."""
+
+
+HEIRS: dict[str, Callable[[torch.Tensor, Any, Any], Any]] = {
+    "object": lambda x, heir, table: heir.sq(x),
+    "class": lambda x, heir, table: type(heir)().sq(x),
+    "table": lambda x, heir, table: table[heir.way]().sq(x.relu()),
+}
+
+
+@pytest.mark.parametrize("way", HEIRS)
+def test_member_that_comes_to_hide_an_inherited_one_is_noticed(kit: Kit, way: str) -> None:
+    heir: Any = type("Heir", (_Heir,), {})()
+    read, table, x = HEIRS[way], {"by_way": type(heir), "relu": None}, kit.tensor(3)
+    captured = kit.capture(lambda x: read(x, heir, table), x)
+    kit.same(captured.replay(), read(x, heir, table))
+    type(heir).sq = staticmethod(torch.sigmoid)
+    with pytest.raises(dg.StateError, match="sq is"):
+        captured.replay()
+
+
+def test_weight_of_a_module_under_a_computed_key_is_compared(kit: Kit) -> None:
+    head, x = torch.nn.Linear(3, 2).to(kit.device), kit.tensor(3)
+    heads: dict[str, Any] = {"score": head, "relu": None}
+    own = types.SimpleNamespace(task="score")
+    captured = kit.capture(lambda x: heads[own.task](x.relu()), x)
+    kit.same(captured.replay(), head(x.relu()))
+    head.weight = torch.nn.Parameter(kit.tensor(2, 3))
+    with pytest.raises(dg.StateError, match="'weight' of a module"):
+        captured.replay()
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "no_grad": torch.no_grad(),
+    "inference_mode": torch.inference_mode(),
+    "autocast": torch.autocast("cpu", enabled=False),
+    "compiler": torch.compiler.disable,
+}
+
+
+@pytest.mark.parametrize("method", [False, True], ids=["function", "method"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_state_of_a_function_that_torch_wraps_is_compared(
+    kit: Kit, wrapper: str, method: bool
+) -> None:
+    own, x = types.SimpleNamespace(k=2.0), kit.tensor(3)
+    step: Any = WRAPPERS[wrapper](lambda self, x: x * self.k)
+    captured = kit.capture(types.MethodType(step, own) if method else lambda x: step(own, x), x)
+    kit.same(captured.replay(), x * 2)
+    own.k = 3.0
+    with pytest.raises(dg.StateError, match=r"\.k is 3\.0 and was 2\.0|k is 3\.0"):
+        captured.replay()
+
+
 def test_region_is_part_of_a_full_graph(kit: Kit) -> None:
     values = {"scale": 2.0}
 
