@@ -99,7 +99,7 @@ def stale_weight(how: str) -> Callable[[Any, pytest.MonkeyPatch], dg.Report]:
 
 for how, name in [
     ("assignment", "weight that is replaced by assignment"),
-    ("data", "weight with another `.data`"),
+    ("data", "weight with replaced `.data`"),
     ("load", "`load_state_dict(assign=True)`"),
 ]:
     plant(name, "replaced weight or cache: ")(stale_weight(how))
@@ -144,7 +144,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     )
 
 
-@plant("update that is applied to another region", CHANGED)
+@plant("update that is applied to the wrong region", CHANGED)
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     def swapped(host: Any) -> Any:
         values = [next(iter(kwargs.values())) for kwargs in host.values()]
@@ -222,7 +222,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return capture(backend, step).prove()
 
 
-@plant("graph of another bucket", "only bucket 4: the graph of another bucket runs")
+@plant("graph of the wrong bucket", "only bucket 4: the graph of another bucket runs")
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     runner = decoder(backend, lambda batch: batch.x * 2)
     assert runner.prove().ok
@@ -231,7 +231,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return runner.prove()
 
 
-@plant("capture with another autocast setting", EVERY)
+@plant("capture with a different autocast setting", EVERY)
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     weight = torch.randn(WIDTH, WIDTH, device=backend.device)
     with torch.autocast(backend.device.type, torch.bfloat16):
