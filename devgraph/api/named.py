@@ -193,7 +193,8 @@ class NamedState:
                 _refuse(entry, f"has {len(entry.value)} entries and had {content} at capture")
         spaces = {*map(id, named.spaces)}
         for entry in itertools.chain(*after.values()):
-            if id(entry.holder) in spaces and named.is_named(entry):
+            is_read = named.is_named(entry) or entry.key in named.texts
+            if id(entry.holder) in spaces and is_read:
                 _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
         self._settle(named)
 

@@ -535,6 +535,7 @@ class Named:
         modules: modules in such places, without the children of module containers.
         names: the names that the step uses.
         iterated: the names of values that the step iterates over.
+        texts: string values that the step reads, which may be keys (``ACTIVATIONS[config.act]``).
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
@@ -545,12 +546,11 @@ class Named:
         self._read: set[str] = {_CELL}
         self.iterated: set[str] = set()
         self._indexed: set[str] = set()
-        self._texts: set[str] = set()
-        """String values that the step reads, which may be keys (``ACTIVATIONS[config.act]``)."""
+        self.texts: set[str] = set()
         self._beginnings: tuple[str, ...] = ()
         count = -1
-        while count < len(self.names) + len(self._texts):  # a name can lead to more names
-            count = len(self.names) + len(self._texts)
+        while count < len(self.names) + len(self.texts):  # a name can lead to more names
+            count = len(self.names) + len(self.texts)
             self.places: list[Entry] = []
             self.spaces: list[dict[Any, Any]] = []
             self.inner = set[tuple[int, Any]]()
@@ -593,7 +593,7 @@ class Named:
                         self.inner.add(place)
                 if is_leaf:
                     if isinstance(entry.value, str) and not str(entry.key).startswith("__"):
-                        self._texts.add(entry.value)
+                        self.texts.add(entry.value)
                     continue
                 is_child = isinstance(entry.value, torch.nn.Module) and isinstance(value, _MODULES)
                 is_own = is_first or value is None
@@ -654,7 +654,7 @@ class Named:
                 or (is_whole and not (is_function and entry.holder is vars(value)))
             ):
                 yield entry
-            elif is_indexed or (takes_texts and entry.key in self._texts):
+            elif is_indexed or (takes_texts and entry.key in self.texts):
                 self._computed.append(entry)
 
     def is_named(self, entry: Entry) -> bool:
@@ -680,7 +680,7 @@ class Named:
         """Yield the named attributes and methods of a class of the user and of its bases."""
         named = self.names.union(implicit)
         if "getattr" in self.names:
-            self._computed += self._members_of(kind, self._texts - named, self._texts)
+            self._computed += self._members_of(kind, self.texts - named, self.texts)
         return self._members_of(kind, named, self._read)
 
     def _members_of(self, kind: type, wanted: Set[str], read: Set[str]) -> Iterator[Entry]:

@@ -480,6 +480,18 @@ def test_entry_of_a_computed_key_is_compared(kit: Kit, way: str) -> None:
         captured.replay()
 
 
+def test_entry_that_was_absent_under_a_computed_key_is_noticed(kit: Kit) -> None:
+    table, own = {"small": 2.0, "dim": 3.0}, types.SimpleNamespace(size="large")
+    x = kit.tensor(3)
+    captured = kit.capture(lambda x: x * table.get(own.size, 5.0) * x.dim(), x)
+    kit.same(captured.replay(), x * 5)
+    table["tiny"] = 1.0
+    kit.same(captured.replay(), x * 5)
+    table["large"] = 7.0
+    with pytest.raises(dg.StateError, match=r"large.* is 7\.0 and was not there"):
+        captured.replay()
+
+
 class _Heir(_Owner):
     """A class that inherits all that a step reads."""
 
