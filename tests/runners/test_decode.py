@@ -119,7 +119,7 @@ def test_host_arguments_reach_regions_under_every_policy(policy):
         (None, "missing host arguments: length"),
         ({}, "missing host arguments: length"),
         ({"length": 1, "lenght": 2}, "unknown host argument 'lenght'.*Did you mean 'length'"),
-        ({"length": "two"}, "had the type int at capture, and has the type str"),
+        ({"length": "two"}, "had the type int at capture, but now has the type str"),
     ],
 )
 def test_bad_host_arguments_are_refused_in_graphs_and_eagerly(count, host_args, text):

@@ -29,7 +29,7 @@ def test_strictness_comes_from_the_configuration_unless_the_engine_says():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"max_requests": 4}, "decode.max_requests=4 has no effect: decode is sized by"),
+        ({"max_requests": 4}, "decode.max_requests=4 has no effect: decode takes its sizes from"),
         ({"lazy_hits": 3}, "decode.lazy_hits=3 has no effect: only capture='lazy' counts"),
         ({"policy": "breakable", "miss_budget": 3}, "decode.miss_budget=3 has no effect"),
     ],
