@@ -575,7 +575,6 @@ def run(kind: str, seed: int) -> Counter[str]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Casting complex values to real")
-            warnings.filterwarnings("ignore", "a replay captured the step again")
             return CASES[kind](seed)
     except Exception as error:
         drawn = {"steps": _EVERYTHING, "piecewise": Drawn()}.get(kind)

@@ -16,6 +16,7 @@ import math
 import random
 import re
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -686,7 +687,9 @@ class StatePair:
         torch.set_rng_state(before)
         assert self._run is not None
         try:
-            got = self._run(x.clone())
+            with warnings.catch_warnings(record=True) as recaptures:
+                warnings.filterwarnings("always", "a replay captured the step again")
+                got = self._run(x.clone())
         except dg.DeviceGraphError as error:
             last = self._done[-1] if self._done else "no mutation"
             self.counts[f"refused after {last}: {type(error).__name__}"] += 1
@@ -694,6 +697,7 @@ class StatePair:
         except Exception as error:
             self._fail(f"{self._story()}: {type(error).__name__}: {error}")
         self.counts["calls"] += 1
+        self.counts["captured again"] += len(recaptures)
         for one, other in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
             same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
             if not same:

@@ -73,8 +73,9 @@ def test_random_calls_of_graphed_modules_equal_eager(devgraph_backend: Any) -> N
 def test_state_that_changes_between_replays_is_followed_or_refused() -> None:
     counts = total("state", range(48))
     refused = sum(number for what, number in counts.items() if what.startswith("refused after"))
-    assert counts["calls"] > 90, counts
-    assert refused > 18, counts
+    assert counts["calls"] > 200, counts
+    assert refused > 5, counts
+    assert refused + counts["captured again"] > 18, counts
 
 
 def test_interrupts_at_random_places_leave_the_next_operation_right() -> None:
