@@ -542,6 +542,15 @@ class Named:
         self._regions, roots = regions, [*roots]
         self._receivers = {id(v.__self__) for _, v in roots if isinstance(v, types.MethodType)}
         """Objects whose method is a root. Their methods are called only by name."""
+        self._search(roots, frozenset())
+        if self._is_complete:
+            self._search(roots, _INSTANCE)
+            if not self._is_complete:
+                self._search(roots, frozenset())
+
+    def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
+        """Search with the methods ``called`` of classes that the step names."""
+        self._called = called
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
         self.iterated: set[str] = set()
@@ -600,6 +609,7 @@ class Named:
                 if is_own and not is_child and isinstance(entry.value, torch.nn.Module):
                     self.modules.append(entry.value)
                 (children if is_child else todo).append((entry.path, entry.value))
+        self._is_complete = len(seen) < _MOST_NAMED
 
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
@@ -637,6 +647,7 @@ class Named:
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
             yield from self._of_class(value)
+            self._computed += self._members_of(value, self._called - self.names, self._called)
             return
         if isinstance(value, _MODULES):
             for name, child in value._modules.items():
@@ -719,6 +730,9 @@ _IMPLICIT = frozenset(
     __rtruediv__ __matmul__ __rmatmul__ __pow__ __torch_function__""".split()
 )
 """Methods that Python calls without naming them."""
+
+_INSTANCE = frozenset({"__init__", "__post_init__", "__call__"})
+"""Methods that a step may call without naming them if it makes an object of a class."""
 
 
 def _environment(code: types.CodeType) -> Iterator[Entry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextvars
+import copy
 import enum
 import functools
 import operator
@@ -11,7 +12,7 @@ import os
 import types
 from collections import ChainMap, Counter, UserDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -511,6 +512,39 @@ def test_member_that_comes_to_hide_an_inherited_one_is_noticed(kit: Kit, way: st
     kit.same(captured.replay(), read(x, heir, table))
     type(heir).sq = staticmethod(torch.sigmoid)
     with pytest.raises(dg.StateError, match="sq is"):
+        captured.replay()
+
+
+class _Maker:
+    bias: Any = 0.0
+    settings: ClassVar[dict[str, float]] = {"k": 2.0}
+    levels: ClassVar[dict[str, float]] = {"gain": 1.0}
+
+    def __init__(self) -> None:
+        self.k = _Maker.settings["k"]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.k * self.levels["gain"] + self.bias
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "init": lambda: _Maker.settings.update(k=3.0),
+    "call": lambda: _Maker.levels.update(gain=3.0),
+    "class": lambda: setattr(_Maker, "bias", 3.0),
+}
+
+
+@pytest.mark.parametrize("place", MADE)
+def test_state_of_an_object_that_the_step_makes_is_compared(
+    kit: Kit, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bias", "settings", "levels"):
+        monkeypatch.setattr(_Maker, name, copy.copy(getattr(_Maker, name)))
+    x = kit.tensor(3)
+    captured = kit.capture(lambda x: _Maker()(x), x)
+    kit.same(captured.replay(), x * 2)
+    MADE[place]()
+    with pytest.raises(dg.StateError, match=r"is 3\.0 and was"):
         captured.replay()
 
 
