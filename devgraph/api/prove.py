@@ -379,10 +379,12 @@ class State:
     def begin_case(self) -> None:
         """Restore the contents from before the proof for the first run of a case."""
         self._random = self._next_random
+        self.snapshot.settle()
         self.begin()
 
     def end(self) -> None:
         """Restore contents and random generators from before the proof."""
+        self.snapshot.settle()
         self.snapshot.restore()
 
     def draws(self) -> bool:

@@ -7,8 +7,8 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +87,8 @@ class Snapshot:
         self._left = DEFAULT_LIMIT if limit is None else limit
         self._saved: list[_Saved] = []
         self._rows: list[_Rows] = []
+        self._disturbed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._versions: dict[int, int] = {}
         seen: set[int] = set()
         with torch.inference_mode():
             for needed, group in ((True, named), (False, optional)):
@@ -101,6 +103,8 @@ class Snapshot:
         flat = tensor.is_contiguous() or overlaps_itself(tensor)
         memory = _bytes_of(tensor) if flat else tensor.detach()
         place, content, digest = place_of(tensor), None, None
+        if not tensor.is_inference():
+            self._versions[id(tensor)] = tensor._version
         if memory.nbytes <= self._left:
             with contextlib.suppress(torch.OutOfMemoryError):
                 content = memory.clone()
@@ -140,6 +144,56 @@ class Snapshot:
                         memory = view.view(torch.uint8)
                         content = memory.index_select(1, inside)
                         self._rows.append(_Rows(name + where, tensor, memory, inside, content))
+
+    def disturb(
+        self, names: Container[str], positions: Callable[[torch.Tensor, Any], Sequence[int]]
+    ) -> None:
+        """Change rows of written floating-point tensors and of their copies until ``settle``.
+
+        Args:
+            names: names of parts that were written, in addition to those that torch has counted.
+            positions: returns the rows to change, from a tensor and the numbers of saved rows.
+        """
+
+        def is_written(name: str, tensor: torch.Tensor) -> bool:
+            then = self._versions.get(id(tensor))
+            return name in names or (then is not None and then != tensor._version)
+
+        with torch.inference_mode():
+            for name, tensor, _, _, content, _ in self._saved:
+                if content is not None and is_written(name, tensor):
+                    self._disturb(tensor.detach(), positions(tensor, None), 0)
+            for name, tensor, memory, numbers, _ in self._rows:
+                if is_written(name, tensor):
+                    rows = numbers[[*positions(memory, numbers)]].tolist()
+                    self._disturb(memory.view(tensor.dtype), rows, 1)
+            self._copy_again()
+
+    def _disturb(self, tensor: torch.Tensor, rows: Sequence[int], axis: int) -> None:
+        is_wide = tensor.dtype.is_floating_point and tensor.element_size() > 1  # has kernels
+        if is_wide and not overlaps_itself(tensor):
+            for row in rows:
+                values = tensor.select(axis, row)
+                self._disturbed.append((values, values.clone()))
+                values.add_(values.ge(0).to(values.dtype) * 2 - 1)
+
+    def settle(self) -> None:
+        """Restore the contents from before ``disturb``."""
+        if not self._disturbed:
+            return
+        self.restore_contents()
+        with torch.inference_mode():
+            for values, before in reversed(self._disturbed):
+                values.copy_(before)
+            self._disturbed.clear()
+            self._copy_again()
+
+    def _copy_again(self) -> None:
+        for saved in self._saved:
+            if saved.content is not None:
+                saved.content.copy_(saved.memory)
+        for _, _, memory, numbers, content in self._rows:
+            content.copy_(memory.index_select(1, numbers))
 
     def parts(self) -> list[Part]:
         """Return the saved parts: whole tensors, and rows of tensors above the limit."""

@@ -74,6 +74,8 @@ class Proof:
         self._last = _last_inputs(step)
         self.extremes_of: dict[str, tuple[int, int]] = {}
         """Smallest and largest value in real rows, by slot."""
+        self.written: set[str] = set()
+        """Names of the state that runs changed."""
 
     def of(self, graphs: Graphs, chosen: Sequence[BucketGraph]) -> Report:
         """Compare the ``chosen`` graphs, which must be captured, with eager."""
@@ -263,7 +265,11 @@ class _CaseRun:
         self._write = step.outputs.writer(graph.key.variant, graph.size)
         self._has_equal_rows = False
         self._compared.state.begin_case()  # restores the rows of the last case
-        self._compared.state.snapshot.save_rows(self._named_rows())
+        snapshot, used = self._compared.state.snapshot, {pad for _, pad in self._used_pads()}
+        snapshot.save_rows(self._named_rows())
+        if case.padded:
+            # An earlier padded batch may have left in a row just what padding writes to it.
+            snapshot.disturb(proof.written, functools.partial(_positions, used))
         self._renewed = [(leaf, leaf.detach().clone()) for leaf in proof.renewed]
         for _, value in self._renewed:
             randomize(value, proof.generator)
@@ -367,6 +373,7 @@ class _CaseRun:
     ) -> tuple[RunResult, RunResult, list[Failure]]:
         """Return the results of eager and of the graph on the padded batch, and the failures."""
         want, got = self._compared.result_of(self._eager), self._compared.result_of(self._replay)
+        self._proof.written.update(want.state)
         failures = self._compared.failures(
             self._case,
             self._eager,
@@ -419,8 +426,10 @@ class _CaseRun:
                 yield slot, self._inputs[name].flatten().tolist()
 
     def _named_rows(self) -> torch.Tensor:
-        """Return all values in integer slots of the case, including pad values, as row numbers."""
+        """Return all values that integer slots get in the case as row numbers."""
+        ends = self._proof.extremes_of
         rows = {row for slot, data in self._integers() for row in [*data, int(slot.pad.value)]}
+        rows.update(row for slot, _ in self._integers() for row in ends.get(slot.name, ()))
         return torch.tensor(sorted(rows), dtype=torch.int64, device=self._step.inputs.device)
 
     def _fill_padding(self, row: Callable[[InputSlot], torch.Tensor]) -> None:
@@ -464,6 +473,13 @@ class _CaseRun:
             for row in _positions(pads, now, numbers)
         )
 
+    def _used_pads(self) -> Iterator[tuple[InputSlot, int]]:
+        """Yield each integer slot whose real rows use its pad value, with that value."""
+        for slot, data in self._integers():
+            for pad in _pads(slot, data):
+                if self._proof.is_real(slot, pad, data):
+                    yield slot, pad
+
     def _suspects(self, want: RunResult) -> Iterator[tuple[str, int, list[InputSlot]]]:
         """Yield changed rows of state whose number is the pad value of a slot.
 
@@ -478,11 +494,10 @@ class _CaseRun:
             names = rows[changed] if rows is not None else changed.nonzero().flatten()
             written = set(names.tolist())
             by_row: dict[int, list[InputSlot]] = {}
-            for slot, data in self._integers():
-                for pad in _pads(slot, data):
-                    row = pad + len(now) * (pad < 0 and rows is None)
-                    if row in written and self._proof.is_real(slot, pad, data):
-                        by_row.setdefault(row, []).append(slot)
+            for slot, pad in self._used_pads():
+                row = pad + len(now) * (pad < 0 and rows is None)
+                if row in written:
+                    by_row.setdefault(row, []).append(slot)
             yield from ((name, row, slots) for row, slots in by_row.items())
 
     def _culprit(

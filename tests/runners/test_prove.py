@@ -210,6 +210,20 @@ def test_padding_that_writes_real_rows_is_a_failure_of_its_own(pad):
     assert step.cache.equal(before)
 
 
+@pytest.mark.parametrize("limit", [2**30, 0], ids=["whole", "rows"])
+@pytest.mark.parametrize("sample", [distinct_rows, None], ids=["sample", "last batch"])
+def test_padding_is_found_after_it_wrote_a_real_row(sample, limit):
+    """The row already had what padding writes to it, so the proof saw no write."""
+    step = CacheStep()
+    slots = slots_padded_with(Pad.zero(), sample=sample)
+    runner = decode_of(step, slots, bound={"cache": step.cache})
+    runner.run({"ids": torch.tensor([5, 6, 7]), "rows": torch.tensor([0, 1, 2])})
+    before = step.cache.clone()
+    report = runner.prove(snapshot_limit=limit)
+    assert {failure.kind for failure in report.failures} == {"padding"}, str(report)
+    assert step.cache.equal(before)
+
+
 def test_padding_into_a_scratch_row_is_right():
     step = CacheStep()
     report = decode_of(step, slots_padded_with(ROWS.pad, sample=distinct_rows)).prove(cases=3)
