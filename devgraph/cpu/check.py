@@ -17,10 +17,10 @@ from devgraph.api.errors import (
     ResourceError,
     brief,
 )
-from devgraph.api.marks.host_values import HostSpec, exact_types_refused
+from devgraph.api.marks.host_values import HostSpec, Tracked, exact_types_refused, frozen
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward
-from devgraph.api.marks.source import line_of, raising_line, user_line
+from devgraph.api.marks.source import SourceLine, line_of, raising_line, user_line
 from devgraph.api.owned import Owned, host_random, without_history
 from devgraph.api.process import collector
 from devgraph.api.reach import Change, Watch, modules_of, rebinding, set_by_hooks
@@ -59,7 +59,7 @@ def check_step(
             violations.clear()
             _CheckedRun(fn, owned, spec, note, knowledge).run()
     except FrozenValueError as error:
-        line = raising_line(error) or user_line()
+        line = raising_line(error) or line_of(fn)
         note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
     except Exception as error:
         is_known = isinstance(error, CaptureError | ResourceError) or is_shortage(error)
@@ -76,6 +76,21 @@ def check_step(
     finally:
         original.put_back()
     return list(violations.values())
+
+
+class _Noted(Tracked):
+    """A tracked value that notes violations and continues with the plain value."""
+
+    __slots__ = ("_devgraph_note",)
+
+    def __init__(self, name: str, value: Any, note: Callable[[Violation], None]) -> None:
+        super().__init__(name, value)
+        object.__setattr__(self, "_devgraph_note", note)
+
+    def _devgraph_consumed(self, how: str, at: SourceLine | None = None) -> None:
+        name, at = self._devgraph_name, at or user_line()
+        text = str(frozen(name, how))
+        self._devgraph_note(Violation.at(at, kind="host_value", op=f"argument {name!r}", text=text))
 
 
 class _CheckedRun(Scope):
@@ -114,7 +129,8 @@ class _CheckedRun(Scope):
         numbers, spec = host_random(), self._spec
         exact = exact_types_refused() if spec.declared else contextlib.nullcontext()
         with collector.paused(), self._recorder, entered(self), exact:
-            outputs = self._fn(*self._args, **self._kwargs, **spec.tracked())
+            host = {name: _Noted(name, value, self._note) for name, value in spec.declared.items()}
+            outputs = self._fn(*self._args, **self._kwargs, **host)
             refuse_host_values(outputs)
             self._recorder.note_outputs(tensors_in(outputs))
         outputs = without_history(outputs)  # Gradient history would keep other results alive.

@@ -149,6 +149,26 @@ def test_check_reports_a_consumed_host_argument() -> None:
     assert FrozenValueError.__name__ not in found.text
 
 
+def test_check_goes_on_behind_consumed_host_arguments() -> None:
+    def step(x: torch.Tensor, n: int, sizes: list[int]) -> torch.Tensor:
+        y = torch.zeros(n)
+        z = x[: min(n, 2)] * n
+        for size in sizes:
+            z = z + size
+        if type(n) is int and n and sizes:
+            z = z * 2
+        z = z + x.sum().item()
+        return z + y.sum() + float(f"{n}")
+
+    found = violations_of(step, X, host_args={"n": 2, "sizes": [1, 2]})
+    first = step.__code__.co_firstlineno
+    assert {(v.kind, v.line - first) for v in found} == {
+        *(("host_value", line) for line in (1, 2, 3, 5, 8)),
+        ("host_sync", 7),
+    }
+    assert all(v.file == __file__ for v in found)
+
+
 def test_check_refuses_what_no_policy_can_run_again_inside_a_transform() -> None:
     @region(host_args=("n",))
     def dynamic(x: torch.Tensor, *, n: int) -> torch.Tensor:

@@ -18,9 +18,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType, FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_you_mean
 from devgraph.api.marks.marks import refused
@@ -39,7 +40,8 @@ class Tracked:
     """A host value during capture, which can only be passed to regions.
 
     ``isinstance(value, int)`` is true for a tracked int, but C code does not accept it.
-    ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)`` raise, like ``kv_len // 2``.
+    ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)`` raise, like ``kv_len // 2``. In
+    a check they are noted instead, and continue with the plain value.
     """
 
     __slots__ = ("_devgraph_name", "_devgraph_value")
@@ -55,21 +57,33 @@ class Tracked:
     def __repr__(self) -> str:
         return f"<tracked host argument {self._devgraph_name}>"
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse(self._devgraph_name, "copy or pickle")
+    def _devgraph_consumed(self, how: str, at: SourceLine | None = None) -> None:
+        raise refused(frozen(self._devgraph_name, how, at or user_line()))
 
-    def __getattr__(self, attribute: str) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._devgraph_consumed("copy or pickle")
+        return self._devgraph_value.__reduce_ex__(protocol)
+
+    def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        _refuse(self._devgraph_name, f".{attribute}")
+        self._devgraph_consumed(f".{attribute}")
+        return getattr(self._devgraph_value, attribute)
 
-    def __setattr__(self, attribute: str, value: object) -> NoReturn:
-        _refuse(self._devgraph_name, f".{attribute} = ...")
+    def __setattr__(self, attribute: str, value: object) -> None:
+        self._devgraph_consumed(f".{attribute} = ...")
+        setattr(self._devgraph_value, attribute, value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(_tracked_in((*args, *(kwargs or {}).values())))
-        _refuse(found, f"torch's {getattr(func, '__name__', func)}()")
+        def plain(value: Any) -> Any:
+            if not is_tracked(value):
+                return value
+            value._devgraph_consumed(f"torch's {getattr(func, '__name__', func)}()")
+            return value._devgraph_value
+
+        args, kwargs = tree_map(plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     __hash__: Any
 
@@ -82,32 +96,22 @@ def taken_from(own: str, name: str) -> str:
     )
 
 
-def frozen(name: str, at: object, how: str = "") -> FrozenValueError:
+def frozen(name: str, how: str, at: object = "") -> FrozenValueError:
     """Return the error for a line that would freeze host argument ``name``."""
+    by, where = f" by {how}" * bool(how), f", at {at}" * bool(at)
     return FrozenValueError(
-        f"host argument {name!r} was consumed{how} outside a region, at {at}. Every "
+        f"host argument {name!r} was consumed{by} outside a region{where}. Every "
         f"replay would use the captured value. Move the line into a function "
         f"marked @dg.region(host_args=({name!r},)), or, if a region needs a value computed from "
         f"it, declare derive={{'new_name': lambda {name}: ...}} on that mark."
     )
 
 
-def _refuse(name: str, how: str) -> NoReturn:
-    raise refused(frozen(name, user_line(), f" by {how}"))
-
-
-def _tracked_in(values: Iterable[object]) -> Iterator[str]:
-    """Yield the names of the tracked values in ``values`` and in nested lists and tuples."""
-    for value in values:
-        if is_tracked(value):
-            yield str(value._devgraph_name)  # type: ignore[attr-defined]
-        elif isinstance(value, list | tuple):
-            yield from _tracked_in(value)
-
-
-def _consuming(dunder: str) -> Callable[..., NoReturn]:
-    def method(self: Tracked, *_: object) -> NoReturn:
-        _refuse(self._devgraph_name, dunder)
+def _consuming(dunder: str) -> Callable[..., Any]:
+    def method(self: Tracked, *args: object) -> Any:
+        self._devgraph_consumed(dunder)
+        value = self._devgraph_value
+        return bool(value) if dunder == "__bool__" else getattr(value, dunder)(*args)
 
     method.__name__ = dunder
     return method
@@ -187,8 +191,8 @@ def _refuse_exact_types(frame: FrameType, event: str, argument: object) -> None:
         value: Any = frame.f_locals.get(name)
         if is_tracked(value):
             sys.setprofile(None)
-            how = f" by type({name}) (use isinstance(), or decide by type before the step)"
-            raise refused(frozen(value._devgraph_name, line_in(frame, number), how))
+            how = f"type({name}) (use isinstance(), or decide by type before the step)"
+            value._devgraph_consumed(how, line_in(frame, number))
 
 
 @functools.lru_cache(maxsize=4096)

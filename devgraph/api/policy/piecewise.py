@@ -350,7 +350,7 @@ def _bind_tokens(graph: GraphModule, values: Mapping[str, torch.Tensor]) -> None
             _bind_call(graph, node, mark, tokens)
     for token, name in tokens.items():
         for user in token.users:
-            raise frozen(name, node_line(user) or user)
+            raise frozen(name, "", node_line(user) or user)
 
 
 def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node, str]) -> None:
