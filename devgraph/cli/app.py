@@ -127,6 +127,7 @@ class _Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(unknown[0], command._option_string_actions, n=1)
             hint = f". Did you mean {close[0]!r}?" if close else ""
             command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        parsed.json = "json" in parsed
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -143,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("-v", "--verbose", action="count", help=text, **unset)
     text = "colours of the output; auto follows the terminal and NO_COLOR"
     common.add_argument("--color", choices=[*_COLORS], help=text, **unset)
+    text = "print JSON, for programs"
+    common.add_argument("--json", action="store_true", help=text, **unset)
     text = "One API for the device graphs of every vendor."
     parser = _Parser(prog="devgraph", description=text, parents=[common])
     parser.add_argument("--version", action="version", version=f"devgraph {__version__}")
@@ -150,7 +153,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, (text, declare) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text, parents=[common])
         declare(Options(sub))
-        sub.add_argument("--json", action="store_true", help="print JSON, for programs")
     return parser
 
 

@@ -129,8 +129,8 @@ def _planned(path: str) -> list[dict[str, Any]]:
         isinstance(group, dict) and all(key in group for key in keys) for group in groups
     ):
         raise CommandError(
-            f"{path} is not the plan of a cluster; write one with "
-            f"devgraph plan --cluster FILE --json > {path}"
+            f"{path} is not the plan of a cluster; write one to another file with "
+            f"devgraph plan --cluster FILE --json > plan.json"
         )
     version = document.get("devgraph")
     return [{**group, "devgraph": version, "mode": document.get("mode", {})} for group in groups]

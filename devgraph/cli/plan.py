@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if a device cannot run it."""
     config = DeviceGraphConfig.from_args(args)
     sizes = _sizes(args)
+    if args.emit and args.json:
+        raise CommandError("--emit prints flags or variables, --json the plan: give one of them")
     if args.cluster is None:
         if args.emit:
             raise CommandError("--emit prints the settings of each node: add --cluster FILE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -69,6 +70,11 @@ def test_command_help_shows_its_options(name: str, capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert "--json" in text
     assert "--debug" in text
+
+
+def test_common_options_may_precede_the_command(capsys: pytest.CaptureFixture[str]):
+    assert main(["--json", "troubleshoot", "InputError"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["InputError"]
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):

@@ -259,7 +259,7 @@ def test_differences_from_a_plan_are_listed(planned: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("text", "more", "said"),
     [
-        ("{}", [], "is not the plan of a cluster; write one with devgraph plan --cluster"),
+        ("{}", [], "is not the plan of a cluster; write one to another file with"),
         ("[]", [], "expected an object"),
         (None, ["--group", "hre"], "has no group 'hre'. Known: here, there. Did you mean 'here'"),
         (None, ["--group", "there"], "npu"),

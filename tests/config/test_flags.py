@@ -62,7 +62,7 @@ def test_parser_ends_with_a_message_when_a_size_is_no_number(
 ) -> None:
     with pytest.raises(SystemExit):
         PARSER.parse_args(["--cuda-graph-bs", "one"])
-    assert "invalid int value" in capsys.readouterr().err
+    assert "expected integers separated by spaces, got" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from devgraph.api.config.older_flags import (
     Flag,
 )
 from devgraph.api.config.phase import FLAG, KEYS, MODE_VARIABLE, PHASES, DeviceGraphWarning
-from devgraph.api.errors import ConfigTypeError
+from devgraph.api.errors import ConfigTypeError, brief
 
 _FILE = "--device-graph-config"
 
@@ -104,11 +104,19 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         if flag.shape == "switch":
             options = {"action": "store_true"}
         elif flag.shape != "text":
-            options |= {"type": int, "nargs": "+" if flag.shape == "integers" else None}
+            options |= {"type": _size, "nargs": "+" if flag.shape == "integers" else None}
         group.add_argument(flag.name, dest=flag.dest, help=flag.help, default=hidden, **options)
     for name in REMOVED_FLAGS:
         if name not in taken:
             group.add_argument(name, action=_Removed, nargs="*", help=hidden, default=hidden)
+
+
+def _size(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        reason = f"expected integers separated by spaces, got {brief(text)}"
+        raise argparse.ArgumentTypeError(reason) from None
 
 
 class _Once(argparse.Action):
