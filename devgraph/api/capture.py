@@ -515,7 +515,12 @@ def capture(
         snapshot_limit=snapshot_limit,
         recaptures=recaptures,
     )
-    plan, seconds = _planned(job, policy, gates)
+    try:
+        plan, seconds = _planned(job, policy, gates)
+    except TypeError as error:
+        if str(error).startswith(f"{_name(fn)}() missing"):
+            note(error, "pass keyword arguments in kwargs={...}, host arguments in host_args={...}")
+        raise
     return Captured(job, plan, policy, seconds, gates)
 
 

@@ -139,6 +139,15 @@ def test_what_is_called_and_is_no_function_is_refused_before_any_run(name: str) 
     assert not ran
 
 
+def test_missing_argument_of_the_step_is_an_error_with_a_remedy() -> None:
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n
+
+    with pytest.raises(TypeError, match="missing 1 required") as caught:
+        dg.capture(step, torch.ones(2), backend="cpu")
+    assert "host_args={...}" in caught.value.__notes__[0]  # type: ignore[attr-defined]
+
+
 def test_python_runs_once_and_its_numbers_are_frozen(kit: Kit) -> None:
     x = kit.tensor(8)
     factor = {"value": 2.0, "calls": 0}
