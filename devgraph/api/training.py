@@ -393,7 +393,7 @@ def _copy_gradients(
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: TrainingGraphs, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.step = step
+        ctx.step, ctx.tensors = step, tensors
         ctx.set_materialize_grads(False)
         ctx.epoch, outputs = step.forward(tensors[: len(step.static_inputs.tensors)])
         ctx.mark_non_differentiable(*[outputs[index] for index in step.constant])
@@ -404,16 +404,17 @@ class _Function(torch.autograd.Function):
         with torch.no_grad():
             found = ctx.step.backward(ctx.epoch, grads)
         if torch.is_grad_enabled():  # create_graph=True
-            found = _Final.apply(torch.zeros((), requires_grad=True), *found)  # type: ignore[no-untyped-call]
+            found = _Final.apply(len(ctx.tensors), *ctx.tensors, *found)  # type: ignore[no-untyped-call]
+        ctx.tensors = ()
         return (None, *found)
 
 
 class _Final(torch.autograd.Function):
-    """The identity on gradients, which have no gradients of their own."""
+    """The identity on gradients, which have no gradients with respect to the step's tensors."""
 
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        return tuple([None if grad is None else grad.detach() for grad in grads])
+    def forward(ctx: Any, count: int, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
+        return tuple([None if grad is None else grad.detach() for grad in tensors[count:]])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

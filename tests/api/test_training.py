@@ -343,7 +343,9 @@ def test_second_derivative_is_refused_and_not_zero() -> None:
         x = torch.randn(8, 4, requires_grad=True)
         (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
         with pytest.raises(dg.StateError, match="no second derivative"):
-            (grad.square().sum() + x.sum()).backward()
+            (grad.square().sum() + x.sum()).backward(retain_graph=True)
+        with pytest.raises(dg.StateError, match="no second derivative"):
+            torch.autograd.grad(grad.sum(), [*module.parameters()], allow_unused=True)
 
 
 def test_backward_hook_that_keeps_gradients_runs_eagerly() -> None:
