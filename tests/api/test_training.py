@@ -292,11 +292,12 @@ def test_function_that_switches_gradients_off_needs_no_backward() -> None:
 def test_gradients_of_a_weight_that_is_cast_twice(whole: bool, outer: bool, caches: bool) -> None:
     """One cast has one gradient in the lower precision; two casts have two."""
 
-    def trained(graphed: bool) -> list[torch.Tensor]:
+    def trained(in_graphs: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = nn.Linear(16, 16, bias=False)
         options = {} if caches else {"cache_enabled": False}
-        made = functools.partial(torch.autocast, "cpu", torch.bfloat16, **options)
+        device = torch.get_default_device().type
+        made = functools.partial(torch.autocast, device, torch.bfloat16, **options)
 
         def loss(x: Any) -> Any:
             with contextlib.nullcontext() if outer else made():
@@ -312,10 +313,10 @@ def test_gradients_of_a_weight_that_is_cast_twice(whole: bool, outer: bool, cach
         results = []
         with made() if outer else contextlib.nullcontext():
             call = step
-            if graphed and whole:
-                call = dg.capture(step, xs[0].clone(), backend="cpu")
-            elif graphed:
-                loss = dg.graphed(loss, backend="cpu")
+            if in_graphs and whole:
+                call = dg.capture(step, xs[0].clone(), backend=device)
+            elif in_graphs:
+                loss = graphed(loss)
             for x in xs:
                 results += [t.clone() for t in call(x)]
                 net.weight.data.mul_(0.5)
