@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
+import devgraph as dg
 from tests.support.interrupts import OPERATIONS, Bench, interrupted
 
 
@@ -70,3 +73,15 @@ def test_signals_at_any_moment_leave_the_next_operation_right(bench: Bench) -> N
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert hits > 20
+
+
+def test_captures_set_no_profile_function() -> None:
+    """It would run between ``__enter__`` of a lock and the block, where an interrupt leaks it."""
+    seen = []
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        seen.append(sys.getprofile())
+        return x * 2
+
+    dg.capture(step, torch.ones(3), backend="cpu", policy="full", host_args={"n": 3})
+    assert seen and set(seen) == {None}

@@ -172,16 +172,19 @@ def exact_types_refused() -> Iterator[None]:
 
     ``type(n) is int`` is false for a tracked value and cannot be overridden, so the graph would
     contain the wrong branch. Functions are checked when they are called. Nothing is checked while
-    a profiler of the user runs, or inside ``exact_types_checked``.
+    a debugger or a coverage tool traces the thread, or inside ``exact_types_checked``.
     """
-    if _types_checked.get() or sys.getprofile() is not None:
+    if _types_checked.get() or sys.gettrace() is not None:
         yield
         return
-    sys.setprofile(_refuse_exact_types)
+    # A profile function would also be called after ``__enter__`` of a lock. An interrupt there
+    # would leave the lock held.
+    sys.settrace(_refuse_exact_types)
     try:
         yield
     finally:
-        sys.setprofile(None)
+        if sys.gettrace() is _refuse_exact_types:
+            sys.settrace(None)
 
 
 def _refuse_exact_types(frame: FrameType, event: str, argument: object) -> None:
@@ -190,7 +193,7 @@ def _refuse_exact_types(frame: FrameType, event: str, argument: object) -> None:
     for name, number in asked.items():
         value: Any = frame.f_locals.get(name)
         if is_tracked(value):
-            sys.setprofile(None)
+            sys.settrace(None)
             how = f"type({name}) (use isinstance(), or decide by type before the step)"
             value._devgraph_consumed(how, line_in(frame, number))
 
