@@ -249,7 +249,7 @@ def finite(what: str, value: object) -> float:
     """Return ``value`` if it is a finite number of at least 0."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise InputTypeError(f"{what} must be a number, got {brief(value)}")
-    number: float = value  # type: ignore[assignment]  # numpy has numbers too
+    number: float = value  # type: ignore[assignment]  # the value may be a number of numpy
     if not 0 <= number < math.inf:
         raise InputError(f"{what} must be a finite number of at least 0, got {number}")
     return number

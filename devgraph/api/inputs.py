@@ -72,7 +72,7 @@ class Inputs:
         return pairs, host
 
     def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments whose values without tensors are other ones in these inputs.
+        """Return the arguments whose non-tensor values differ in these inputs.
 
         They hold the bound tensors. Arguments that the step changed are left out, because a replay
         would not change them.

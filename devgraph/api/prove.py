@@ -498,7 +498,7 @@ class Comparison:
             shared: the rows that several rows of the batch write. These rows are not compared if
                 eager differs from itself.
             scratch: the rows that several rows of the batch write and no real row uses. A device
-                may write them in any order, so only whether both runs write them is compared.
+                may write them in any order, so the check is only that both runs write them.
             want: result of the eager run, if known.
             got: result of the replay, if known.
         """

@@ -30,7 +30,7 @@ _GROUPED = frozenset(
 
 
 class StaticInputs:
-    """The arguments of a step with static tensors, into which later calls are copied."""
+    """The arguments of a step, in static tensors into which arguments of later calls are copied."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -157,7 +157,7 @@ class _Stance:
 
 
 def _refuse_machine_code(frame: FrameType) -> None:
-    """Refuse a ``fullgraph`` function of Inductor, whose results would differ when run eagerly."""
+    """Refuse a function compiled with ``fullgraph`` by Inductor: an eager run differs from it."""
     callback, caller = frame.f_locals.get("callback"), frame.f_back
     if caller is None or not getattr(caller.f_locals.get("self"), "fullgraph", False):
         return

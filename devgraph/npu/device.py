@@ -161,7 +161,7 @@ class NpuDevice(TorchBackend):
         try:
             self.native_module._npu_endAllocateToPool(self._device.index, pool.handle)
         except Exception:
-            return  # The begin was refused before it changed the allocators.
+            return  # The call that begins the capture was refused before it changed the allocators.
         self.release_pool(pool)
         # The allocator of pinned memory cannot be restored, and from now on refuses this handle.
         pool.renew(None)

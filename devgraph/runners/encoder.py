@@ -62,7 +62,7 @@ class EncoderRunner(Runner):
     ``run`` packs by first fit, longest item first, into the budget with the fewest padded rows, and
     never splits an item. An item above the largest budget runs alone and eagerly. To capture graphs
     of the exact item sizes, list a budget for each size, and set ``max_items=1``,
-    ``capture="lazy"``, ``max_padding`` 1 and ``max_graphs``.
+    ``capture="lazy"``, ``max_padding=1`` and ``max_graphs``.
 
     Args:
         forward: Receives a ``Batch`` of packed rows and returns tensors with a row per token or

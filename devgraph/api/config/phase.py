@@ -250,7 +250,7 @@ def _buckets(value: object, path: str) -> tuple[int, ...]:
 
 
 def read_verify(value: object, path: str) -> Verify | None:
-    """Check a value of the key ``verify`` and return it; ``path`` is its place in errors."""
+    """Check a value of the key ``verify`` and return it; errors name the value by ``path``."""
     if value is None or isinstance(value, Verify):
         return value
     if value == "start":

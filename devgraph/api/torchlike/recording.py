@@ -139,7 +139,7 @@ class RegionPattern:
         position_of = dict(zip(nodes, range(len(nodes)), strict=True)).__getitem__
         sources, targets, kinds = edges = self._runtime.edges(graph)
         # Captures of the same regions list nodes and edges in the same order, so edges that were
-        # checked before need no check by region.
+        # already checked are not checked for each region.
         positions = list(map(position_of, sources)), list(map(position_of, targets)), kinds
         if positions == self._checked_edges:
             return

@@ -519,8 +519,8 @@ def accelerate(
 
     ``fuse=True``, the default, changes the model: weights of layers that receive the same tensor
     become views of one larger matrix, and they stay so after ``unaccelerate``. Their values do not
-    change. One product rounds differently from several. Therefore the last bit of logits may
-    differ, and with it a token whose two best candidates are nearly equal. ``fuse=False`` leaves
+    change. One product rounds differently from several. The last bit of the logits may differ,
+    which can change a token if its two best candidates are nearly equal. ``fuse=False`` leaves
     the weights in place.
 
     The loop of transformers still runs, with its scores, streams and random numbers. Only the
