@@ -659,12 +659,26 @@ class _CompiledStep:
         return plan
 
 
+def _has_function(kind: type) -> bool:
+    """Whether a class of tensors has a ``__torch_function__`` of its own."""
+    names = (vars(base) for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)])
+    return any("__torch_function__" in name for name in names)
+
+
 def _refuse_lost_class(eager: type, compiled: type) -> None:
-    """Raise CaptureError if compiled code returns a plain tensor instead of a subclass."""
-    if compiled is torch.Tensor and eager not in (torch.Tensor, torch.nn.Parameter):
+    """Raise CaptureError if compiled code returns a plain tensor instead of a subclass.
+
+    torch 2.11 returns the subclass, but runs its ``__torch_function__`` twice.
+    """
+    runs_twice = (
+        eager is compiled and str(torch.__version__).startswith("2.11.") and _has_function(eager)
+    )
+    is_lost = compiled is torch.Tensor and eager not in (torch.Tensor, torch.nn.Parameter)
+    if is_lost or runs_twice:
         raise CaptureError(
-            f"the step returns a {eager.__qualname__}, but compiled by torch.compile it returns a "
-            f"plain tensor. Use policy='breakable', which compiles nothing."
+            f"the step returns a {eager.__qualname__}, but compiled by torch.compile it returns "
+            f"{'other values' if runs_twice else 'a plain tensor'}. Use policy='breakable', which "
+            f"compiles nothing."
         )
 
 
