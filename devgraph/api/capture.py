@@ -40,7 +40,7 @@ from devgraph.api.owned import Gradients, Owned, refuse_fakes, without_history
 from devgraph.api.policy import COMPILERS, compiles, get_policy
 from devgraph.api.policy.job import Job, Plan, UpdateBudget
 from devgraph.api.pool import Pool
-from devgraph.api.process import identity
+from devgraph.api.process import identity, several_ranks
 from devgraph.api.prove import Draw, Report, Terms, addresses, prove
 from devgraph.api.registry import get_backend
 from devgraph.api.results import Outputs
@@ -188,7 +188,7 @@ class Captured:
         assert job is not None and bound is not None
         values = bound.other_values(inputs, named)
         is_vain = isinstance(cause, InputError) and not values
-        is_spent = self._recaptures >= job.recaptures or _has_peers() or not job.may_capture()
+        is_spent = self._recaptures >= job.recaptures or several_ranks() or not job.may_capture()
         if is_vain or is_spent:
             raise cause
         pairs, host = bound.holding(values).taken(inputs, named)
@@ -548,12 +548,6 @@ def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> t
             plan.outputs = without_history(plan.outputs)
     gates.complete = True
     return plan, time.perf_counter() - started
-
-
-def _has_peers() -> bool:
-    """Whether this process is one of several ranks, which must capture together."""
-    ranks = torch.distributed
-    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -260,9 +260,9 @@ def _merged(bound: Any, value: Any) -> Any:
     if all(map(_is_plain, (bound, value))):
         return value if (children_of(bound) is None) is (children_of(value) is None) else bound
     own, given = children_of(bound), children_of(value) if same_kind(bound, value) else None
-    if own is None or given is None or dict(own).keys() != dict(given).keys():
+    if own is None or given is None or (held := dict(own)).keys() != dict(given).keys():
         return bound
-    return rebuilt(value, [_merged(dict(own)[suffix], child) for suffix, child in given])
+    return rebuilt(value, [_merged(held[suffix], child) for suffix, child in given])
 
 
 def _is_plain(tree: Any) -> bool:

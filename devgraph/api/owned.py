@@ -318,8 +318,9 @@ class Owned:
         leaves = [(t, t.grad) for t in reached if t.requires_grad and t.is_leaf]
         versions = [None if grad is None else grad._version for _, grad in leaves]
         memories = [(path, t, t.detach()) for path, t in tensors if _is_weight(t)]
-        trained = [pair for pair in tensors if _is_weight(pair[1])] if weights else []
-        trained += optimizer_state(self.roots) if weights else []
+        trained: list[tuple[str, torch.Tensor]] = []
+        if weights:
+            trained = [*((path, t) for path, t, _ in memories), *optimizer_state(self.roots)]
         parameters = Snapshot(backend, trained, limit=limit)
 
         def require_places() -> None:

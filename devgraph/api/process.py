@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from devgraph.api.errors import StateError
 
 
@@ -83,6 +85,11 @@ class _Collector:
 
 collector = _Collector()
 os.register_at_fork(after_in_child=collector.after_fork)
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several ranks of torch's process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def keep_forever(*objects: object) -> None:

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from devgraph.api.errors import CaptureError, ConfigError, ConfigTypeError, InputError, brief, whole
 from devgraph.api.marks.gates import turns
 from devgraph.api.marks.scopes import Repeat, repeater
+from devgraph.api.process import several_ranks
 from devgraph.runners.batch import Batch
 from devgraph.runners.decisions import Variant, canonical_variant
 from devgraph.runners.outputs import slots_by_leaf
-from devgraph.runners.ranks import several_ranks
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot, Pad, pad_rows
 
 _RUNNING = InputSlot("running", ("requests",), torch.bool, pad=Pad.zero(), real=True)

@@ -54,11 +54,6 @@ _NEUTRAL = 2**31  # the vote of a rank without a preference
 _SPIN_S = 0.002  # seconds of polling without pauses: about one decode step of a small model
 
 
-def several_ranks() -> bool:
-    """Whether this process is one of several ranks of torch's process group."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 class PeerFailed(AgreementError):
     """Another rank aborted an exchange."""
 

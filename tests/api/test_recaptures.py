@@ -379,7 +379,7 @@ def test_plain_argument_that_the_step_changes_is_refused(cap: Any) -> None:
 def test_ranks_never_capture_alone(cap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"gain": 1.0}
     captured = cap(lambda x: x * state["gain"], torch.ones(3))
-    monkeypatch.setattr(module_of_capture, "_has_peers", lambda: True)
+    monkeypatch.setattr(module_of_capture, "several_ranks", lambda: True)
     state["gain"] = 2.0
     with pytest.raises(dg.StateError, match="gain"):
         captured.replay()

@@ -19,8 +19,8 @@ import attrs
 
 from devgraph.api.errors import CapabilityError
 from devgraph.api.marks.marks import is_capturing, region
+from devgraph.api.process import several_ranks
 from devgraph.integrations.sglang.segments import BREAKS
-from devgraph.runners.ranks import several_ranks
 
 
 def planned_on_host(model_runner: Any) -> bool:
