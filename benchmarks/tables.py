@@ -26,7 +26,7 @@ from typing import Any
 import attrs
 
 BEGIN, END = "<!-- figures {} -->", "<!-- end of figures -->"
-HEAD = ("", "measured", "peer", "ratio", "least", "most", "processes", "taken on")
+HEAD = ("", "measured", "peer", "ratio", "min", "max", "processes", "measured on")
 ALIGN = ("---", *["---:"] * 6, "---")
 DECODES = (1, 8, 64, 256)
 
