@@ -22,7 +22,7 @@ from devgraph.api.session import session
 
 
 class Backend(Device):
-    """A vendor's device. Subclasses define its name, capabilities and graph class.
+    """The base class of every vendor's backend.
 
     ``make_graph`` and ``capture_context`` have the signatures of PyTorch's device-graph proposal.
     """
@@ -30,20 +30,16 @@ class Backend(Device):
     graph_type: type[DeviceGraph] = DeviceGraph  # type: ignore[type-abstract]
 
     compiled_piece_type: type[Any] | None = None
-    """Class that wraps a compiled piece of a step so that a capture can record it.
+    """Class that wraps a compiled piece so that a capture can record it; None if not needed.
 
-    It is called with a compiled function of tensors and its ``torch.fx.GraphModule``. None if a
-    capture can record the function itself.
+    Its constructor takes the compiled function and the function's ``torch.fx.GraphModule``.
     """
 
     needs: Mapping[str, str] = {}
-    """Requirements by capability.
-
-    A class declares the capabilities of the vendor, and an instance declares its machine's.
-    """
+    """The requirement of each capability that the class declares but some machines lack."""
 
     unproven: str = ""
-    """A limitation of the test evidence, such as "never ran on hardware"."""
+    """Part of the backend that was never tested, such as "never ran on hardware"."""
     recommended_mode: Mapping[str, str] = {}
     """Policies by phase that suit this backend better than the default policies."""
 
@@ -77,7 +73,7 @@ class Backend(Device):
         return stop
 
     def make_gate_channel(self, gates: Gates) -> GateChannel:
-        """Return the channel of ``gates``. In the base class the host waits, between segments."""
+        """Return the channel of ``gates``. The base class waits on the host, between segments."""
         return HostGates(gates, self.fence)
 
     @property
@@ -111,16 +107,16 @@ class Backend(Device):
         torch.set_rng_state(state)
 
     def after_captures(self) -> float | None:
-        """Return the pace of replays after the captures so far, or None if it never changes.
+        """Measure the pace of replays; return None if captures cannot slow replays down.
 
-        The pace is the microseconds from one kernel to the next in a graph of tiny kernels.
-        Runners call this before their first and after every round of captures. The measurement
+        The pace is the time from one kernel to the next in a graph of tiny kernels, in
+        microseconds. Runners call this before and after each round of captures. The measurement
         takes some milliseconds and waits for the device.
         """
         return None
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``tensor`` in host memory that allows asynchronous copies."""
+        """Return a copy of a host tensor in pinned memory, or the tensor itself without streams."""
         return tensor
 
     @contextlib.contextmanager
@@ -135,8 +131,8 @@ class Backend(Device):
     ) -> Iterator[dict[str, Tracked]]:
         """Capture the device work of the block into ``graph`` without running it.
 
-        A tensor that outlives the block lies in the pool's memory: replays of earlier graphs of
-        the pool may overwrite it. ``dg.capture`` copies its outputs to separate memory.
+        Tensors that the block allocates are in the pool's memory, so replays of earlier graphs of
+        the pool may overwrite them. ``dg.capture`` copies its outputs to separate memory.
 
         Args:
             graph: an empty graph of this backend.

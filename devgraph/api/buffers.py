@@ -192,7 +192,15 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
 
 class Bound:
-    """Tensors that graphs use in place, and the places that hold them."""
+    """A check that tensors, and the attributes and containers that hold them, are unchanged.
+
+    Args:
+        named: the tensors, each with its name in errors.
+        owners: trees, modules and functions that return trees, by name.
+        values: whether plain values in the owners are compared too.
+        weights: whether parameters and buffers of modules in the owners are compared too.
+        places: further attributes and entries to compare.
+    """
 
     def __init__(
         self,
@@ -203,7 +211,7 @@ class Bound:
         weights: bool = True,
         places: Sequence[Entry] = (),
     ) -> None:
-        self._known = [(what, tensor, _look(tensor)) for what, tensor in named]
+        self._known = [(what, tensor, _layout_of(tensor)) for what, tensor in named]
         self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
         """The tensors without duplicates."""
         self._alike: dict[bool, Callable[..., bool]] = {}
@@ -235,7 +243,7 @@ class Bound:
             mode = torch.is_inference_mode_enabled
             yield f"{{}}[{{}}()]({inputs})", (self._alike, mode, *self.tensors)
         else:
-            yield from (("{}({}) == {}", (_look, t, look)) for _, t, look in self._known)
+            yield from (("{}({}) == {}", (_layout_of, t, layout)) for _, t, layout in self._known)
         yield from addressed(self._placed, self._places)
         yield from map(term_of, self._entries)
         yield from (("len({}) == {}", (holder, size)) for holder, size, _ in self._sizes)
@@ -248,7 +256,7 @@ class Bound:
             alike = self._alike.get(torch.is_inference_mode_enabled())
             places = [*map(torch.Tensor.data_ptr, self._placed)]
             if alike is None or places != self._places or not alike(*tensors):
-                self._look_closely()
+                self._check_each()
         self._require_same(self._entries)
         for holder, size, path in self._sizes:
             if len(holder) != size:
@@ -288,13 +296,13 @@ class Bound:
                     f"function, or {AGAIN}."
                 )
 
-    def _look_closely(self) -> None:
+    def _check_each(self) -> None:
         """Check each tensor, then build a guard for all of them."""
-        for what, tensor, look in self._known:
-            if _look(tensor) != look:
+        for what, tensor, layout in self._known:
+            if (now := _layout_of(tensor)) != layout:
                 raise StateError(
-                    f"{what} has moved or has a new layout: it was {_text(*look)} and is "
-                    f"{_text(*_look(tensor))}. Graphs use the old memory and layout: write new "
+                    f"{what} has moved or has a new layout: it was {_text(*layout)} and is "
+                    f"{_text(*now)}. Graphs use the old memory and layout: write new "
                     f"data with copy_(), undo the in-place change (t_(), resize_(), ...), or "
                     f"capture again."
                 )
@@ -306,7 +314,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def term_of(entry: Entry) -> Term:
-    """Return a term that is true if a place holds the entry's value or an equal plain value."""
+    """Return a guard term: the entry's place still holds its value or an equal plain value."""
     holder, key, value = entry.holder, entry.key, entry.value
     place: tuple[Any, ...] = (entry.now,)
     read = "{}()"
@@ -347,15 +355,15 @@ def is_equal(old: Any, new: Any) -> bool:
 
 
 def returns_tree(owner: Any) -> bool:
-    """Whether ``owner`` is a function that returns a tree."""
+    """Whether ``owner`` is a function or partial, which returns a tree when called."""
     return inspect.isroutine(owner) or isinstance(owner, functools.partial)
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or _look(one) == _look(other)
+    return one is other or _layout_of(one) == _layout_of(other)
 
 
-def _look(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
+def _layout_of(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

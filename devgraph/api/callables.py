@@ -1,9 +1,10 @@
-"""``graphed``: a callable that runs in graphs, one for each kind of its arguments.
+"""``graphed``: run a callable in graphs, one for each key of its calls.
 
-The first call with a key runs eagerly and the second call captures. The key consists of the
-structure of the arguments, the shape, dtype, device and layout of each tensor, all other values,
-and the grad mode and autocast of the call. With gradients, a forward and a backward graph run
-behind one autograd function (``training.py``).
+A key consists of the structure of the arguments, the shape, dtype, device and layout of each
+tensor, all other values, the grad mode and autocast of the call, and plain values that the function
+reads by name (globals, closures, attributes). The first call with a key runs eagerly, and the
+second call captures. With gradients, a forward and a backward graph run behind one autograd
+function (``training.py``).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ _TIMED = 3
 """Number of calls that are timed before and after a capture if ``min_speedup`` is given."""
 
 _RECENT = 4
-"""Number of recent keys whose calls are recognised without computing a key."""
+"""Number of recent keys that have a fast path, which does not compute the key of a call."""
 
 _FLOAT_KEYS = 4
 """Number of keys that differ only in a float at which a warning names that float."""
@@ -90,7 +91,7 @@ class EagerReason(str, enum.Enum):
     """Reason for a call without a graph; a key of ``stats()["eager"]``."""
 
     FIRST_CALL = "first_call"
-    """The key is new, or is being timed before its capture."""
+    """The key is new, or eager calls are being timed before its capture (``min_speedup``)."""
     TOO_SLOW = "too_slow"
     """The graph did not reach ``min_speedup``."""
     CAPTURE_FAILED = "capture_failed"
@@ -98,13 +99,13 @@ class EagerReason(str, enum.Enum):
     OTHER_DEVICE = "other_device"
     """A tensor is not on the device of the backend."""
     IN_CAPTURE = "in_capture"
-    """The call is part of another capture or of that capture's warm-up."""
+    """The call is inside another capture or its warm-up."""
     TRACED = "traced"
-    """A mode of torch or a transform of ``torch.func`` is active."""
+    """A mode of torch, such as FakeTensorMode, or a transform of ``torch.func`` is active."""
     SWITCHED_OFF = "switched_off"
     """The call is inside ``with step.eager()``."""
     SHARED_MEMORY = "shared_memory"
-    """An argument shares memory with a named tensor that the step writes."""
+    """An argument shares memory with a tensor that the step finds by name and writes."""
     BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
     """Gradients need policy ``full`` and no host arguments."""
 
@@ -136,13 +137,13 @@ class _Entry:
     has_gradients: bool = False
     """Whether results of the first call required gradients."""
     written: list[torch.Tensor] = attrs.field(factory=list)
-    """Parameters that the step writes, for example in an optimiser."""
+    """Leaf tensors that the step writes, such as parameters in an optimizer step."""
     state: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)
-    """Tensors that the step writes by name, by the address of their memory."""
+    """Tensors that the step finds by name and writes, by the address of their storage."""
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
-    """A fast path for calls with this key, which returns ``_OTHER`` for other keys."""
+    """A fast path for calls with this key; it returns ``_OTHER`` for other keys."""
     eager_seconds: list[float] = attrs.field(factory=list)
     graph_seconds: list[float] = attrs.field(factory=list)
 
@@ -158,7 +159,7 @@ class Graphed:
         self._options: _Options = options
         self._entries: dict[Any, _Entry] = {}
         self._recent: list[_Entry] = []
-        """Entries that have a ``repeat``, the most recent one first."""
+        """Entries with a ``repeat``, most recently used first."""
         self._clock = itertools.count(1)
         self._counts: Counter[str] = Counter()
         self._eager_counts: Counter[EagerReason] = Counter()
@@ -180,7 +181,7 @@ class Graphed:
 
     @property
     def _fn(self) -> Callable[..., Any]:
-        """The function. For a graphed module, the current ``forward`` of its class."""
+        """The function to run. For a graphed module, the current ``forward`` of its class."""
         module = self._module
         if module is not None and self._is_method and vars(module).get("forward") is self:
             return types.MethodType(type(module).forward, module)
@@ -192,7 +193,7 @@ class Graphed:
             return self._fn(*args, **kwargs)
         if current_scope() is None and identity.token is self._process and not self._switched_off:
             for entry in self._recent:
-                if entry.repeat is None:  # The previous entry found a replaced tensor.
+                if entry.repeat is None:  # The previous ``repeat`` dropped all graphs.
                     break
                 result = entry.repeat(self, args, kwargs)
                 if result is not _OTHER:
@@ -200,7 +201,7 @@ class Graphed:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute the key of a call, and make the call."""
+        """Look up the graph of a call by its key, and run it or the function."""
         if self._closed:
             raise StateError(
                 f"{self!r} is closed. Call dg.ungraphed(module) to restore a module's forward, or "
@@ -261,9 +262,10 @@ class Graphed:
         needs_gradient: tuple[bool, ...],
         settings: Settings,
     ) -> None:
-        """Keep the entry, so that later calls are recognised without computing a key."""
+        """Give the entry a fast path, and make it the most recent entry."""
         others = [other for other in self._recent if other is not entry]
-        if entry.repeat is None or len(others) < len(self._recent):  # torch settings changed
+        # If the entry is already recent, its fast path refused this call and must be renewed.
+        if entry.repeat is None or len(others) < len(self._recent):
             is_known = not self._host_names
             entry.repeat = (
                 self._repeat_of(entry, args, kwargs, needs_gradient, settings) if is_known else None
@@ -279,10 +281,10 @@ class Graphed:
         needs_gradient: tuple[bool, ...],
         settings: Settings,
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
-        """Return a fast path for calls whose arguments are tensors and constants, not trees.
+        """Return a fast path for calls like this one, or None if it has arguments that are trees.
 
-        The callable does not refer to the ``Graphed``, so that dropping the last reference frees
-        the graphs. Return None if this call has arguments of other kinds.
+        The fast path does not refer to the ``Graphed``, so that dropping the last reference to that
+        object frees the graphs.
         """
         flat, names, graph = (*args, *kwargs.values()), (*kwargs,), entry.graph
         places = [index for index, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
@@ -344,7 +346,7 @@ class Graphed:
         return repeat
 
     def _weights_hold(self) -> bool:
-        """Whether no parameter or buffer of a module was replaced since the captures."""
+        """Whether all parameters and buffers are those of the captures. If not, forget them."""
         try:
             if not self._guard.same():
                 self._guard.settle()
@@ -362,9 +364,9 @@ class Graphed:
     # Keys.
 
     def _named_constants(self) -> tuple[Any, ...]:
-        """Return the plain values that the function uses by name, which are part of the key.
+        """Return the plain values that the function reads by name. They are part of the key.
 
-        If a tensor or object that the function uses by name was replaced, all graphs are dropped.
+        If another object that the function reads by name was replaced, drop all graphs.
         """
         if self._names.same() and self._constants_same():
             return self._constants
@@ -383,13 +385,13 @@ class Graphed:
         return constants
 
     def _name(self) -> NamedState:
-        """Find the state that the function uses by name."""
+        """Find the state that the function reads by name."""
         self._named = NamedState(roots_of(self._fn), lambda entry: isinstance(entry.value, PLAIN))
         self._names = Guard([self._named])
         return self._named
 
     def _needs_gradient(self) -> tuple[bool, ...]:
-        """Return ``requires_grad`` of each of ``_parameters`` under grad mode."""
+        """Return ``requires_grad`` of each of ``_parameters``, or () without grad mode."""
         if not torch.is_grad_enabled():
             return ()
         return tuple([parameter.requires_grad for parameter in self._parameters()])
@@ -435,7 +437,7 @@ class Graphed:
         tensors: list[torch.Tensor],
         with_gradients: bool,
     ) -> Any:
-        """Run a call that is eager or timed, or that captures first."""
+        """Run a call that is eager, timed, or preceded by a capture."""
         options = self._options
         if entry is None:
             entry = self._entries.setdefault(key, _Entry())
@@ -469,11 +471,11 @@ class Graphed:
                 if not self._weights_hold():
                     self._drop_all("recaptures")
         if entry.graph is None:
-            if self._device().capture_lock.is_recording_here:  # in the warm-up of another capture
+            if self._device().capture_lock.is_recording_here:  # warm-up of another capture
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, {**kwargs, **host})
             try:
                 with self._capturing:
-                    # All graphs must belong to the same state of the modules as the new graph.
+                    # All graphs must use the same parameters and buffers as the new graph.
                     if not self._weights_hold():
                         self._drop_all("recaptures")
                     state = optimizer_state(roots_of(self._fn)) if entry.written else ()
@@ -550,7 +552,7 @@ class Graphed:
         seconds.append(time.perf_counter() - started)
 
     def _judge(self, entry: _Entry) -> None:
-        """Keep a graph that reaches ``min_speedup``, or close it permanently."""
+        """Close a graph that does not reach ``min_speedup``; its key then stays eager."""
         eager, graph = map(statistics.median, (entry.eager_seconds, entry.graph_seconds))
         assert self._options.min_speedup is not None
         if eager < graph * self._options.min_speedup:
@@ -737,7 +739,7 @@ _OTHER = object()
 """Returned by a ``repeat`` for a call with another key."""
 
 _NO_TIMES: list[float] = []
-"""The times of an entry that is not, or no longer, timed."""
+"""The ``graph_seconds`` of an entry that is not timed (any more)."""
 
 
 class _Float(str):
@@ -871,21 +873,22 @@ def graphed(
     strict: bool = False,
     clone: bool = True,
 ) -> Any:
-    """Return a callable that runs ``fn_or_module`` in graphs, one for each kind of arguments.
+    """Return a callable that runs ``fn_or_module`` in graphs.
+
+    There is one graph for each key: shapes, dtypes and devices of tensors, the structure of the
+    arguments, and all other values. A key is captured at its second call, and again after a
+    parameter or buffer was replaced. In-place changes need no new capture.
 
     For a module, the callable also becomes its ``forward``; ``ungraphed`` undoes that. Without
     ``fn_or_module`` this is a decorator of functions and methods. A decorated method has separate
     graphs for each instance.
-
-    A key is captured at its second call, and again after a parameter or buffer was replaced.
-    In-place changes need no new capture.
 
     Args:
         fn_or_module: a function, a bound method or a module.
         backend: name of the backend, or a backend.
         policy: "full", "breakable" or "piecewise". Gradients need "full".
         max_graphs: maximum number of graphs, above which the least recently used graph is closed.
-        warmup: eager runs before each capture.
+        warmup: number of eager runs before each capture.
         min_speedup: minimum ratio of eager time to graph time, such as 1.05. The first calls of a
             key are timed, and a graph below the ratio is closed. None keeps all graphs.
         host_args: names and capture values of host arguments; see ``capture``.
@@ -918,7 +921,7 @@ def graphed(
         if isinstance(vars(fn_or_module).get("forward"), Graphed):
             raise StateError("the module is graphed already; call dg.ungraphed(module) first")
         step = Graphed(fn_or_module.forward, fn_or_module, options)
-        own = getattr(type(fn_or_module), "forward", None)  # none of a scripted module
+        own = getattr(type(fn_or_module), "forward", None)  # None for a scripted module
         step._is_method = own is not None and getattr(step._given, "__func__", None) is own
         fn_or_module.forward = step
         step._watch_weights()  # after the assignment of ``forward``

@@ -7,59 +7,56 @@ from typing import Any
 import attrs
 
 
-def _may(*hooks: str) -> Any:
-    """Return a field for a capability that vendors implement in the methods ``hooks``."""
+def _optional(*hooks: str) -> Any:
+    """Return the field of a capability that vendors implement in the methods ``hooks``."""
     return attrs.field(default=False, metadata={"hooks": hooks})
 
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """The features in which backends differ. Every default is the safe value.
+    """The features in which backends differ. The defaults declare the least.
 
     The conformance suite fails if a declared capability does not work, and reports an undeclared
     capability that works.
     """
 
-    region_update: bool = _may("DeviceGraph._record", "DeviceGraph._apply")
+    region_update: bool = _optional("DeviceGraph._record", "DeviceGraph._apply")
     """Host arguments of regions inside one graph can change between replays."""
-    async_update: bool = _may("DeviceGraph._apply")
+    async_update: bool = _optional("DeviceGraph._apply")
     """An update runs during its replay, in which each region waits for a signal of the update."""
-    shared_pool: bool = _may("Backend.make_pool", "Pool.alias")
+    shared_pool: bool = _optional("Backend.make_pool", "Pool.alias")
     """Graphs of one pool share memory, so many buckets cost little more than the largest."""
-    rng: bool = _may("Backend.get_rng_state", "Backend.set_rng_state")
+    rng: bool = _optional("Backend.get_rng_state", "Backend.set_rng_state")
     """Random numbers drawn inside a graph advance with every replay."""
-    refuses_host_reads: bool = _may("DeviceGraph._begin", "Backend.is_host_read")
+    refuses_host_reads: bool = _optional("DeviceGraph._begin", "Backend.is_host_read")
     """Reading device data on the host inside a capture raises instead of freezing a value."""
-    streams: bool = _may("Backend.side_stream", "TorchBackend.is_unjoined")
+    streams: bool = _optional("Backend.side_stream", "TorchBackend.is_unjoined")
     """Work can be forked to side streams inside a capture and joined before its end."""
     capture_error_modes: tuple[str, ...] = ("thread_local",)
-    """The accepted values of ``capture_error_mode``. The first is used for any other value."""
-    concurrent_threads: bool = _may("DeviceGraph._begin")
+    """The supported values of ``capture_error_mode``. The first replaces an unsupported value."""
+    concurrent_threads: bool = _optional("DeviceGraph._begin")
     """Other threads may launch and allocate on the device while one thread captures."""
-    collectives: bool = _may("TorchBackend.prepare_stream")
+    collectives: bool = _optional("TorchBackend.prepare_stream")
     """Collectives of the device can be captured."""
     piecewise: bool = False
     """``torch.compile`` pieces can be captured on this backend."""
     compilers: tuple[str, ...] = ("eager",)
     """Compilers that piecewise may use for a piece."""
-    node_counts: bool = _may("DeviceGraph._size")
+    node_counts: bool = _optional("DeviceGraph._size")
     """``DeviceGraph.info()`` reports the number of nodes."""
-    node_ranges: bool = _may("DeviceGraph._nodes_so_far")
-    """A capture counts its nodes, so nodes can be assigned to calls."""
+    node_ranges: bool = _optional("DeviceGraph._nodes_so_far")
+    """The nodes of a capture can be counted while it records, so calls know their nodes."""
 
-    remakes_executables: bool = _may("DeviceGraph._end")
+    remakes_executables: bool = _optional("DeviceGraph._end")
     """Executables can be evicted to meet the budget of their pool, and rebuilt from the graph.
 
     On other backends an executable lives as long as its graph, regardless of the budget.
     """
-    releasable_memory: bool = _may("Pool._release", "TorchBackend.make_pages")
-    """A releasable pool gives its memory back to the device and maps it again later.
-
-    The addresses stay the same, so graphs need no new capture.
-    """
-    loops: bool = _may("DeviceGraph._loop")
+    releasable_memory: bool = _optional("Pool._release", "TorchBackend.make_pages")
+    """A pool can release its memory to the device and later map memory at the same addresses."""
+    loops: bool = _optional("DeviceGraph._loop")
     """A graph can contain a loop that the device repeats while a tensor is true."""
-    gates: bool = _may("Backend.make_gate_channel")
+    gates: bool = _optional("Backend.make_gate_channel")
     """A graph can wait at a gate that the host opens, and signal to the host.
 
     On other backends a gate mark causes a break, so policy ``full`` refuses it.

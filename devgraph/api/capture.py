@@ -1,4 +1,4 @@
-"""``capture`` and ``Captured``: a step as device graphs, with one replay for all policies."""
+"""``capture`` records a step as device graphs; ``Captured`` replays them under any policy."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Captured:
     tensors. ``replay(*inputs, **host_args)``, or a call of the capture, first copies new inputs
     into the bound tensors. ``outputs`` are the same tensors in every replay. The next replay of
     this capture overwrites them; replays of other captures do not. Only tensors in containers that
-    are registered with torch's pytree are outputs. An object of another class is returned
-    unchanged, and replays of other captures may overwrite its tensors.
+    are registered with torch's pytree are outputs. An object of another class is returned as it
+    was at capture, and replays of other captures may overwrite its tensors.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float, gates: Gates) -> None:
@@ -78,12 +78,10 @@ class Captured:
         self._use(job, plan, seconds)
 
     def _use(self, job: Job, plan: Plan, seconds: float) -> None:
-        """Replay ``plan``, a capture of ``job``, in later calls."""
+        """Make ``plan``, a capture of ``job``, the plan that replays run."""
         self.capture_seconds = seconds
         self.phases: dict[str, float] = job.phases
-        """Seconds of each phase of the capture: activate and compile (under ``piecewise``), warm-up
-        and capture.
-        """
+        """Seconds of each phase of the capture, such as "warm-up" and "capture"."""
         self._marks = self.gates.recorded
         self._job: Job | None = job
         self._plan = plan
@@ -117,13 +115,13 @@ class Captured:
         """Run the captured work on the current stream and return ``outputs``.
 
         Args:
-            *inputs: new data for the first bound arguments, which is copied into them. Other
+            *inputs: new data for the bound arguments, in order, which is copied into them. Omitted
                 arguments keep their data. Shapes, dtypes and devices must equal the captured ones.
-                Other arguments without tensors need a new capture; see ``recaptures`` of
+                A changed argument without tensors needs a new capture; see ``recaptures`` of
                 ``capture``.
-            **named: a value for each declared host argument without a default in the signature of
-                ``fn``, and new data for bound arguments by name. No value is remembered from
-                earlier calls.
+            **named: new data for bound arguments by name, and a value for each declared host
+                argument without a default in the signature of ``fn``. Host arguments of earlier
+                calls are not remembered.
 
         Raises:
             HostArgumentError: host arguments are missing, unknown or of a wrong type (a TypeError).
@@ -164,10 +162,10 @@ class Captured:
     __call__ = replay
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        """Check the state of the step; capture again if state that the step found differs.
+        """Check the state of the step, and capture again if replays may do so.
 
         Returns:
-            Whether there was a new capture, before which inputs were copied into bound tensors.
+            whether the step was captured again, which also copies the inputs.
         """
         self._require_open()
         with self._lock:
@@ -183,7 +181,7 @@ class Captured:
     def _capture_again(
         self, inputs: Sequence[Any], named: Mapping[str, Any], cause: DeviceGraphError
     ) -> None:
-        """Capture the step with its current state and new plain inputs, or raise ``cause``."""
+        """Capture the step with its current state and inputs, or raise ``cause`` if not allowed."""
         job, bound = self._job, self._inputs
         assert job is not None and bound is not None
         values = bound.other_values(inputs, named)
@@ -214,9 +212,9 @@ class Captured:
     def run(self, host: Mapping[str, Any]) -> None:
         """Replay without the checks of ``replay``.
 
-        The capture is open and belongs to this process. The caller is outside of captures, holds
-        the pool's lock, has called ``pool.order()``, passes a value of the declared type for every
-        host argument, and passes errors to ``raise_if_lost``.
+        The capture must be open and belong to this process. The caller must be outside of captures,
+        hold the pool's lock, have called ``pool.order()``, pass a value of the declared type for
+        every host argument, and pass errors to ``raise_if_lost``.
         """
         if self._marks:
             with self.gates.launch(self._marks):
@@ -244,7 +242,7 @@ class Captured:
 
     @property
     def launch(self) -> Callable[[], None] | None:
-        """The replay as a callable if it is one launch without host arguments, else None."""
+        """A callable that replays, if a replay is one launch without host arguments, else None."""
         return None if self._plan.marks or self._broken or self._waits else self._plan.run
 
     def _require_open(self) -> None:
@@ -259,7 +257,7 @@ class Captured:
 
     @property
     def written(self) -> Collection[int]:
-        """Identities of the tensors in arguments that the step writes."""
+        """The ``id`` of each argument tensor that the step writes."""
         return () if self._job is None else self._job.owned.written
 
     def prove(
@@ -281,7 +279,7 @@ class Captured:
 
         Args:
             cases: number of cases per set of host arguments.
-            host_args: sets of host arguments. By default the set of the capture, and the smallest
+            host_args: sets of host arguments. By default the values at capture, and the smallest
                 and the largest values that ``sample`` draws.
             sample: functions that return legal data, by names of parameters or host arguments. Each
                 takes a shape and a ``torch.Generator`` on the host. Without a function,
@@ -324,7 +322,7 @@ class Captured:
         return summed(self.segments, state=state, capture_seconds=self.capture_seconds)
 
     def pin(self, pinned: bool = True) -> None:
-        """Exempt the executables from the budget of the pool, or end the exemption."""
+        """Prevent the eviction of the executables; with ``pinned=False``, allow it again."""
         for segment in self.segments:
             if isinstance(segment, DeviceGraph):
                 segment.pinned = pinned
@@ -368,7 +366,7 @@ class Captured:
         ) + html.table("time and counters", ("", ""), [*spent, *self.stats().items()])
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of the policy, which documents their names."""
+        """Return the counters of the policy, such as hits and misses of updates."""
         in_breaks = self._marks.in_breaks
         return {**self._plan.notes, **({"gates_in_breaks": in_breaks} if in_breaks else {})}
 
@@ -437,8 +435,8 @@ def capture(
         host_args: names and capture values of the host arguments.
         warmup: number of runs of the step before the capture, on the capture stream. Two, as torch
             recommends, suffice for libraries that initialise lazily. "piecewise" runs the compiled
-            step at least once. If other captures share the pool, the last run allocates the
-            outputs. With 0 runs, replays of earlier captures overwrite the outputs.
+            step at least once. If other captures share the pool, the last run allocates memory for
+            the outputs. With 0 runs, replays of earlier captures may overwrite them.
         pool: graph memory to share with other captures; None makes a new pool.
         compiler: compiler of the pieces of "piecewise". Other policies accept only None.
         capture_error_mode: see ``Backend.capture_context``.
@@ -455,8 +453,8 @@ def capture(
             return such trees (``lambda: model.cache``). Every replay compares the tensors, in about
             0.1 us each, and raises StateError if one was replaced.
         snapshot_limit: maximum bytes of the copies that restore tensors in arguments and ``bound``,
-            and buffers of modules, after the capture. Larger tensors in arguments and ``bound`` are
-            hashed, and must not be written.
+            and buffers of modules, after the capture. A larger tensor in arguments or ``bound`` is
+            hashed, and the capture fails if the step writes it.
         gate_timeout: seconds after which a closed gate makes a replay invalid. By default the value
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
         gates: gates to share with other captures of the pool, instead of ``gate_timeout``.
@@ -525,7 +523,7 @@ def capture(
 
 
 def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> tuple[Plan, float]:
-    """Return a new capture of ``job`` and its seconds; restore parameters if ``weights``."""
+    """Capture ``job``; return the plan and its seconds. ``weights``: restore parameters too."""
     chosen, names, owned = get_policy(policy), job.names, job.owned
     started = time.perf_counter()
     with (

@@ -38,7 +38,7 @@ class CaptureLock:
 
 
 class Device(abc.ABC):
-    """The base of every backend: the methods that pools, graphs and sessions need."""
+    """The methods of a backend that pools, graphs and sessions use."""
 
     name: str = ""
     capabilities: Capabilities = Capabilities()
@@ -84,10 +84,9 @@ class Device(abc.ABC):
 
     @contextlib.contextmanager
     def side_stream(self, pool: Any, stream: Any = None) -> Iterator[None]:
-        """Run the block on a stream that can be captured.
+        """Run the block on a stream that can be captured, in order with the current stream.
 
-        The block runs after the earlier work of the current stream and before its later work. The
-        base class has no streams.
+        The base class has no streams.
         """
         yield
 
@@ -99,8 +98,8 @@ class Device(abc.ABC):
     def exclusive(self) -> Iterator[None]:
         """Prevent captures of other threads during the block; may be nested.
 
-        A wait for the whole device needs exclusive access, because drivers refuse such a wait
-        during a capture and invalidate the capture.
+        Hold this while waiting for the whole device: during a capture, drivers refuse such a wait
+        and invalidate the capture.
 
         Raises:
             CaptureBusyError: another thread's capture does not finish in time.
@@ -129,9 +128,9 @@ class Device(abc.ABC):
         return None
 
     def shortage(self, error: BaseException) -> str | None:
-        """Return the exhausted resource that ``error`` reports, or None.
+        """Return a message if ``error`` reports an exhausted resource other than memory, else None.
 
-        Exhausted memory is not included: torch raises its own error for it.
+        torch raises its own error for exhausted memory.
         """
         return None
 
@@ -145,7 +144,7 @@ class Device(abc.ABC):
 
 @contextlib.contextmanager
 def locked(device: Device, lock: Any) -> Iterator[None]:
-    """Hold ``lock`` in the block, after a limited wait for a capture that may hold it."""
+    """Hold ``lock`` in the block; raise CaptureBusyError if a capture holds it for too long."""
     with acquiring(lock, device.capture_lock_timeout) as acquired:
         if not acquired:
             who = getattr(device.capture_lock.owner, "name", "")

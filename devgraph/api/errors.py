@@ -49,8 +49,8 @@ from typing import Any
 class DeviceGraphError(Exception):
     """Base of every error that devgraph raises.
 
-    Each error has a note with the command that prints advice for its public class. Python 3.11 and
-    later print the note below the message.
+    A note on each error names the ``devgraph troubleshoot`` command that explains it. Python 3.11
+    and later print notes below the message.
     """
 
     def __init__(self, *args: object) -> None:
@@ -96,7 +96,7 @@ class EmptyCaptureError(CaptureError):
 
 
 def nothing_done(device: object) -> str:
-    """Return the causes and remedies in the text of EmptyCaptureError."""
+    """Return the end of every EmptyCaptureError message: its causes and remedies."""
     return (
         f". Run the step on this backend's device ({device}), inside the with block if there is "
         f"one. A view of an argument records nothing: return a clone() instead. Work of a "
@@ -219,7 +219,10 @@ __all__ = sorted(
 
 
 def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
-    """Return a list of the ``known`` names as a sentence, and suggest the closest to ``name``."""
+    """Return a sentence that lists ``known`` names, and one that suggests the closest to ``name``.
+
+    ``habits`` maps other common names to known names.
+    """
     names = sorted(known)
     spellings = {word: valid for word, valid in (habits or {}).items() if valid in names}
     spellings |= {valid.lower(): valid for valid in names}

@@ -46,7 +46,7 @@ class Executable(Protocol):
     """A launch target; called in legal states only, under the lock of the graph's pool."""
 
     def launch(self) -> None:
-        """Launch once on the current stream, whatever the current device of the thread."""
+        """Launch once on the current stream, even if another device is current."""
 
     def bound(self, stream: int | None) -> Callable[[], None]:
         """Return a callable that launches once if the graph's device is current.
@@ -57,7 +57,7 @@ class Executable(Protocol):
 
 
 class Call:
-    """An executable that consists of one callable, which launches on the current stream."""
+    """An executable that calls one function."""
 
     def __init__(self, launch: Callable[[], None]) -> None:
         self.launch = launch
@@ -126,10 +126,10 @@ class Recordings:
 
     When the budget is exceeded, executables are evicted before recordings, because executables can
     be rebuilt without running a region. The least recently used items are evicted first. The newest
-    item and the recordings for the next launches stay. Pinned executables are never evicted but
-    count against the budget. Executables that the vendor cannot rebuild do not count.
+    item and each graph's recording for its next launch stay. Pinned executables are never evicted
+    but count against the budget. Executables that the vendor cannot rebuild do not count.
 
-    Without a budget no executable is evicted, and recordings share ``DEFAULT_BUDGET_BYTES``.
+    If the budget is None, no executable is evicted, and recordings share ``DEFAULT_BUDGET_BYTES``.
 
     Every method must tolerate a re-entrant ``drop`` from a graph that is being collected.
     """
@@ -204,7 +204,7 @@ class Recordings:
         return recording
 
     def put(self, owner: object, key: Hashable, recording: Recording) -> None:
-        """Store ``recording`` and evict others until the budget holds."""
+        """Store ``recording`` and evict others until the budget is met."""
         place = (id(owner), key)
         self._remove(place)
         recording.used = next(self.clock)
@@ -231,7 +231,7 @@ class Recordings:
         self._seconds += time.perf_counter() - started
 
     def make(self, make: Callable[[], Executable]) -> Executable:
-        """Return the executable that ``make`` returns; evict others if memory runs out."""
+        """Return the result of ``make``; if memory runs out, evict other executables and retry."""
         self.require_memory()
         with self.making():
             try:
@@ -249,7 +249,7 @@ class Recordings:
                 ) from error
 
     def release(self) -> None:
-        """Drop every executable that can be rebuilt, and make none until ``released`` is False."""
+        """Drop all evictable executables, and refuse to make any until ``released`` is False."""
         self.released = True
         for place in list(self._items):
             self._shrink(place)
@@ -263,7 +263,7 @@ class Recordings:
             )
 
     def trim(self) -> None:
-        """Shrink, then evict, the least recently used items until the budget holds."""
+        """Drop executables, then recordings, least recently used first, until the budget is met."""
         if self._excess <= 0:
             return
         newest = self._by_use()[-1:]
@@ -342,8 +342,8 @@ class EvictableExecutable(Recording):
         self._recordings = recordings
         self._make, self._drop = make, drop
         self._executable: Executable | None = None
-        """The target; None while the state is absent or evicted."""
-        self._bound: dict[int | None, Callable[[], None]] = {}  # launches of the target, by stream
+        """The launch target; None while it is absent or evicted."""
+        self._bound: dict[int | None, Callable[[], None]] = {}  # bound launches, by stream
         self._bytes = nbytes
 
     @property
@@ -351,7 +351,7 @@ class EvictableExecutable(Recording):
         return self._bytes
 
     def launch(self) -> None:
-        """Launch once; make the target first if it is absent."""
+        """Launch once; make the executable first if there is none."""
         executable = self._executable
         if executable is None:
             self._make_and_launch()
@@ -360,7 +360,7 @@ class EvictableExecutable(Recording):
             executable.launch()
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return a callable that launches the target, bound to ``stream`` at its second call."""
+        """Return a callable that launches once. Its second call binds to ``stream``."""
         bound, clock = self._bound, self._recordings.clock
 
         def launch() -> None:
@@ -376,7 +376,7 @@ class EvictableExecutable(Recording):
         return launch
 
     def shrink(self) -> None:
-        """Give up the memory until the next launch. Idempotent."""
+        """Free the memory until the next launch. Idempotent."""
         self._executable = None
         self._bound.clear()
         self._drop()

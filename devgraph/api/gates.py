@@ -1,8 +1,8 @@
 """Gates: points of a step where the device waits for the host, and signals to the host.
 
-Each replay, or each iteration of a loop, is one *epoch* of all gates. A gate that is not opened
-before its timeout is *forgotten*. ``Gates`` counts the epochs on the host. A ``GateChannel`` of the
-backend makes the device wait and signal; it counts launches.
+Each replay, or each iteration of a loop in it, is one *epoch* of all gates. A gate that is not
+opened before its timeout is *forgotten*. ``Gates`` keeps the state of all epochs on the host. The
+``GateChannel`` of a backend makes the device wait and signal.
 """
 
 from __future__ import annotations
@@ -45,34 +45,37 @@ Fence = Callable[[], bool]
 
 
 class GateChannel(Protocol):
-    """The device's side of the gates of one capture or runner.
+    """The device side of the gates of one capture or runner.
 
-    A *place* is a number for one name in one iteration. Launches are numbered from 1 and run
-    one after another on the device.
+    A *place* is an integer that identifies one gate in one iteration of the step's loop. Launches
+    are numbered from 1 and run one after another on the device.
     """
 
     delayed: bool
     """Whether waits happen on the device, so the host must detect forgotten gates."""
 
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
-        """Begin a launch on the current stream, in which the places ``opened`` do not wait.
+        """Begin a launch on the current stream.
 
-        ``launch`` is None for a launch that is not an epoch and waits nowhere.
+        Args:
+            launch: number of the launch; None if it is not an epoch and no place waits.
+            opened: places that do not wait.
+            signals: whether the launch signals.
         """
 
     def end(self, launch: int) -> None:
         """End a launch on the current stream."""
 
     def wait(self, place: int, timeout: float, recording: bool) -> None:
-        """Make the current stream wait at ``place``, now or in the capture."""
+        """Make the current stream wait at ``place``, or record the wait in the capture."""
 
     def signal(self, place: int, recording: bool) -> None:
-        """Signal ``place`` after the current stream's work, now or in the capture."""
+        """Signal ``place`` after the current stream's work, or record that in the capture."""
 
     def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
         """Open places of a launch that has begun, after ``fence`` if there is one.
 
-        All places of earlier launches are open.
+        The caller has opened all places of earlier launches.
         """
 
     def after(self, stream: Any) -> Fence:
@@ -84,15 +87,15 @@ class GateChannel(Protocol):
     def behind(
         self, launch: int, place: int, source: int
     ) -> tuple[Fence, Callable[[], None]] | None:
-        """Prepare to open a place by the stream ``source``, after the work queued on it.
+        """Prepare an operation on the stream ``source`` that opens a place after its queued work.
 
         Returns:
-            a fence after that work, and a callable that queues the opening. None if the device has
-            not begun the launch, for which the stream would have to wait.
+            a fence after that work, and a callable that queues the operation. None if the device
+            has not begun the launch, because the stream would have to wait for it.
         """
 
     def clear(self) -> None:
-        """Close all places before the next launch, because the last launch did not use them all."""
+        """Close all places for the next launch; called if a launch did not reach all of them."""
 
     def finished(self) -> int:
         """Return the number of the last launch that has ended."""
@@ -108,13 +111,13 @@ class _Launch:
     """Timeout of each place that waits."""
     opened: dict[int, Fence | None]
     unwritten: set[int]
-    """Places at which the device waits and that the channel has not opened."""
+    """Places that the channel has not opened on the device."""
     grows: bool
-    """Whether the step is eager, so its waits are not known in advance."""
+    """Whether the step is eager, so that its waits are not known in advance."""
     begun: bool = False
     """Whether the channel has begun the launch; an eager step begins with its first mark."""
     since: float | None = None
-    """Start of the timeouts: the time since which no earlier launch has a closed gate."""
+    """Start of the timeouts: when all gates of earlier launches had been opened."""
 
     @property
     def closed(self) -> list[int]:
@@ -123,7 +126,7 @@ class _Launch:
 
     @property
     def pending(self) -> list[int]:
-        """Closed places, and places that wait for a fence."""
+        """Closed places, and places whose fence is not reached yet."""
         waits = self.waits
         fences = {place: fence for place, fence in self.opened.items() if fence is not None}
         return [p for p in waits if p not in self.opened or (p in fences and not fences[p]())]
@@ -137,7 +140,7 @@ class RecordedMarks:
     eager: dict[int, float] = attrs.field(factory=dict)
     """Waits in eager bodies of breaks."""
     marks: set[tuple[str, int]] = attrs.field(factory=set)
-    """Kind and place of all marks."""
+    """The kind ("wait" or "signal") and the place of each mark."""
     in_breaks: int = 0
     """Number of marks that run in breaks."""
 
@@ -157,9 +160,9 @@ class Gate:
         self.name = name
         self.number = number
         self.next = 1
-        """Oldest epoch that may need an ``open``."""
+        """The oldest epoch for which the gate may still be closed."""
         self.taken = 0
-        """Last epoch that ``wait`` returned."""
+        """The last epoch for which ``wait`` was called without ``epoch``."""
 
     @property
     def epoch(self) -> int:
@@ -169,7 +172,7 @@ class Gate:
     def open(self, *, epoch: int | None = None) -> int:
         """Open the gate for one replay and return its epoch.
 
-        By default this is the oldest replay, launched or not, for which the gate is not open.
+        The default is the oldest replay, launched or not, for which the gate is closed.
 
         Args:
             epoch: number of the replay, from 1. A gate that is already open for it stays open.
@@ -190,8 +193,8 @@ class Gate:
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
         """Wait until the step has signalled, and return the epoch.
 
-        Without ``epoch`` each call waits for the replay after the one that the last call returned,
-        and skips replays that have finished, except the most recent replay.
+        Without ``epoch``, each call waits for the next replay. It skips finished replays except the
+        most recent one.
 
         Args:
             timeout: maximum seconds to wait; by default ``gate_timeout`` of the capture or runner.
@@ -234,20 +237,20 @@ class Gates(Mapping[str, Gate]):
         self._launches: dict[int, _Launch] = {}
         """Launches that may not have ended."""
         self._now: _Launch | None = None
-        """The launch that is in progress on the host."""
+        """The launch that this process is making."""
         self._held_open = 0
         self._errors: dict[int, GateTimeoutError] = {}
         """The errors of the last invalid launches, by launch."""
         self._unseen: GateTimeoutError | None = None
         self.untold: GateTimeoutError | None = None
-        """The last error, until it is reported to other ranks."""
+        """The last error, until the runner reports it to other ranks."""
         self._watch: threading.Thread | None = None
         self.recorded = RecordedMarks()
         """The marks of the last recording."""
         self._unopened: list[int] = []
         self._records = False
         self.complete = False
-        """Whether a capture has defined all names."""
+        """Whether a capture has finished, so that all names are known."""
         self.breaks = not backend.capabilities.gates
         """Whether marks break a capture, because the backend has no gates inside a graph."""
 
@@ -307,7 +310,7 @@ class Gates(Mapping[str, Gate]):
     # Marks.
 
     def reach(self, kind: str, name: str, timeout: float | None, *, recording: bool) -> None:
-        """Record a mark, run it now, or do nothing, as the state of the step requires."""
+        """Handle a gate mark: record it in a capture, run it in a launch, or else ignore it."""
         place = (self._gates.get(name) or self._named(name)).number * self._turns
         place += current_turn.get()
         seconds = self.timeout if timeout is None else _timeout(timeout)
@@ -362,13 +365,13 @@ class Gates(Mapping[str, Gate]):
             self._records = False
 
     def open_recorded(self) -> None:
-        """Open the waits that were recorded since the last call, for one launch."""
+        """Let one launch pass the waits that were recorded since the last call."""
         places, self._unopened = self._unopened, []
         if self._now is None and places:
             self.channel.begin(None, places, False)
 
     def block(self, place: int, timeout: float) -> None:
-        """Wait on the host until ``place`` is open in the launch that runs.
+        """Wait on the host until ``place`` is open in the current launch.
 
         Raises:
             GateTimeoutError: the place was not opened in time.
@@ -400,10 +403,10 @@ class Gates(Mapping[str, Gate]):
 
     @contextlib.contextmanager
     def launch(self, recorded: RecordedMarks | None = None) -> Iterator[None]:
-        """Run one step in the block, under the lock of its pool.
+        """Run one step in the block; the caller holds the lock of its pool.
 
-        Without ``recorded`` (the marks of a capture) the step is eager. An eager step is an epoch
-        only if it has marks.
+        ``recorded`` has the marks of a capture; None means that the step is eager. An eager step is
+        an epoch only if it has marks.
 
         Raises:
             GateTimeoutError: a gate of an earlier replay was not opened.
@@ -472,10 +475,7 @@ class Gates(Mapping[str, Gate]):
             del self._launches[number]
 
     def _issue(self) -> None:
-        """Open places in the channel, in the order of launches, and start the watch.
-
-        Places of a launch are opened only after all places of earlier launches.
-        """
+        """Open places on the device, launch by launch, and start the watch thread if needed."""
         for launch in self._launches.values():
             if launch.since is None:
                 launch.since = time.monotonic()
@@ -542,7 +542,7 @@ class Gates(Mapping[str, Gate]):
         return epoch
 
     def _oldest_closed(self, gate: Gate) -> int:
-        """Return the oldest epoch for which the gate is not open, and count it as opened."""
+        """Return the oldest epoch for which the gate is closed, and advance ``gate.next``."""
         epoch = max(gate.next, self.channel.finished() * self._turns + 1)
         while not self._needs(gate, epoch):
             epoch += 1
@@ -554,7 +554,7 @@ class Gates(Mapping[str, Gate]):
         return launch + 1, gate.number * self._turns + turn
 
     def _needs(self, gate: Gate, epoch: int) -> bool:
-        """Whether ``gate`` must still be opened for ``epoch``, whose replay has not ended."""
+        """Whether ``gate`` is closed in ``epoch``, whose replay has not ended."""
         number, place = self._at(gate, epoch)
         launch = self._launches.get(number)
         if launch is None:
@@ -594,11 +594,7 @@ class Gates(Mapping[str, Gate]):
     # Forgotten gates.
 
     def check(self) -> None:
-        """Raise the error of a replay with a forgotten gate, once.
-
-        Raises:
-            GateTimeoutError: the outputs of that replay are invalid.
-        """
+        """Raise GateTimeoutError, once, for a replay with a forgotten gate."""
         if self._unseen is not None:
             with self._state:  # The watch may add the error of another launch.
                 error, self._unseen = self._unseen, None
@@ -648,7 +644,10 @@ class Gates(Mapping[str, Gate]):
 class HostGates:
     """A channel that waits on the host, for the CPU reference and for breaks.
 
-    ``fence`` is ``Backend.fence``. ``record`` records a callable in the capture of this thread.
+    Args:
+        gates: the gates.
+        fence: ``Backend.fence``.
+        record: records a named callable in this thread's capture; None if gates cause breaks.
     """
 
     delayed = False

@@ -112,8 +112,8 @@ class DeviceGraph(abc.ABC):
     """Device work that is captured once, replayed many times and updated in its regions.
 
     ``backend.make_graph(pool)`` creates a graph, and ``backend.capture_context(graph)`` captures
-    into it. A vendor implements the methods that begin with one underscore. They are called only in
-    a legal state.
+    into it. A vendor implements the first group of methods with one underscore, which are called
+    only in a legal state.
     """
 
     replay: Callable[[], None]
@@ -128,11 +128,11 @@ class DeviceGraph(abc.ABC):
     """
 
     launch: Callable[[], None]
-    """Replay without checks. The caller holds the pool's lock, has called ``pool.order()``, is not
-    in a capture, is in the graph's process and passes errors to ``raise_if_lost``."""
+    """Replay without checks. The caller must hold the pool's lock, have called ``pool.order()``, be
+    outside of captures and in the graph's process, and pass errors to ``raise_if_lost``."""
 
     applies_at_once = False
-    """Whether an update that is stopped by an error or an interrupt leaves the graph unchanged."""
+    """Whether a failed or interrupted update leaves the graph unchanged."""
 
     def __init__(self, backend: Device, pool: Pool) -> None:
         self.backend = backend
@@ -144,15 +144,15 @@ class DeviceGraph(abc.ABC):
         self.generators: Sequence[torch.Generator] = ()
         """The caller's random generators that the capture may draw from."""
         self.reached: Sequence[torch.Tensor] = ()
-        """The caller's tensors that the capture may use, in addition to its arguments."""
+        """The caller's other tensors that the capture may use, such as weights."""
         self.names: Names | None = None
         """Assigns the nodes of the current capture to named calls, if requested."""
         self.ranges: list[NodeRange] = []
         """The nodes of named calls, in the order in which the calls began."""
         self.spoiled: CaptureError | None = None
-        """The error that the current capture will raise, although its body continues."""
+        """An error to raise at the end of the current capture, even if its body caught it."""
         self.pinned = False
-        """Whether the executable stays regardless of the pool's budget."""
+        """Whether the executable is never evicted."""
         self._process = identity.token
         self._state = GraphState.EMPTY
         self._slot: list[Executable] = [self._refusal()]
@@ -183,7 +183,7 @@ class DeviceGraph(abc.ABC):
 
     @abc.abstractmethod
     def _abort(self) -> None:
-        """Stop the recording, if any, and free everything after a failed body or ``_end``."""
+        """Clean up after a failed body, ``_begin`` or ``_end``: stop recording and free all."""
 
     @abc.abstractmethod
     def _free(self) -> None:
@@ -413,9 +413,9 @@ class DeviceGraph(abc.ABC):
         self.use(executable)
 
     def cancel(self) -> None:
-        """Undo a failed recording, or the recording of a failed session.
+        """Undo the recording after it or its session has failed.
 
-        This method never raises, so that the caller sees the first exception.
+        This method never raises, so that it does not hide the original exception.
         """
         if self._state in (GraphState.EMPTY, GraphState.CLOSED):
             return
@@ -484,7 +484,7 @@ class DeviceGraph(abc.ABC):
         self.key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
-        """Return a hashable key: the host values of all regions and the plain values they read."""
+        """Return a hashable key of the regions' host values and of the plain values they read."""
         try:
             pairs = [(name, exact(v)) for kwargs in host.values() for name, v in kwargs.items()]
             for entry in self._named:
@@ -507,10 +507,10 @@ class DeviceGraph(abc.ABC):
     # Implementation.
 
     def _make_replay(self) -> Callable[[], None]:
-        """Return ``replay`` as a closure, which adds little to the 4 us of a native replay.
+        """Return ``replay`` as a closure, because attribute lookups would slow each replay down.
 
-        The closure refers to the graph weakly, so that dropping the last reference frees device
-        memory immediately.
+        The closure refers to the graph weakly, so that dropping the last reference to the graph
+        frees device memory immediately.
         """
         slot, scope = self._slot, current_scope
         pool, order, lock = self.pool, self.pool.order, self.pool.lock
@@ -593,17 +593,17 @@ class DeviceGraph(abc.ABC):
                 with acquiring(self.pool.lock) as acquired:
                     if acquired:
                         self._clear(GraphState.CLOSED, self._free)
-                    else:  # the thread that holds the lock may wait for a lock of this thread
+                    else:  # Waiting here could deadlock with the thread that holds the lock.
                         self._end_later()
         # In a forked child ``pool.lock`` raises; at interpreter exit modules are gone.
         except Exception:
             pass
 
     def _end_later(self) -> None:
-        """Close the graph on a new thread, which may wait for the pool's lock."""
+        """Close the graph on a new thread, which can wait for the pool's lock."""
 
         def end() -> None:
-            # A new thread starts on the first device, where a driver would create a context.
+            # A new thread is on the first device, where the driver would create a context.
             with contextlib.suppress(Exception), self.backend.on_device():
                 self.close()
 
@@ -614,7 +614,7 @@ class DeviceGraph(abc.ABC):
 
 
 _NOTHING = Call(lambda: None)
-"""The launch target of a graph without work, for which a driver may have no executable."""
+"""The launch target of an empty graph, which some drivers cannot instantiate."""
 
 
 def _require_key(mark: Mark, name: str, value: object) -> None:

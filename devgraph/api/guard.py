@@ -1,4 +1,4 @@
-"""Guards: comparisons that every replay makes, compiled into one function."""
+"""Guards: all comparisons of one replay, compiled into one function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 Term = tuple[str, tuple[Any, ...]]
-"""An expression with one ``{}`` for each value, and the values."""
+"""A Python expression with a ``{}`` for each value, and the values."""
 
 
 class Watched(Protocol):
@@ -19,7 +19,7 @@ class Watched(Protocol):
 
     @property
     def terms(self) -> Sequence[Term]:
-        """Terms that are all true only if ``check`` passes. Changed terms are a new sequence."""
+        """Terms that imply, if all are true, that ``check`` passes. New terms are a new object."""
 
     def check(self) -> None:
         """Raise StateError if the state differs from the capture; accept equal objects."""
@@ -29,8 +29,8 @@ class Guard:
     """A comparison of all watched state in one call.
 
     Args:
-        parts: the state.
-        terms: additional terms, which ``settle`` does not check.
+        parts: the state to compare.
+        terms: additional terms of ``same``, which ``settle`` does not check.
     """
 
     def __init__(self, parts: Iterable[Watched], terms: Iterable[Term] = ()) -> None:
@@ -40,7 +40,7 @@ class Guard:
         """Return whether all terms are true. If not, call ``settle``."""
 
     def settle(self) -> None:
-        """Raise StateError if the state differs from the capture."""
+        """Raise StateError if the state differs from the capture, else update ``same``."""
         for part in self._parts:
             part.check()
         now = [part.terms for part in self._parts]
@@ -64,7 +64,7 @@ def all_of(terms: Iterable[Term]) -> Callable[[], bool]:
 
 
 def by_turns(terms: Sequence[Term], first: int, each: int) -> Iterator[Term]:
-    """Yield the ``first`` terms, and a term that evaluates ``each`` others per call in rotation."""
+    """Yield the ``first`` terms, and one term that compares ``each`` of the others, in rotation."""
     yield from terms[:first]
     if parts := [all_of(terms[at : at + each]) for at in range(first, len(terms), each)]:
         yield "{}()()", (itertools.cycle(parts).__next__,)

@@ -1,4 +1,4 @@
-"""New inputs of a replay: the check against the bound arguments, and the copies."""
+"""New inputs of a replay: checks against the bound arguments, and copies into them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Inputs:
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[list[Pair], dict[str, Any]]:
-        """Return the pairs to copy for a replay with these inputs, and its host arguments."""
+        """Check the inputs of a replay; return the pairs to copy and the host arguments."""
         if len(given) > self._count:
             raise InputError(
                 f"{len(given)} inputs were given, and {self._count} arguments are bound. A replay "
@@ -72,10 +72,9 @@ class Inputs:
         return pairs, host
 
     def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments whose non-tensor values differ in these inputs.
+        """Return the new values of arguments whose plain values differ, with the bound tensors.
 
-        They hold the bound tensors. Arguments that the step changed are left out, because a replay
-        would not change them.
+        Arguments that the step changed are left out, because a replay would not change them.
         """
         values = dict(zip(self._names, given, strict=False))
         values |= {name: value for name, value in named.items() if name in self._arguments}
@@ -90,15 +89,15 @@ class Inputs:
         return others
 
     def holding(self, values: Mapping[str, Any]) -> Inputs:
-        """Return these inputs with ``values`` as arguments of the same names."""
+        """Return a copy whose bound arguments are replaced by ``values``, by name."""
         other = copy.copy(self)
         other._arguments = {**self._arguments, **values}
         return other
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:
-        """Raise InputError if inputs share memory that the step writes, and bound tensors do not.
+        """Raise InputError if inputs share written memory but their bound tensors do not.
 
-        In eager code, both inputs would change; in a replay, only one.
+        In eager code, both inputs would change; in a replay, only one would.
         """
         for target, source in [pair for pair in pairs if id(pair[0]) in self._written]:
             for other, given in pairs:
@@ -215,7 +214,7 @@ def _pairs(
 ) -> list[Pair]:
     """Return the pairs of a bound tree and a new tree, whose structures must be equal.
 
-    ``inner`` returns those of a child.
+    ``inner`` returns the pairs of a child.
     """
     if isinstance(bound, torch.Tensor):
         if isinstance(value, torch.Tensor):
@@ -255,7 +254,7 @@ def _pairs(
 def _merged(bound: Any, value: Any) -> Any:
     """Return a tree with the values of ``value`` and the tensors of ``bound``.
 
-    Parts of other structures, which are refused later, are those of ``bound``.
+    Where the structures differ, the result has the part of ``bound``, which is refused later.
     """
     if all(map(_is_plain, (bound, value))):
         return value if (children_of(bound) is None) is (children_of(value) is None) else bound

@@ -1,4 +1,4 @@
-"""Modes and settings of torch at a capture, restored when Python code of the step runs again."""
+"""Modes and settings of torch at a capture, restored when a replay runs Python code of the step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAKE, PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKe
 
 
 class Modes(NamedTuple):
-    """The modes that a compiled piece of a step can switch."""
+    """Grad mode, inference mode and autocast: the modes that compiled code can switch."""
 
     grad: bool
     inference: bool
@@ -75,7 +75,7 @@ _UNGUARDED: tuple[Callable[[], Any], ...] = (
     _dispatches,
     *(get for get, _ in _SWITCHES[:5]),
 )
-"""Settings that context managers switch and ``GlobalStateGuard`` does not compare."""
+"""Getters of settings that ``GlobalStateGuard`` does not compare."""
 
 
 def _unknown() -> bool:
@@ -103,7 +103,7 @@ class Stack:
             yield
             return
         below = list(itertools.takewhile(_is_own, before))
-        above = filter(_is_own, before[len(below) :])  # devgraph's guards see operations first
+        above = filter(_is_own, before[len(below) :])  # see operations before the user's modes
         self.rebuild([*below, *modes, *above])
         try:
             yield
@@ -111,7 +111,7 @@ class Stack:
             self.rebuild(before)
 
     def rebuild(self, modes: Sequence[Any]) -> None:
-        """Replace all modes, even if an interrupt comes in the middle."""
+        """Replace all modes; an interrupt is raised only afterwards."""
         try:
             self._rebuild(modes)
         except BaseException:
@@ -126,7 +126,7 @@ class Stack:
 
 
 def _is_own(mode: object) -> bool:
-    """Whether ``mode`` is one of devgraph's modes, which set the attribute to True."""
+    """Whether ``mode`` belongs to devgraph."""
     return getattr(mode, "is_devgraph_mode", False)
 
 
@@ -148,7 +148,7 @@ STACKS = (
 
 
 class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Base of devgraph's own dispatch modes; subclasses receive each operation."""
+    """Base class of devgraph's dispatch modes; ``take`` receives each operation."""
 
     is_devgraph_mode = True
 
@@ -159,7 +159,7 @@ class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init_subclass__()  # type: ignore[no-untyped-call]
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation."""
+        """Run an operation and return its result."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,16 +168,16 @@ class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @attrs.define(eq=False)
 class Settings:
-    """All settings of torch at one moment, for code that runs again later.
+    """All settings of torch at one moment, to be restored later.
 
-    A default device is one of the modes on the stacks.
+    torch keeps a default device as a mode on the stack of function modes.
     """
 
     modes: Modes
     switches: tuple[Any, ...]
     stacks: tuple[tuple[Any, ...], ...]
     _same: Callable[[], bool] = _unknown
-    """A fast form of ``hold``, set by its first call that returns True."""
+    """A faster ``hold``, set after the first call of ``hold`` that returned True."""
 
     @staticmethod
     def current() -> Settings:
@@ -201,7 +201,7 @@ class Settings:
     __hash__ = None  # type: ignore[assignment]
 
     def key(self) -> Any:
-        """Return a hashable key, or None if the user has modes other than default devices."""
+        """Return a hashable key, or None if modes other than a default device are active."""
         if not all(isinstance(mode, DeviceContext) for stack in self.stacks for mode in stack):
             return None
         switches = (tuple(v) if isinstance(v, list) else v for v in self.switches)
@@ -209,7 +209,7 @@ class Settings:
 
     def hold(self) -> bool:
         """Whether these settings are active now."""
-        if self._same():  # Every replay with breaks takes this path.
+        if self._same():  # the fast path of replays with breaks
             return True
         if Settings.current() != self:
             return False
@@ -254,10 +254,10 @@ def _under(then: dict[str, torch.dtype]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_uncached() -> Iterator[None]:
-    """Clear autocast's cache of casts, and disable it in the block.
+    """Clear autocast's cache of casts, and disable the cache in the block.
 
-    A cast made in a capture lies in the graph's memory and would be used after the capture. A cast
-    made before the capture is not part of the graph, so replays would read freed memory.
+    A cast that a capture makes is in the graph's memory and must not be used after the capture. A
+    cast made before the capture is not part of the graph, so replays would read freed memory.
     """
     cached = torch.is_autocast_cache_enabled()
     try:
@@ -270,10 +270,10 @@ def autocast_uncached() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_cached(enabled: bool) -> Iterator[None]:
-    """Let autocast cache casts in the block only, if ``enabled``, and drop them at its end.
+    """If ``enabled``, let autocast cache casts in the block, and clear the cache at its end.
 
-    A parameter that is cast once has one gradient in the lower precision, as in eager code.
-    Several casts have a gradient each, whose sum is rounded in another way.
+    A parameter that is cast once has one gradient in the lower precision, as in eager code. With
+    one gradient per cast, the sum of the gradients would be rounded differently.
     """
     if not enabled:
         yield

@@ -1,4 +1,4 @@
-"""Named state: values that a step reads by name, compared at each replay."""
+"""Named state: globals, closures and attributes that a step reads, compared at each replay."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from devgraph.api.tensors import Memory
 logger = logging.getLogger(__name__)
 
 _SMALL = 1024
-"""Maximum bytes, or elements of a set, that a replay compares. ``prove()`` has no such limit."""
-
+"""Maximum size of an array (bytes), a set or a mapping (elements) whose content is compared."""
 
 _EACH, _TURN = 32, 8
-"""Number of dictionary entries that a replay compares, and number of those in inner modules.
+"""Number of dictionary entries that a replay compares: in general, and inside module containers.
 
-Other entries are compared in rotation. All cells, entries of lists and members of classes, and the
-lengths of all containers, are compared each time.
+A replay compares this many entries, and as many others in rotation. It compares all other places,
+and the lengths of containers outside of module containers.
 """
 
 
 class NamedState:
-    """The places that a step reads by name, with their values at capture.
+    """The globals, closure cells, attributes and entries that a step reads, with their values.
 
-    A replay compares identities. If an object was replaced, the places are searched again. The new
-    object is accepted if it has the same tensors, equal plain values and the same code.
+    Such a location is a *place*; ``reach.Named`` finds them. A replay compares identities. If an
+    object was replaced, the places are searched again. The new object is accepted if it has the
+    same tensors, equal plain values and the same code.
 
     Args:
-        roots: pairs of a name and an object from which the state of the step is searched.
+        roots: pairs of a name and an object from which the search starts.
         is_changed: returns whether the step itself changed a place. Such places are not compared.
         regions: whether regions are part of the graph.
 
     Attributes:
-        modules: the modules in such places.
-        tensors: the tensors in such places.
+        modules: the modules in the places.
+        tensors: the tensors in the places.
         names: the names that the step uses.
-        plain: the places with plain values, compared or not, except for those that the step added.
+        plain: all places with plain values, except those that the step added.
     """
 
     def __init__(
@@ -140,13 +140,14 @@ class NamedState:
                 _refuse(entry, f"has the initial seed {now} and had {seed} at capture")
 
     def constants(self) -> tuple[Any, ...]:
-        """Return the plain values as hashable values; raise StateError for any other value."""
+        """Return the current plain values in hashable form, or raise StateError."""
         return tuple([_constant(entry, entry.now()) for entry in self.plain])
 
     def require_kept(self) -> None:
-        """Restore tensors that the step replaced, and raise CaptureError for them.
+        """Raise CaptureError if the step replaced a tensor, after restoring the tensor.
 
-        Other changes of the step are logged, if the values are plain, and no longer compared.
+        Places that the step changed otherwise are no longer compared. A change of a plain value is
+        logged.
         """
         tensors = [entry for entry in self._held if isinstance(entry.value, torch.Tensor)]
         replaced = [entry for entry in tensors if entry.now() is not entry.value]
@@ -160,7 +161,7 @@ class NamedState:
         self.leave_out_changes()
 
     def leave_out_changes(self) -> None:
-        """Stop comparing the places that the step itself changed since the last check."""
+        """Stop comparing the places that have changed; the caller knows that the step did it."""
         contents = {id(entry): content for entry, content in self._contents}
         changed = {
             _key(entry)
@@ -241,7 +242,7 @@ _SIZED = (list, dict, deque)
 
 
 def is_alike(old: Any, new: Any) -> bool:
-    """Whether two values are equal, except for parts that the search compares separately."""
+    """Whether two values are equal. Parts that are places of their own are not compared."""
     if old is new:
         return True
     if isinstance(old, torch.Tensor | torch.nn.Module) or type(old) is not type(new):

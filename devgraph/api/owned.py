@@ -1,4 +1,4 @@
-"""State that a capture owns: the arguments, and the state that is restored after the capture."""
+"""State of a captured step: its arguments, and everything that a capture restores and checks."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ class Owned:
 
     Args:
         fn: the step.
-        args, kwargs: its bound arguments.
+        args: the bound positional arguments.
+        kwargs: the bound arguments by name.
         bound: other trees and modules that graphs use, by name; see ``StaticBuffers.bind``.
 
     Attributes:
         arguments: the arguments by name.
         tensors: the tensors in arguments and in ``bound``, each with its name.
-        written: identities of the tensors in arguments that the step writes.
+        written: the ``id`` of each argument tensor that the step writes.
     """
 
     def __init__(
@@ -114,26 +115,27 @@ class Owned:
         self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
         self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
         self.roots = [*self._inner, *roots_of(fn)]
-        """Pairs of a name and an object from which the state of the step is searched."""
+        """Names and objects from which the search for state of the step starts."""
         self.written: set[int] = set()
         self._state: dict[str, tuple[Any, Any]] = {}
         self._watch: Watch | None = None
-        """The places that the step can reach, during a run in a scope."""
+        """Watches the places that the step can reach, during a run in a scope."""
         self._refuse: Callable[[list[Change]], None] = raise_rebinding
         """Called with the changes that the step made before an eager body."""
         self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
-        """Plain values that the step changed before it called a mark, with that call."""
+        """Plain values that the step set before it called a mark: the mark, its arguments, and the
+        value, by path."""
         self._created: dict[str, torch.Tensor] | None = None
-        """Tensors that the first run of the step made for later runs."""
+        """Tensors that the first run of the step made for later runs, by path."""
         self._keeper: Callable[[Iterable[tuple[str, torch.Tensor]]], Snapshot] | None = None
         """Saves the tensors that the first run made, and restores the state before that run."""
         self._after_first: Snapshot | None = None
         self._weights: list[tuple[torch.Tensor, int]] = []
-        """Parameters and their versions before the first run."""
+        """Parameters and their version counters before the first run."""
         self._before: set[int] = set()
-        """Identities of the tensors that the step could reach before the first run."""
+        """The ``id`` of each tensor that the step could reach before the first run."""
         self._values: dict[tuple[int, Any], tuple[Any, Any]] = {}
-        """The values of named places before the first run, with their contents."""
+        """Value and content of each named place before the first run, by holder and key."""
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Leaf tensors with the gradients that the step writes."""
         self.is_unsettled = False
@@ -141,12 +143,12 @@ class Owned:
 
     @property
     def given(self) -> list[torch.Tensor]:
-        """The tensors in arguments that receive new inputs of a replay."""
+        """The argument tensors, into which a replay can copy new inputs."""
         return [tensor for _, tensor in self.tensors[: self._given]]
 
     @property
     def in_objects(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors inside objects among the arguments, each with its name."""
+        """The tensors inside modules and other objects in arguments, each with its name."""
         return self.tensors[self._given : self._in_arguments]
 
     def reached(self) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
@@ -169,13 +171,14 @@ class Owned:
     def run(self, *, strict: bool = False) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Yield the arguments for one run, with copies of the caller's containers.
 
-        A run inside a capture must not replace, add or remove an entry or an attribute that holds
-        a tensor, except in eager bodies. Runs before the capture may do so, because many steps
-        initialise themselves in their first run. No run may change the containers in arguments.
+        A run inside a capture must not rebind a tensor, except in eager bodies: it must not
+        replace, add or remove an entry or an attribute that holds a tensor. Runs before the capture
+        may do so, because many steps initialise themselves in their first run. No run may change
+        the containers in arguments.
 
         Args:
-            strict: whether a run before the capture must not change such places either. The first
-                run may add entries.
+            strict: whether runs before the capture must not rebind tensors either. The first run
+                may still add entries.
 
         Raises:
             CaptureError: the step rebinds a tensor.
@@ -226,7 +229,7 @@ class Owned:
 
     @contextlib.contextmanager
     def eager_body(self, mark: Mark, args: tuple[Any, ...]) -> Iterator[None]:
-        """Allow assignments in the block, the eager body of ``mark``, because replays repeat them.
+        """Allow rebinding in the block, the eager body of ``mark``, which replays run again.
 
         Raises:
             CaptureError: the captured step rebound a tensor before the body.
@@ -242,7 +245,7 @@ class Owned:
             self._watch.settle()
 
     def _require_settings(self, watch: Watch) -> None:
-        """Raise CaptureError if only the eager body of a mark saw a value that the step set."""
+        """Raise CaptureError if an eager body reads a value that the step changes afterwards."""
         ends: dict[str, Any] = {}
         watch.changes(lambda path, _, new: ends.update({path: new}), empty=True)
         for path, (mark, args, value) in self._settings.items():
@@ -262,7 +265,7 @@ class Owned:
     def _require_settled(self) -> None:
         """Raise CaptureError if the second run changed tensors that the first run made.
 
-        Both runs begin from the same state.
+        Both runs started from the same state, so a correct step makes the same values.
         """
         self.is_unsettled = False
         assert self._after_first is not None
@@ -292,7 +295,7 @@ class Owned:
         return self._state
 
     def renewed(self, arguments: Mapping[str, Any]) -> Owned:
-        """Return the current state of the step, with ``arguments`` in place of those captured."""
+        """Return the current state of the step, with some ``arguments`` replaced, by name."""
         values = [*{**self.arguments, **arguments}.values()]
         kwargs = dict(zip(self._kwargs, values[self.count :], strict=True))
         return Owned(self._fn, tuple(values[: self.count]), kwargs, self._bound)
@@ -383,7 +386,7 @@ class Owned:
             warnings.warn(text_of_changes(changes), DeviceGraphWarning, stacklevel=4)
 
     def _restore_created(self) -> None:
-        """Restore tensors that the first run made to their values after that run, and warn."""
+        """Restore the values that the first run gave to tensors that it made, and warn."""
         created, snapshot = self._created or {}, self._after_first
         self._created, self._after_first = {}, None
         written = [] if snapshot is None else snapshot.written(created.values())
@@ -400,7 +403,7 @@ class Owned:
         )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
-        """Return the state that replays and proofs compare: the caller's, and found state."""
+        """Return the state that replays and proofs compare: given by the caller, and found."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Only functions in ``bound`` return trees. The step calls functions in its arguments.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -430,7 +433,7 @@ class Owned:
         return given, found
 
     def watch_named(self, *, regions: bool) -> list[Watched]:
-        """Return the state that only replays compare, because proofs report its changes.
+        """Return the state that only replays compare. Proofs report its changes instead.
 
         Args:
             regions: whether regions are part of the graph.
@@ -443,7 +446,7 @@ class Owned:
         return [*named, Gradients(self.gradients)] if self.gradients else named
 
     def _has_changed(self, entry: Entry) -> bool:
-        """Whether the step changed or made the value of the place; False for tensors."""
+        """Whether the step changed or made the value of a place; False for tensors."""
         before = self._values.get((id(entry.holder), entry.key), (_ABSENT, None))
         if isinstance(entry.value, torch.Tensor):
             return False
@@ -451,7 +454,7 @@ class Owned:
 
 
 def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) -> list[str]:
-    """Return a name for each of the first ``count`` positional parameters of ``fn``."""
+    """Return the names of the first ``count`` parameters of ``fn``, or "argument 0" and so on."""
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
         parameters = [*inspect.signature(target).parameters.values()]
@@ -503,7 +506,7 @@ def refuse_fakes(what: str) -> None:
 
 
 def watched_in(named: NamedState) -> list[Watched]:
-    """Return named state and the state of its modules."""
+    """Return the watched parts of named state: the state itself, and its modules."""
     weights = [Weights(named.modules, modes=True)] if named.modules else []
     return [named, *weights] if named else [*weights]
 
@@ -515,7 +518,7 @@ def zero_gradient(gradient: torch.Tensor) -> None:
 
 
 class Gradients:
-    """The gradients that a graph writes. A gradient that was set to None restarts at zero.
+    """The gradients that a graph accumulates into. After ``grad = None``, they restart at zero.
 
     Args:
         held: leaf tensors with their gradients.
@@ -540,7 +543,7 @@ class Gradients:
 
 
 class Flags:
-    """The flags ``requires_grad`` of tensors, on which a step with a backward depends."""
+    """The ``requires_grad`` flags of tensors, which decide the work of a backward in the step."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors, self._flags = tensors, [*map(_REQUIRES_GRAD, tensors)]
@@ -561,10 +564,10 @@ class Flags:
 class Weights:
     """The parameters and buffers of modules, which assignments can replace.
 
-    torch reports every assignment of a tensor to a module, but neither an assignment of None nor a
-    deletion. After a report a replay compares all tensors. Otherwise it compares the addresses of a
-    few tensors and, in rotation, a part of the entries. The cost of a replay on a device therefore
-    does not grow with the number of modules.
+    torch's registration hooks report every assignment of a tensor to a module, but not assignments
+    of None or deletions. After a report, the next replay compares all tensors. Other replays
+    compare the addresses of a few tensors and, in rotation, a part of the entries, so the cost of a
+    replay on a device does not grow with the number of modules.
 
     Args:
         modules: the modules.
@@ -659,7 +662,7 @@ class Weights:
             raise StateError(_OTHER_HOOKS)
         if not self._memory.is_kept():
             self._refuse("a parameter or buffer")
-        # Assignments to other modules need no new terms.
+        # Renew the terms only if an assignment was to these modules.
         try:
             same = all(itertools.starmap(operator.eq, self._tables_held))
         except RuntimeError:  # of tensors with several elements
@@ -734,7 +737,10 @@ class _Arrays:
 
 
 def host_random() -> dict[str, tuple[Any, ...]]:
-    """Return the states of the generators of Python and NumPy; the last item is a position."""
+    """Return the states of the global generators of Python and NumPy, by name in warnings.
+
+    The last item of each state is the generator's position.
+    """
     _, numbers, _ = random.getstate()
     states: dict[str, tuple[Any, ...]] = {"the position of Python's random": numbers}
     if "numpy" in sys.modules:
@@ -748,7 +754,7 @@ def _is_written(named: Iterable[tuple[str, torch.Tensor]]) -> bool:
 
 
 def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether contents are equal except for rounding. Contents of ``uint8`` are not compared."""
+    """Whether contents are equal except for rounding. True for ``uint8``, without a comparison."""
     if one.dtype is torch.uint8 or same_bytes(one, other):
         return True
     if not (one.is_floating_point() or one.is_complex()):
@@ -763,10 +769,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return the named objects from which the state of a step is searched.
-
-    devgraph's own steps have none.
-    """
+    """Return the roots of the search for state of a step, with names; none for devgraph's steps."""
     target = fn
     while isinstance(target, functools.partial):
         target = target.func
@@ -782,10 +785,7 @@ def raise_rebinding(changes: Iterable[Change]) -> None:
 
 
 def without_history(outputs: Any) -> Any:
-    """Return the outputs without autograd history, because a replay has no backward.
-
-    Leaf tensors, such as parameters, are returned unchanged.
-    """
+    """Detach the outputs from autograd, because a replay has no backward. Leaves stay unchanged."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach() if t.grad_fn is not None else t,

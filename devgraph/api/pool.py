@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Graph memory of one backend: blocks, one capture stream, recordings and replay order.
+    """Memory that graphs share, with their capture stream, recordings and executables.
 
-    Graphs of a pool share memory. Therefore their replays are serialised across threads and
+    Because graphs of a pool share memory, their replays run one at a time, across threads and
     streams. Pools and graphs can be dropped in any order.
 
     Args:
@@ -49,7 +49,7 @@ class Pool:
         self._lock = threading.RLock() if concurrent else backend.capture_lock.lock
         self._process = identity.token
         self.occupied = False
-        """Whether the holder of ``lock`` runs an eager body between segments of the pool."""
+        """Whether a replay of the pool is running an eager body between its segments."""
         self.used = False
         """Whether a capture has ever begun in the pool."""
         self.ordered_stream: int | None = None
@@ -60,7 +60,7 @@ class Pool:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held while a replay of the pool is launched or memory of the pool changes owner.
+        """A lock to hold during replays, captures, and changes of the pool's memory.
 
         Raises:
             StateError: this is a forked process, which lacks the thread that may hold the lock.
@@ -83,10 +83,10 @@ class Pool:
     def release(self) -> None:
         """Release the device memory of the graphs and their executables until ``restore``.
 
-        All graphs stay and can be replayed at the same addresses afterwards, without a new capture.
-        The content of live tensors and of memory that regions and eager bodies allocated is saved
-        on the host, because kernels may rely on data of an earlier launch. Memory that captures
-        freed is not saved, because a replay writes it before reading it. Idempotent.
+        No graph needs a new capture, because ``restore`` maps memory at the same addresses. Live
+        tensors, and memory that regions and eager bodies allocated, are saved on the host, because
+        kernels may rely on data of an earlier launch. Memory that captures freed is not saved,
+        because a replay writes it before reading it. Idempotent.
 
         Raises:
             CapabilityError: the pool was not created with ``make_pool(releasable=True)``.
@@ -159,7 +159,7 @@ class Pool:
             self.recordings.limit(int(memory * info[1] if info else memory))
 
     def register(self, buffers: StaticBuffers) -> None:
-        """Allow regions to access ``buffers`` and the tensors bound there in every recording."""
+        """Allow regions to access ``buffers`` and the tensors bound in it, in all recordings."""
         self._static = [*(ref for ref in self._static if ref() is not None), weakref.ref(buffers)]
 
     @property
@@ -175,11 +175,11 @@ class Pool:
 
     @property
     def segments(self) -> Sequence[int]:
-        """Sizes of the segments that the pool allocated; a block never spans two segments."""
+        """Sizes of the allocator segments of the pool; a block never spans two of them."""
         return [self.bytes]
 
     def note_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Note the tensors that a step returns, at the end of its recording."""
+        """Called at the end of a recording with the tensors that the step returns."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that does not prevent reuse of the pool's block.
@@ -196,9 +196,9 @@ class Pool:
         return self.alias(tensor)
 
     def graph_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that allocates from the pool outside captures, between segments.
+        """Return a context that allocates from the pool outside of captures, between segments.
 
-        Later segments and other graphs reuse memory that is freed before the last segment ends.
+        Later segments and other graphs may reuse memory that is freed in it.
         """
         return contextlib.nullcontext()
 

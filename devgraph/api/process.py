@@ -1,7 +1,4 @@
-"""The process: its identity across forks, its garbage collector, and immortal objects.
-
-Handles of a device do not survive a fork.
-"""
+"""Process-wide state: the identity of a forked process, and the garbage collector."""
 
 from __future__ import annotations
 
@@ -20,7 +17,10 @@ from devgraph.api.errors import StateError
 
 
 class _Identity:
-    """A token of the process, replaced in every forked child and compared with ``is``."""
+    """A token that identifies the process, because device handles do not survive a fork.
+
+    Every forked child has another token. Compare tokens with ``is``.
+    """
 
     def __init__(self) -> None:
         self.token = object()
@@ -50,7 +50,7 @@ class _Collector:
 
     def __init__(self) -> None:
         self._pauses: dict[object, int] = {}
-        """The thread of each pause."""
+        """The thread that made each pause."""
         self._was_enabled = False
         self.after_fork()
 
@@ -93,9 +93,9 @@ def several_ranks() -> bool:
 
 
 def keep_forever(*objects: object) -> None:
-    """Prevent the destruction of ``objects``, also at interpreter shutdown.
+    """Prevent the destruction of ``objects``, also at interpreter exit.
 
-    The destructor of an object on a lost device would fail, and that would abort the process.
+    The destructor of an object on a lost device fails and would abort the process.
     """
     for kept in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -1,4 +1,4 @@
-"""Proofs: cases that compare a graph with eager, and the report about them."""
+"""Proofs: comparisons of replays with eager runs, and the report about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
 
 Draw = Callable[[tuple[int, ...], torch.Generator], Any]
-"""A function that returns legal data of a shape, drawn with a host generator."""
+"""A function that takes a shape and a generator on the host, and returns legal data."""
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 _Compare = Callable[[torch.Tensor, torch.Tensor], str]
@@ -43,7 +43,7 @@ class Terms:
     atol: float | None = None
     snapshot_limit: int = DEFAULT_LIMIT
     quick: bool = False
-    """Compare with eager on the padded batch only, without poisoned padding; skip parameters."""
+    """Compare only with eager on the padded batch, do not poison padding, and skip parameters."""
 
     def __attrs_post_init__(self) -> None:
         whole("cases", self.cases)
@@ -64,9 +64,9 @@ class Case:
     padded: bool = False
     """Whether the batch is smaller than its bucket."""
     changed: bool = False
-    """Whether host arguments differ from the captured values."""
+    """Whether host arguments differ from the values at capture."""
     updated: bool = False
-    """Whether host arguments return to the captured values after other values."""
+    """Whether host arguments have the values at capture again, after cases with other values."""
     filled: tuple[str, ...] = ()
     """Slots whose real rows hold pad values, because no legal data is known for this size."""
 
@@ -91,11 +91,11 @@ class Failure:
     case: int
     host_args: Mapping[str, Any]
     where: str
-    """Output, argument or state, as a path."""
+    """Path of the output, argument or state that differs."""
     message: str
     kind: str = "graph"
-    """``graph``, ``padding`` (padding reaches real rows), ``size`` (the result depends on the size
-    of the bucket) or ``eager`` (eager differs from itself)."""
+    """``graph``, ``padding`` (padded rows affect real rows), ``size`` (the result depends on the
+    size of the bucket) or ``eager`` (two eager runs differ)."""
     bucket: str = ""
     lasting: bool = True
     """Whether a second replay from the same state differs from eager as well."""
@@ -120,14 +120,14 @@ class Report:
     """Number of cases that were compared."""
     failures: tuple[Failure, ...]
     exact: bool = True
-    """Whether graphs were compared bit for bit. False: a compiler chose other kernels, and graphs
-    were compared within tolerance."""
+    """Whether graphs were compared bit for bit. False: within tolerance, because a compiler chose
+    other kernels."""
     not_varied: tuple[str, ...] = ()
-    """Inputs, slots and host arguments that had the same data in all cases, because a proof invents
-    no integers. Declare ``sample=`` or a range for them."""
+    """Inputs, slots and host arguments that had the same data in all cases, because a proof does
+    not make up integers. Declare ``sample=`` or a range for them."""
     near: tuple[str, ...] = ()
     """Outputs and state that were compared within torch's tolerance, because two eager runs from
-    the same state differ in the last bits."""
+    the same state differed in the last bits."""
     tried: tuple[Case, ...] = ()
     replaced: tuple[str, ...] = ()
     """Tensors whose memory differs from the capture, by name."""
@@ -272,9 +272,9 @@ def _count(failures: Iterable[Failure]) -> str:
 def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Fill a floating-point tensor with noise that resembles its data.
 
-    Values between 0 and 1 stay in that range, and other non-negative values stay non-negative,
-    because operators check probabilities and variances. Integers and bools keep their values,
-    because they may be indices, offsets or counts.
+    Data between 0 and 1 becomes noise between 0 and 1, and other non-negative data becomes
+    non-negative noise, because operators check probabilities and variances. Integers and bools keep
+    their values, because they may be indices, offsets or counts.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return
@@ -299,7 +299,7 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
 def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
     """Return "" if the tensors are equal bit for bit, else the difference as text.
 
-    0.0 and -0.0 differ. NaNs are equal if all their bits are equal.
+    0.0 and -0.0 differ, and so do NaNs with different bits.
     """
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return (
@@ -361,29 +361,29 @@ class State:
         self._entries = [entry for entry in reached if entry.holder is not None]
         self._watch = Watch(roots, gradients=True)
         self.rebound: set[int] = set()
-        """Tensors that an eager run replaced. They do not count as state."""
+        """The ``id`` of each tensor that an eager run replaced. Such tensors are not compared."""
         self.moved: dict[str, None] = {}
         """Names of Python values that eager runs changed."""
         self._backend = backend
         self._random = self._next_random = self.snapshot.random
 
     def begin(self) -> None:
-        """Restore the contents from before the proof for the next run of a case.
+        """Restore the state from before the proof for a run of a case.
 
-        The default random generator continues from the end of the previous case. Otherwise a graph
-        that repeats the draws of its capture would pass.
+        The default random generator is not rewound to that state but continues from the end of the
+        previous case. Otherwise a graph that repeats the draws of its capture would pass.
         """
         self.snapshot.restore()
         self._backend.set_rng_state(self._random)
 
     def begin_case(self) -> None:
-        """Restore the contents from before the proof for the first run of a case."""
+        """Advance the default random generator, and prepare the first run of a case."""
         self._random = self._next_random
         self.snapshot.settle()
         self.begin()
 
     def end(self) -> None:
-        """Restore contents and random generators from before the proof."""
+        """Restore all state from before the proof."""
         self.snapshot.settle()
         self.snapshot.restore()
 
@@ -408,10 +408,10 @@ class State:
         self._watch.put_back()
 
     def changes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Return the state that differs from the start, by name.
+        """Return the state that differs from the start of the run, by name.
 
-        Each value consists of a copy of the contents, the contents at the start, and the row
-        numbers if only rows are saved.
+        Each value has a copy of the contents, the contents at the start, and the row numbers if
+        only rows are saved.
         """
         changed = {}
         for name, tensor, now, saved, rows in self.snapshot.parts():
@@ -436,8 +436,8 @@ class RunResult:
 Run = Callable[[], NamedTensors]
 
 Rows = Callable[[torch.Tensor, "torch.Tensor | None"], Sequence[int]]
-"""A function that returns positions in a tensor. Its second argument has the row numbers if only
-some rows of the state are saved."""
+"""A function that returns positions along the first dimension of a tensor. If the tensor has only
+the saved rows of some state, the second argument has their numbers."""
 
 
 def no_rows(tensor: torch.Tensor, numbers: torch.Tensor | None) -> Sequence[int]:
@@ -463,10 +463,10 @@ class Comparison:
         self.agreed = agreed
         self.draws = False
         self.tolerated: dict[str, None] = {}
-        """Names that were compared within tolerance, because eager differs from itself."""
+        """Names that were compared within tolerance, because two eager runs differed."""
 
     def result_of(self, run: Run) -> RunResult:
-        """Return the outputs of ``run`` and the state after it."""
+        """Return the outputs of ``run`` and the state that it changed."""
         self.state.begin()
         outputs = run()
         self._backend.synchronize()
@@ -495,9 +495,9 @@ class Comparison:
             eager: the eager run.
             graph: the replay.
             exact: whether the results must be equal bit for bit.
-            shared: the rows that several rows of the batch write. These rows are not compared if
-                eager differs from itself.
-            scratch: the rows that several rows of the batch write and no real row uses. A device
+            shared: state rows that several rows of the batch write. They are not compared if two
+                eager runs differ.
+            scratch: state rows that several rows of the batch write and no real row uses. A device
                 may write them in any order, so the check is only that both runs write them.
             want: result of the eager run, if known.
             got: result of the replay, if known.
@@ -577,7 +577,7 @@ class Comparison:
 
 
 def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:
-    """Return the outputs of a replay that equal another output, unlike in eager."""
+    """Return words about outputs of a replay that equal another output, unlike in eager."""
     expected, twins = dict(want), {}
     for (name, one), (twin, other) in itertools.permutations(got, 2):
         if not compare(one, other) and compare(expected[name], expected[twin]):
@@ -599,10 +599,12 @@ def host_sets(
     given: Sequence[Mapping[str, Any]] | None,
     further: Iterable[Mapping[str, Any]],
 ) -> list[tuple[dict[str, Any], bool, bool]]:
-    """Return the sets of host arguments of cases.
+    """Return the sets of host arguments of the cases, each with ``Case.changed`` and ``updated``.
 
-    Each set comes with two booleans: whether it differs from the captured values, and whether it
-    returns to the captured values after others.
+    Args:
+        captured: the values at capture.
+        given: the sets that the user requested; None selects the default sets.
+        further: default sets in addition to ``captured``.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)
@@ -623,14 +625,17 @@ def host_sets(
 
 
 def extremes(draw: Draw, like: Any, generator: torch.Generator) -> list[Any]:
-    """Return the smallest and the largest of some values drawn for a host argument."""
+    """Return the smallest and the largest of ``_DRAWS`` values for a host argument like ``like``.
+
+    Values that are not numbers cannot be ordered: return the first two of them.
+    """
     drawn = [draw((), generator) for _ in range(_DRAWS)]
     values = [value.item() if isinstance(value, torch.Tensor) else value for value in drawn]
     return [min(values), max(values)] if isinstance(like, int | float) else values[:2]
 
 
 def require_samples(sample: object, names: Iterable[str]) -> Mapping[str, Draw]:
-    """Return ``sample=`` of a proof, whose keys must be in ``names``."""
+    """Return the argument ``sample`` of a proof, after checking that its keys are in ``names``."""
     if sample is None:
         return {}
     if not isinstance(sample, Mapping) or not all(map(callable, sample.values())):
@@ -669,8 +674,8 @@ class _Prover:
         ]
         now = owned.everything()
         self.replaced = replaced(captured.places, addresses(now))
-        # Each case changes the contents of replaced tensors, because their old memory may hold
-        # equal contents.
+        # Each case writes new data into replaced tensors, because the old memory, which the graph
+        # uses, may hold the same data.
         self._renewed = [(name, leaf) for name, leaf in now if name in self.replaced]
         arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
         reached, generators = owned.reached()
@@ -734,7 +739,7 @@ def copies_of(outputs: Any) -> NamedTensors:
 
 
 def _named_tensors(outputs: Any) -> NamedTensors:
-    """Return the tensors in outputs by name, and the inner tensors of wrapper subclasses."""
+    """Return the tensors in outputs by name; wrapper subclasses are split into inner tensors."""
     named: NamedTensors = []
     for path, leaf in leaves_of("", outputs):
         name = f"output {path or 0}"

@@ -1,4 +1,9 @@
-"""State that a step can reach: attributes, entries, closures and globals that hold tensors."""
+"""State that a step can reach through its arguments, attributes, closures and globals.
+
+A *place* is an attribute, an entry of a container, a closure cell or a global. An ``Entry`` is a
+place with its value, ``walk`` finds everything reachable, and ``Named`` finds the places that the
+code of a step uses by name.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +38,19 @@ from devgraph.api.tensors import has_place
 from devgraph.api.trees import children_of, fields_of
 
 _MOST = 4000
-"""Maximum number of objects that a walk visits, not counting torch modules."""
+"""Maximum number of objects that ``walk`` visits, not counting torch modules."""
 
 _MOST_NAMED = 300
-"""Maximum number of objects that a search for named places visits."""
+"""Maximum number of objects that ``Named`` visits."""
 
 _MOST_SPACES = 32
-"""Number of compared mappings above which those below module containers are skipped."""
+"""Maximum number of compared mappings. Beyond it, mappings in module containers are skipped."""
 
 _MODULES = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _DEEPEST = 8
 PLAIN = (bool, int, float, complex, str, type(None))
 _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
-"""Attributes of a module that are torch's own."""
+"""Attributes that torch gives to every module."""
 
 _CELL, _POSITION = "cell_contents", "position"
 
@@ -65,7 +70,7 @@ class Entry(NamedTuple):
 
     path: str
     holder: Any
-    """A dictionary, a list, a cell of a closure, or an object with attributes."""
+    """A dictionary, a list, a closure cell or an object; None if the place is not assignable."""
     key: Any
     value: Any
 
@@ -84,7 +89,7 @@ class Entry(NamedTuple):
 
 
 def tree_entries(path: str, node: Any) -> Iterator[Entry]:
-    """Yield the places of a tree that hold leaves or tuples and can be assigned."""
+    """Yield the assignable places of a tree that hold leaves or tuples."""
     children = children_of(node)
     if children is None:
         return
@@ -103,13 +108,13 @@ def tree_entries(path: str, node: Any) -> Iterator[Entry]:
             yield from tree_entries(path + suffix, child)
         if holder is not None and (isinstance(child, tuple) or children_of(child) is None):
             yield Entry(path + suffix, holder, key, child)
-    if holder is None:  # A registered class: its attributes can be assigned.
+    if holder is None:  # a class registered with pytree, whose attributes can be assigned
         held = getattr(node, "__dict__", {})
         yield from (Entry(f"{path}.{name}", held, name, value) for name, value in held.items())
 
 
 def containers(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the lists, queues and mappings in trees, as pairs with their paths."""
+    """Yield the lists, deques and mappings in trees, as pairs with their paths."""
     for path, node in roots:
         children = children_of(node)
         if children is None:
@@ -134,7 +139,7 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
 
 
 def optimizer_state(roots: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that optimizers below ``roots`` keep, each with its name."""
+    """Return the state tensors of optimizers below ``roots``, each with its name."""
     return [
         (f"{path}.state[...][{key!r}]", value)
         for path, optimizer in walk(roots, True)
@@ -146,7 +151,7 @@ def optimizer_state(roots: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.T
 
 
 def walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str, Any]]:
-    """Yield every object below ``roots`` that can hold others, each once."""
+    """Yield ``roots`` and every object below them that can hold others, once each."""
     todo = deque((name, value, 0) for name, value in roots)
     seen: set[int] = set()
     left = _MOST
@@ -190,7 +195,7 @@ _OF_ALL_MODULES = (_global_forward_pre_hooks, _global_forward_hooks)
 
 
 def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
-    """Yield the values that ``value`` holds, in assignable and in fixed places."""
+    """Yield the values that ``value`` holds, in assignable and in other places."""
     for place in _places(path, value, weights):
         yield from place.entries()
     for name, child in _fixed(path, value):
@@ -198,7 +203,15 @@ def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
 
 
 class _Place:
-    """All or some places of one object, with the values that they held."""
+    """All or some places of one object, with stored values.
+
+    Args:
+        path: path of the object.
+        form: format of a path of a place, with ``{path}`` and ``{key}``.
+        holder: the object or its dictionary.
+        keys: the keys or attributes; None selects all.
+        without: keys or attributes to ignore.
+    """
 
     def __init__(
         self,
@@ -228,8 +241,9 @@ class _Place:
             return [*holder], [*holder.values()]
         if isinstance(holder, list | deque):
             return [*range(len(holder))], [*holder]
-        values = gc.get_referents(holder)  # an object whose values have no keys
-        if isinstance(holder, itertools.cycle):  # hide its list, which ``cycle`` reads unchecked
+        values = gc.get_referents(holder)  # an object that does not expose its values
+        # Yield the values in the list of a ``cycle`` but not the list: changing it is not safe.
+        if isinstance(holder, itertools.cycle):
             values = [v for held in values for v in (held if isinstance(held, list) else [held])]
         return [*map(id, values)], values
 
@@ -279,7 +293,7 @@ _CLOSED: tuple[type, ...] = (
     functools._lru_cache_wrapper,
     queue.SimpleQueue,
 )
-"""Types of Python whose objects hold values that cannot be assigned."""
+"""Types of Python objects that hold values in places that cannot be assigned."""
 
 
 def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
@@ -335,7 +349,7 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
 
 
 def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values that ``value`` holds in fixed places, as pairs with their paths."""
+    """Yield the values in places that cannot be assigned, as pairs with their paths."""
     if isinstance(value, types.FunctionType):
         yield from ((path, child) for child in value.__defaults__ or ())
         if (inner := vars(value).get("__wrapped__")) is not None:
@@ -377,10 +391,10 @@ _BUILTINS = frozenset(vars(builtins))
 
 
 def has_state(value: Any) -> bool:
-    """Whether ``value`` is an object of the user, not of Python, torch or devgraph.
+    """Whether the class of ``value`` is the user's, so that its attributes are searched.
 
-    Objects of the user's subclasses of devgraph classes (backends, runners, ...) count as
-    devgraph's, because a capture changes them.
+    The user's subclasses of devgraph classes (backends, runners, ...) do not count, because a
+    capture changes their attributes.
     """
     if fields_of(value):
         return True
@@ -411,7 +425,7 @@ def is_array(value: Any) -> bool:
 
 
 def _position(holder: Any) -> Any:
-    """Return a plain value that changes when a counter or a random generator advances."""
+    """Return a plain value that changes when an iterator or a random generator advances."""
     if isinstance(holder, random.Random):
         return hash(holder.getstate())
     if isinstance(holder, itertools.count):
@@ -424,13 +438,13 @@ def _position(holder: Any) -> Any:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether ``value`` is an iterator or a generator of Python."""
+    """Whether ``value`` is a built-in iterator, an iterator of itertools, or a generator."""
     kind = type(value)
     return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
 
 
 def _reduced(value: Any) -> Any:
-    """Return the position of an iterator of Python as plain values, if it can be read."""
+    """Return the position of an iterator as plain values and ids of objects."""
     if isinstance(value, list | tuple):
         return tuple(map(_reduced, value)) if isinstance(value, tuple) else len(value)
     if is_iterator(value) and not isinstance(value, types.GeneratorType):
@@ -487,7 +501,7 @@ def _write(holder: Any, key: Any, value: Any) -> None:
 def _with_nested(
     find: Callable[[types.CodeType], Iterable[Any]],
 ) -> Callable[[types.CodeType], frozenset[str]]:
-    """Extend ``find`` to nested code, discard results that are not strings, and cache the rest."""
+    """Decorate ``find`` to search nested code too, to return strings only, and to cache them."""
 
     @functools.lru_cache(maxsize=1 << 14)
     def found(code: types.CodeType) -> frozenset[str]:
@@ -514,25 +528,25 @@ _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STO
 
 
 class Named:
-    """The places that a step uses by name, directly or in functions and methods that it uses.
+    """The places that the code of a step, and of functions that it calls, uses by name.
 
-    They are its closure, its globals, named attributes, entries of containers with named keys or
-    without names, and groups of optimizers. Functions of torch and devgraph are not searched, so
-    that the state of eager bodies of marks is not compared.
+    These are closure cells, globals, attributes that the code names, entries of containers whose
+    key the code names or is not a string, and parameter groups of optimizers. Functions of torch
+    and devgraph are not searched, so the state of eager bodies of marks is not compared.
 
     Args:
         roots: pairs of a name and an object from which the search starts.
-        regions: whether to search regions, which are part of the graph, except those with host
-            arguments or a context, whose host code runs again for new values.
+        regions: whether to search regions, which are part of the graph. Regions with host arguments
+            or a context are never searched, because an update runs their host code again.
 
     Attributes:
-        places: the places, except those that hold modules of Python and of libraries. Places below
-            the children of module containers (``torch.nn.Sequential``, ...) come last.
-        spaces: mappings, and the attributes of modules and of objects of the user.
-        inner: pairs (identity of the holder, key) of places that are reached only through children
-            of module containers; for such spaces the key is None.
+        places: the places, except those that hold Python modules of libraries. Places inside module
+            containers (``torch.nn.Sequential``, ...) come last.
+        spaces: mappings, and the ``__dict__`` of torch modules and of user objects.
+        inner: pairs (id of the holder, key) of the places that are inside module containers; for
+            ``spaces`` the key is None.
         whole: the mappings that the step iterates over.
-        modules: modules in such places, without the children of module containers.
+        modules: torch modules in the places, except those in module containers.
         names: the names that the step uses.
         iterated: the names of values that the step iterates over.
         texts: string values that the step reads, which may be keys (``ACTIVATIONS[config.act]``).
@@ -541,7 +555,8 @@ class Named:
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
         self._regions, roots = regions, [*roots]
         self._receivers = {id(v.__self__) for _, v in roots if isinstance(v, types.MethodType)}
-        """Objects whose method is a root. Their methods are called only by name."""
+        """The ``id`` of each object whose method is a root. Its special methods are not searched
+        unless the code names them."""
         self._search(roots, frozenset())
         if self._is_complete:
             self._search(roots, _INSTANCE)
@@ -549,7 +564,7 @@ class Named:
                 self._search(roots, frozenset())
 
     def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
-        """Search with the methods ``called`` of classes that the step names."""
+        """Search; if the step names a class, assume that it calls the methods ``called``."""
         self._called = called
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
@@ -565,7 +580,7 @@ class Named:
             self.inner = set[tuple[int, Any]]()
             self.whole: list[dict[Any, Any]] = []
             self.modules: list[torch.nn.Module] = []
-            self._computed: list[Entry] = []  # searched last, within the limit
+            self._computed: list[Entry] = []  # places with computed names, searched last
             self._walk(deque(roots))
 
     def _walk(self, todo: deque[tuple[str, Any]]) -> None:
@@ -669,7 +684,7 @@ class Named:
                 self._computed.append(entry)
 
     def is_named(self, entry: Entry) -> bool:
-        """Whether the step uses the attribute or the key of an entry by name."""
+        """Whether the step's code names the attribute or the key of an entry."""
         if not isinstance(entry.key, str):
             return False
         is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))  # Such values cannot be called.
@@ -729,10 +744,10 @@ _IMPLICIT = frozenset(
     __gt__ __le__ __ge__ __neg__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
     __rtruediv__ __matmul__ __rmatmul__ __pow__ __torch_function__""".split()
 )
-"""Methods that Python calls without naming them."""
+"""Special methods that Python calls although no code names them."""
 
 _INSTANCE = frozenset({"__init__", "__post_init__", "__call__"})
-"""Methods that a step may call without naming them if it makes an object of a class."""
+"""Special methods that run if a step makes and calls an object of a class that it names."""
 
 
 def _environment(code: types.CodeType) -> Iterator[Entry]:
@@ -746,7 +761,7 @@ def _environment(code: types.CodeType) -> Iterator[Entry]:
 
 @_with_nested
 def _read_in(code: types.CodeType) -> Iterable[str]:
-    """Return the names that ``code`` reads, not those that it only calls or assigns."""
+    """Return the names that ``code`` reads, without those that it only calls or assigns."""
     return {
         step.argval
         for step in dis.get_instructions(code)
@@ -773,7 +788,7 @@ def _iterated_in(code: types.CodeType) -> Iterable[Any]:
 
 @_with_nested
 def _indexed_in(code: types.CodeType) -> Iterable[Any]:
-    """Return the names of values that ``code`` indexes with a key that is no constant."""
+    """Return the names of values that ``code`` indexes with a key that is not a constant."""
     steps = [*dis.get_instructions(code)]
     for end, step in enumerate(steps):
         at, missing = end - 1, 1
@@ -796,9 +811,9 @@ def _strings_in(code: types.CodeType) -> Iterable[Any]:
 
 
 def set_by_hooks(module: torch.nn.Module) -> set[str]:
-    """Return the attributes that torch's hooks compute before each forward.
+    """Return the attributes that hooks of ``torch.nn.utils`` compute before each forward.
 
-    Such hooks are those of weight_norm, spectral_norm and of pruning.
+    weight_norm, spectral_norm and pruning install such hooks.
     """
     hooks = module._forward_pre_hooks.values()
     own = (hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils."))
@@ -837,7 +852,7 @@ def rebinding(verb: str, path: str) -> str:
 
 
 class Watch:
-    """The places that a step can reach, with their values before a run."""
+    """A comparison of all places that a step can reach, before and after a run."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
         self._places: list[_Place] = []
@@ -857,7 +872,7 @@ class Watch:
 
         Args:
             note_state: called with the path, the old and the new value of a changed plain value.
-            empty: whether to note plain values that were added or deleted as well.
+            empty: whether to call it also for plain values that were added or deleted.
         """
         changes, plain = [], (_Absent, *PLAIN) if empty else PLAIN
         for place in self._places:
@@ -873,11 +888,7 @@ class Watch:
         return changes
 
     def put_back(self, *, plain: bool = False) -> None:
-        """Restore every place whose tensors changed.
-
-        Args:
-            plain: whether to restore places whose plain values changed as well.
-        """
+        """Restore every place whose tensors changed, and with ``plain`` also plain values."""
         for place in self._places:
             if any(
                 tensors_below(path, old)
@@ -904,7 +915,7 @@ def tensors_below(path: str, value: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def modules_of(fn: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules that a function can reach, without those inside of others."""
+    """Return the modules that a function can reach, without submodules of those modules."""
     todo: deque[tuple[Any, int]] = deque([(fn, 0)])
     seen: set[int] = set()
     modules: list[torch.nn.Module] = []

@@ -40,9 +40,9 @@ BUILT_IN = {
     "accelerator": (
         "devgraph.api.torchlike.accelerator",
         "AcceleratorBackend",
-        "it is part of devgraph",
+        "reinstall devgraph",
     ),
-    "cpu": ("devgraph.cpu", "CpuBackend", "it is part of devgraph"),
+    "cpu": ("devgraph.cpu", "CpuBackend", "reinstall devgraph"),
 }
 _LAST = 2
 """Number of built-ins that "auto" tries after the backends of other packages."""
@@ -200,7 +200,7 @@ names = _registry.names
 
 
 def declaration(name: str) -> type[Backend] | None:
-    """Return the class of a backend, whose declarations can be read without its device.
+    """Return the class of a backend, to read its declarations on a machine without the device.
 
     Return None if the backend is registered as a function or its package cannot be loaded.
     """
@@ -214,7 +214,7 @@ def declaration(name: str) -> type[Backend] | None:
 
 
 def register(name: str, factory: Callable[[], Backend]) -> None:
-    """Register ``factory`` under ``name`` in this process (packages use an entry point instead).
+    """Register a backend in this process. Packages use the entry point group instead.
 
     Args:
         name: name of the backend in ``get_backend`` and on the command line.
@@ -257,9 +257,9 @@ def backends() -> list[BackendInfo]:
 
 
 def get_backend(name: str = "auto") -> Backend:
-    """Return a backend by name; "auto" selects a real device if there is one, else "cpu".
+    """Return a backend by name. "auto" prefers a device and otherwise returns "cpu".
 
-    "auto" never selects a third-party backend that runs on the host.
+    "auto" never returns another package's backend that runs on the host.
 
     Raises:
         UnknownBackendError: no backend of that name is registered (a ValueError).

@@ -1,7 +1,7 @@
-"""Results at fixed addresses: the layout check, its error, and the outputs of a captured step.
+"""Results at fixed addresses: outputs of captured steps, and checks of results.
 
-Work after a graph, and the caller of a step, read results at the addresses of the capture. Every
-later result is therefore compared with the captured result and copied into its memory.
+Later segments and the caller read results at the addresses of the capture. Every later result must
+therefore have the layout of the captured result, and is copied into its memory.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from devgraph.api.tensors import (
 )
 
 _VALUES = (type(None), bool, int, float, complex, str, torch.Size)
-"""Types of outputs that are compared as values; other objects are ignored."""
+"""Types of outputs, other than tensors, that must equal the captured outputs."""
 
 
 @attrs.frozen
 class ResultCheck:
-    """A comparison of a function's results with its earlier result.
+    """A comparison of a function's result with an earlier result.
 
     Attributes:
-        function: subject of the error.
-        before: introduces the earlier result, such as "at capture it returned".
+        function: name of the function in the error.
+        before: words before the earlier result in the error.
         error: class of the error.
-        now: condition of the later result, such as "for these host arguments"; may be empty.
-        remedy: advice for the user.
+        now: words after the later result, such as "for these host arguments"; may be empty.
+        remedy: last sentence of the error.
     """
 
     function: str
@@ -80,14 +80,14 @@ class Outputs:
     """The outputs of a captured step, in memory that no other capture of the pool writes.
 
     Graphs of a pool reuse each other's memory: replaying an older graph overwrites the outputs of a
-    newer graph. Outputs are therefore moved into the tensors that the last warm-up run returned,
-    which have separate memory.
+    newer graph. The capture therefore ends with copies of its outputs into the tensors that the
+    last warm-up run returned, which have separate memory.
 
     Args:
         pool: the pool of the graphs.
         arguments: the bound arguments of the step.
-        earlier, before: the outputs of an earlier capture of the step, into which new outputs with
-            the same layout are moved instead.
+        earlier: the ``Outputs`` of an earlier capture of the step, if any.
+        before: the outputs of that capture. New outputs with the same layout are copied into them.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Outputs:
                 self._before = [leaf if is_own else None for leaf, is_own in pairs]
 
     def hold(self, outputs: Any) -> None:
-        """Keep the outputs of a warm-up run if the pool already has graphs."""
+        """Keep the outputs of a warm-up run as copy targets if the pool already has graphs."""
         if self._pool.used:
             # Detached tensors do not keep the autograd graph of the run alive.
             leaves, spec = pytree.tree_flatten(outputs, is_leaf=is_size)
@@ -122,10 +122,10 @@ class Outputs:
             self._warm_up = leaves, spec
 
     def filled(self, outputs: Any) -> Any:
-        """Move the outputs of a capture, as its last work, and return them at their new addresses.
+        """Copy the outputs of a capture to separate memory, as its last work; return the copies.
 
         Outputs outside of the pool's memory, and outputs with a different layout than in warm-up,
-        stay in place. Later calls return ``outputs`` unchanged.
+        are returned unchanged. Only the first call copies.
         """
         refuse_host_values(outputs)
         warm_up, self._warm_up, self._before = self._warm_up, None, []
@@ -136,10 +136,9 @@ class Outputs:
         return pytree.tree_unflatten(map(self._move, leaves, warm_up[0]), spec)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of an output was allocated by the capture.
+        """Whether the capture allocated the memory of an output.
 
-        Without memory of its own, a pool cannot distinguish such an output from a closed-over
-        tensor.
+        On backends without shared pools, this is also true for a tensor of a closure.
         """
         if memory_of(tensor) in self._moved:
             return True

@@ -1,4 +1,4 @@
-"""Session: the context in which all recording happens."""
+"""Session: the context manager around every recording."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class Session:
-    """A context that records graphs of one pool, one after another."""
+    """Records graphs of one pool, one after another."""
 
     def __init__(self, pool: Pool, mode: str) -> None:
         self.pool = pool
@@ -49,8 +49,7 @@ class Session:
     def recording(self, scope: Scope | None) -> Iterator[Session]:
         """Let ``scope`` decide the effect of marks in the block.
 
-        On an exception every graph that was begun in the block, even a finished one, becomes empty
-        again, and the exception propagates unchanged.
+        If the block raises, every graph that was begun in it, even a finished one, becomes empty.
         """
         outer, graph = self._undo, self._graph
         with contextlib.ExitStack() as self._undo:
@@ -82,7 +81,7 @@ class Session:
         self._graph = graph
 
     def end(self, *, allow_empty: bool = False) -> DeviceGraph:
-        """Finish the graph that was begun last and return it; see ``DeviceGraph.end``."""
+        """Finish and return the current graph; see ``DeviceGraph.end``."""
         graph, self._graph = self._graph, None
         assert graph is not None, "no graph is being recorded"
         graph.end(allow_empty=allow_empty)
@@ -99,9 +98,9 @@ def session(
 ) -> Iterator[Session]:
     """Record device work of this thread.
 
-    During the block no other thread captures on the device, no graph of the pool is replayed, and
-    no garbage is collected. A collection could free graphs and pools or unload kernels. Inside a
-    capture, drivers and allocators would refuse or record these calls.
+    During the block, no other thread captures on the device, no graph of the pool is replayed, and
+    the garbage collector is off. It could free graphs and pools or unload kernels, and drivers and
+    allocators would refuse or record these calls.
 
     Args:
         pool: memory for the graphs.
@@ -145,8 +144,7 @@ def session(
             try:
                 raise explanation from without_first_frame(error)
             finally:
-                # Break a reference cycle: its traceback has this frame and the frames of the step.
-                del explanation
+                del explanation  # its traceback holds this frame: a reference cycle
         finally:
             backend.capture_lock.recording = False
 
@@ -164,7 +162,7 @@ def supported_error_mode(backend: Device, mode: str) -> str:
 
 
 def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
-    """Return a devgraph error that explains a vendor's ``error``, or None to raise it as it is."""
+    """Return a devgraph error that explains ``error``, or None if ``error`` is to be raised."""
     if backend.is_host_read(error):
         text = str(error).partition("\n")[0]
         return host_read_error(

@@ -24,7 +24,7 @@ _CHUNK = 2**20
 
 
 _restores: Counter[int] = Counter()
-"""Number of restored random states by thread."""
+"""Number of calls of ``Snapshot.restore`` by thread."""
 
 
 def restores_elsewhere() -> int:
@@ -38,11 +38,11 @@ class _Saved(NamedTuple):
     tensor: torch.Tensor
     place: Place
     memory: torch.Tensor
-    """The bytes of the tensor if it is contiguous or overlaps itself, else the tensor."""
+    """The bytes of the tensor if it is contiguous or overlaps itself, else the tensor itself."""
     content: torch.Tensor | None
-    """A copy, or None above the limit."""
+    """A copy of ``memory``; None if the tensor is above the limit."""
     digest: torch.Tensor | None
-    """A hash of the memory above the limit."""
+    """A hash of the contents; None if there is a copy."""
 
 
 class _Rows(NamedTuple):
@@ -51,8 +51,9 @@ class _Rows(NamedTuple):
     name: str
     tensor: torch.Tensor
     memory: torch.Tensor
-    """The tensor as bytes [outer, rows, inner], because not every dtype has kernels for rows."""
+    """The tensor as bytes [outer, rows, inner]; not every dtype supports ``index_select``."""
     numbers: torch.Tensor
+    """Row numbers of ``content``."""
     content: torch.Tensor
 
 
@@ -62,14 +63,22 @@ class Part(NamedTuple):
     name: str
     tensor: torch.Tensor
     now: torch.Tensor
-    """The current contents. They share the memory of the tensor unless only rows are saved."""
+    """The current contents: a view of the tensor, or a copy of its saved rows."""
     saved: torch.Tensor
     rows: torch.Tensor | None
-    """Numbers of the rows; None for a whole tensor."""
+    """Numbers of the saved rows; None for a whole tensor."""
 
 
 class Snapshot:
-    """Saved contents of tensors, and states of random generators, including the default."""
+    """Saved contents of tensors, and states of random generators including the default ones.
+
+    Args:
+        backend: the backend of the tensors.
+        named: tensors with their names. Those above the limit are hashed.
+        generators: random generators other than the defaults.
+        limit: maximum bytes of all copies; None is ``DEFAULT_LIMIT``. Small tensors come first.
+        optional: further tensors, which are not saved if they are above the limit.
+    """
 
     def __init__(
         self,
@@ -118,9 +127,9 @@ class Snapshot:
     def save_rows(self, rows: torch.Tensor) -> None:
         """Save these rows of each tensor above the limit, and discard rows saved earlier.
 
-        Rows are saved along the first dimension. Along the largest dimension, and along pairs of
-        adjacent dimensions (pages of slots) with at least as many rows, they are saved unless they
-        are more than half of all rows.
+        A row number may index the first dimension, the largest dimension, or a pair of adjacent
+        dimensions of at least that size (pages of slots). Rows of the last two kinds are not saved
+        if they are more than half of the tensor.
 
         Args:
             rows: distinct row numbers. Numbers out of range are ignored.
@@ -151,8 +160,8 @@ class Snapshot:
         """Change rows of written floating-point tensors and of their copies until ``settle``.
 
         Args:
-            names: names of parts that were written, in addition to those that torch has counted.
-            positions: returns the rows to change, from a tensor and the numbers of saved rows.
+            names: names of written tensors whose version counter did not change.
+            positions: returns the rows to change, given a tensor and the numbers of its saved rows.
         """
 
         def is_written(name: str, tensor: torch.Tensor) -> bool:

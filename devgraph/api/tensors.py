@@ -1,4 +1,4 @@
-"""Geometry of tensors: addresses, byte ranges, strides, shared memory, and copies into place."""
+"""Memory of tensors: addresses, byte ranges, strides, overlaps, and copies into fixed memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
 """Storage, offset, shape and strides: all properties that in-place layout changes affect."""
 
 FEW = 8
-"""Maximum number of similar comparisons for which a guard has separate terms."""
+"""Number of similar comparisons above which a guard combines them into one term."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({type(None), bool, int, float, str})
@@ -46,7 +46,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def is_size(node: object) -> bool:
-    """Whether a node is a ``torch.Size``, which torch's pytree would flatten into a tuple."""
+    """Whether a node is a ``torch.Size``, which torch's pytree would turn into a tuple."""
     return type(node) is torch.Size
 
 
@@ -61,7 +61,7 @@ def describe(value: object) -> str:
 def has_place(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has an address and strides.
 
-    Sparse, nested, meta and lazy tensors have neither, nor do tensors that wrap others.
+    Sparse, nested, meta and lazy tensors and wrapper subclasses do not.
     """
     return (
         tensor.layout is torch.strided
@@ -92,11 +92,11 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 class Memory:
-    """Tensors and their original memory, which ``tensor.data = other`` can replace.
+    """A check that tensors keep their memory, which ``tensor.data = other`` replaces.
 
-    A weak reference reports that the original memory was freed. CPU graphs keep the memory alive,
-    so the addresses of all CPU tensors are compared. On other devices only the first ``count``
-    addresses are compared.
+    On devices, weak references report that the original memory was freed, and the addresses of the
+    first ``count`` tensors are compared. On the CPU, all addresses are compared, because graphs
+    keep the original memory alive.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], count: int = 0) -> None:
@@ -223,7 +223,7 @@ def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy as ``rewrite``, under any inference or gradient mode of the caller."""
+    """Copy ``source`` into ``target`` as ``rewrite`` does, under any grad or inference mode."""
     # Leaving inference mode enables gradients, so no_grad must be entered last.
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         rewrite(target, source)

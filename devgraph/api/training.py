@@ -30,7 +30,7 @@ _GROUPED = frozenset(
 
 
 class StaticInputs:
-    """The arguments of a step, in static tensors into which arguments of later calls are copied."""
+    """Copies of a step's arguments in static tensors, which receive the data of later calls."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ class StaticInputs:
         return static
 
     def arguments_with(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with ``tensors`` in place of their own, in order."""
+        """Return the arguments with their tensors replaced by ``tensors``, in order."""
         replaced = functools.partial(mapped, _in_order(tensors))
         args = [replaced(argument) for argument in self.args]
         return args, {name: replaced(argument) for name, argument in self.kwargs.items()}
@@ -117,7 +117,7 @@ class StaticInputs:
                     )
 
     def store(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
-        """Copy the static tensors with ids in ``written`` back to the tensors of a call."""
+        """Copy the static tensors that the step wrote (``written`` has their ids) to the call's."""
         for index, static in self._copied:
             if id(static) in written and tensors[index] is not static:
                 overwrite(tensors[index], static)
@@ -126,7 +126,7 @@ class StaticInputs:
 def results_of(
     outputs: Any, static_inputs: StaticInputs, *, clone: bool
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Return a function that maps the tensors of a call to its results."""
+    """Return a function that takes the tensors of a call and returns its results."""
     positions: dict[int, int] = {}
     for index, static in enumerate(static_inputs.tensors):
         positions.setdefault(id(static), index)
@@ -155,9 +155,8 @@ def results_of(
 class TrainingGraphs:
     """The forward and the backward graph of one key.
 
-    The backward graph reads the activations of the forward graph. Therefore nothing else may be
-    captured or replayed in their pool between these graphs, except other callables of the same
-    step in call order.
+    The backward graph reads the activations of the forward graph. Therefore, between the two, only
+    other callables of the same step may be captured or replayed in their pool, in call order.
     """
 
     def __init__(
@@ -180,8 +179,8 @@ class TrainingGraphs:
         self._leaves = {
             id(p): _leaf_of(p) for p in self._parameters if type(p) is torch.nn.Parameter
         }
-        """A separate leaf for each parameter, by the parameter's id. The parameter itself may be in
-        the autograd history of an earlier call, which belongs to another stream."""
+        """A separate leaf tensor for each parameter, by the parameter's id. The parameter itself
+        may be in the autograd history of an earlier call, which belongs to another stream."""
         backend: Any = pool.backend
         self._forward: DeviceGraph = backend.make_graph(pool)
         self._backward: DeviceGraph = backend.make_graph(pool)
@@ -189,15 +188,15 @@ class TrainingGraphs:
         self._differentiable: list[torch.Tensor] = []
         self._output_grads: list[torch.Tensor] = []
         self.shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """Leaf tensors and their gradients in graph memory that backwards returned since the last
-        forward, by the index of the callable. All callables of a step share this dictionary."""
+        """Leaf tensors, and their gradients in graph memory, that backward graphs returned since
+        the last forward, by ``index``. All callables of a step share this dictionary."""
         self.index = 0
         self._leaf_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._input_grads: list[torch.Tensor | None] = []
-        """Gradient of each input, at its first position."""
+        """Gradient of each input; an input that occurs twice has it at the first position."""
         self._weight_grads: list[torch.Tensor | None] = []
         self._epoch = 0
-        """Number of forwards, negated after the backward of the last forward."""
+        """Number of forward replays, negated after the backward of the last one."""
 
     # Capture, in a session.
 
@@ -240,8 +239,8 @@ class TrainingGraphs:
         self._input_grads = [left.pop(id(tensor), None) for tensor in self.static_inputs.tensors]
         self._weight_grads = [left.get(id(parameter)) for parameter in self._parameters]
         self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
-        # Drop the history: a live AccumulateGrad node of the capture stream would make later
-        # backwards of the caller synchronise with that stream.
+        # Drop the autograd history: a live AccumulateGrad node of the capture stream would make
+        # later backward passes of the caller synchronise with that stream.
         fresh = self._tensors = [tensor.detach() for tensor in self._tensors]
         self._outputs, self._differentiable = without_history(self._outputs), []
         self._results_of = results_of(fresh, self.static_inputs, clone=self._clone)
@@ -277,12 +276,12 @@ class TrainingGraphs:
     # Calls.
 
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
-        """Replay the forward graph; its outputs are connected to the backward graph."""
+        """Run the step as an autograd function: replay the forward now, the backward later."""
         apply: Any = _Function.apply
         return mapped(_in_order(apply(self, *tensors, *self._parameters)), self._outputs)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """Replay the forward graph; return the epoch and its outputs in order."""
+        """Replay the forward graph; return the epoch and the output tensors in order."""
         with self.lock:
             self.pool.order()
             if self.shared:
@@ -347,7 +346,7 @@ class TrainingGraphs:
     def _ran(
         self, run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Return outputs and gradients of a run, and restore the state of the step."""
+        """Return the outputs and gradients of a run by name, and restore the state of the step."""
         wanted = [*(t for t in tensors if t.requires_grad), *self._parameters]
         backend: Any = self.pool.backend
         with self.owned.kept(backend, None), torch.enable_grad():
@@ -378,10 +377,10 @@ class TrainingGraphs:
 def _copy_gradients(
     shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]], before: int | None = None
 ) -> None:
-    """Replace gradients of leaf tensors that are graph memory by copies.
+    """Replace the gradients of leaf tensors that are in graph memory by copies.
 
-    Autograd stores a first gradient without a copy. The gradient is overwritten by every forward,
-    and by the backward of a callable with a larger index, which was captured earlier.
+    Autograd stores the first gradient of a leaf without a copy. Each forward would overwrite it,
+    and so would the backward of a callable with a larger index, which was captured earlier.
     """
     for index in [index for index in shared if before is None or index < before]:
         for leaf, grad in shared.pop(index):
@@ -410,7 +409,7 @@ class _Function(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """The identity on gradients, which have no gradients with respect to the step's tensors."""
+    """The identity on gradients. Its backward raises, because second derivatives do not exist."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
@@ -431,7 +430,7 @@ def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(tensors: Iterable[torch.Tensor]) -> Callable[[Any], Any]:
-    """Return a function that maps each tensor to the next of ``tensors``; other leaves stay."""
+    """Return a function that replaces a tensor by the next of ``tensors``; other leaves stay."""
     left = iter(tensors)
     return lambda leaf: next(left) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -472,17 +471,17 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     pool: Pool | None = None,
 ) -> Any:
-    """Return graphed versions of callables for training; the signature is that of torch.
+    """Return graphed versions of callables for training, as torch's function of this name does.
 
-    Forwards are captured in the order of ``callables`` and backwards in reverse order, so that the
-    callables of one step share a pool. A module is graphed in place: its ``forward`` runs in graphs
-    in the captured training mode, and eagerly otherwise.
+    Forward graphs are captured in the order of ``callables`` and backward graphs in reverse order,
+    so that the callables of one step share a pool. A module is graphed in place: its ``forward``
+    runs in graphs in the captured training mode, and eagerly otherwise.
 
     Args:
         callables: a function or module, or a tuple of them.
         sample_args: tensors for each callable, with the shapes, dtypes, devices and
             ``requires_grad`` of later calls: a tuple, or a tuple of tuples for several callables.
-        num_warmup_iters: eager runs before the capture.
+        num_warmup_iters: number of eager runs before the capture.
         allow_unused_input: whether outputs may be independent of some inputs.
         pool: memory to share with other captures; None makes a pool of the device's backend.
 
@@ -528,7 +527,7 @@ def make_graphed_callables(
 
 
 def _callable_of(function: Any, step: TrainingGraphs) -> Any:
-    """Return a module itself with a graphed ``forward``, or a new function."""
+    """Return a graphed function, or the module with its ``forward`` graphed."""
     plain = step.fn
     training = function.training if isinstance(function, torch.nn.Module) else None
 

@@ -141,7 +141,7 @@ def leaves_of(path: str, node: Any, depth: int = 0) -> Iterable[tuple[str, Any]]
 
 
 class Copied(NamedTuple):
-    """A copy of a caller's container, passed to the step instead of the original."""
+    """A copy of a caller's container that the step receives instead of the original."""
 
     path: str
     copy: Any
@@ -175,10 +175,10 @@ def _is_value(node: Any, children: Children) -> bool:
 def change_in(
     copied: Copied, note_state: Callable[[str, Any, Any], None]
 ) -> tuple[str, str] | None:
-    """Return the step's change to its copy of a container as a verb and a path.
+    """Return the step's first change to its copy of a container, as a verb and a path.
 
-    Return None if no tensor and no key changed. ``note_state`` is called with the path, the old and
-    the new value of each plain value that changed.
+    Only changes of tensors and keys count; None if there are none. ``note_state`` is called with
+    the path, the old and the new value of each plain value that changed before that.
     """
     before, after = dict(copied.children), dict(children_of(copied.copy) or ())
     for suffix in [*before, *after]:
