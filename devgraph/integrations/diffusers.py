@@ -17,20 +17,11 @@ from devgraph.api.prove import Report
 from devgraph.api.registry import get_backend
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
-_ADAPTER_CALLS = (
-    "load_lora_weights",
-    "unload_lora_weights",
-    "fuse_lora",
-    "unfuse_lora",
-    "set_adapters",
-    "enable_lora",
-    "disable_lora",
-    "enable_adapters",
-    "disable_adapters",
-    "add_adapter",
-    "delete_adapters",
-)
-"""Methods that change adapters, or their scales, which graphs contain as constants."""
+_ADAPTER_CALLS = """
+load_lora_weights unload_lora_weights fuse_lora unfuse_lora set_adapters enable_lora disable_lora
+enable_adapters disable_adapters add_adapter delete_adapters
+""".split()
+"""Methods that change adapters or their scales, which are constants in a graph."""
 
 
 class Accelerated:

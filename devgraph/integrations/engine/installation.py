@@ -1,4 +1,4 @@
-"""Reversible changes to an engine from outside, and the environment variable that enables them."""
+"""Replacement of an engine's attributes, its reversal, and the environment variable for it."""
 
 from __future__ import annotations
 

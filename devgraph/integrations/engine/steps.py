@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from devgraph.api import trees
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
 from devgraph.api.errors import CapabilityError
@@ -106,37 +106,20 @@ def capture_under(
 
 
 def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
-    """Return ``output`` with ``change`` applied to each tensor.
+    """Return ``output`` with ``change`` applied to each tensor, and copies of its containers.
 
-    ``output`` may be a tensor, a list, tuple or dictionary of outputs, a dataclass, or an object
-    with a dictionary ``tensors``. Other objects are returned unchanged. Containers are copied.
+    Containers are those of ``trees.children_of``, and objects with a dictionary ``tensors``.
     """
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, list):
-        return [mapped(change, item) for item in output]
-    if isinstance(output, tuple):
-        items = [mapped(change, item) for item in output]
-        return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
-    if isinstance(output, dict):
-        filled = copy.copy(output)  # The copy keeps the class and its attributes.
-        for name, item in output.items():
-            filled[name] = mapped(change, item)
-        return filled
-    names = _attributes(output)
-    if not names:
-        return output
-    changed = copy.copy(output)
-    for name in names:
-        # setattr would fail for a frozen dataclass.
-        object.__setattr__(changed, name, mapped(change, getattr(output, name)))
-    return changed
 
+    def leaf(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return change(node)
+        if isinstance(getattr(node, "tensors", None), dict):
+            node = copy.copy(node)
+            node.tensors = mapped(change, node.tensors)
+        return node
 
-def _attributes(output: Any) -> list[str]:
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return [each.name for each in dataclasses.fields(output) if hasattr(output, each.name)]
-    return ["tensors"] if isinstance(getattr(output, "tensors", None), dict) else []
+    return trees.mapped(leaf, output)
 
 
 def tensors(output: Any) -> list[Tensor]:

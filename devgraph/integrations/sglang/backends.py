@@ -34,8 +34,8 @@ MODEL = "sglang.srt.model_executor"
 _WARMUPS = 2
 """Number of eager runs before the first capture of a session.
 
-SGLang's own backends warm up as often before each capture. Here, later shapes run once, which only
-selects and loads kernels.
+SGLang's own backends run each shape this often. Here, later shapes run only once, which is enough
+to select and load their kernels.
 """
 
 

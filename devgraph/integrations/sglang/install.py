@@ -12,12 +12,7 @@ import attrs
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import MODE_VARIABLE, PhaseConfig
 from devgraph.api.errors import ConfigError, DeviceGraphError
-from devgraph.integrations.engine.installation import (
-    Changes,
-    Installed,
-    mode_text,
-    switched,
-)
+from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend, shared
 from devgraph.integrations.sglang.segments import BREAKS

@@ -1,8 +1,8 @@
 """Prefill of SGLang as one updated graph; see docs/sglang.md.
 
-Torch-native attention slices by lengths on the host, so SGLang breaks its graphs at attention. In
-this module, attention is a region, and the host lengths of the batch are its key. The rest of the
-prefill is SGLang's breakable prefill.
+Torch-native attention slices by lengths on the host, so SGLang breaks its graphs at attention. Here
+attention is a region, whose key has the lengths of the batch. All other code is that of SGLang's
+breakable prefill.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class WholeCapture:
 
 
 def with_region(marked: Any) -> Any:
-    """Return ``RadixAttention._eager_attention`` as a region inside a ``WholeCapture``."""
+    """Return a ``RadixAttention._eager_attention`` that is a region inside a ``WholeCapture``."""
     from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
     from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 

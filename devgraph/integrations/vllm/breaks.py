@@ -1,8 +1,8 @@
-"""Attention of vLLM as regions, found by op name and by vLLM's own marks during a capture.
+"""Regions for vLLM's attention: its attention ops, and the functions that it marks as breaks.
 
-Outside a capture, vLLM calls its ops directly. During a capture, a torch function mode turns each
-call of a listed op into a call of a region. vLLM's marks of breaks do the same. Each replay runs
-the op, which reads the live metadata from vLLM's forward context.
+During a capture, a torch function mode replaces each call of an attention op by a call of a region,
+and marked functions become regions too. Each replay runs the region, which reads the metadata of
+the current batch from vLLM's forward context. Outside a capture, vLLM calls its ops directly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.marks.marks import is_capturing, region
 
 _CACHE_OPS = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
-"""Ops that vLLM keeps out of its own piecewise graphs, because metadata has their targets."""
+"""Ops that vLLM keeps out of its own piecewise graphs: metadata names the cache rows they write."""
 
 
 def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
-    """Return a region for each registered attention op, by the objects that a mode receives."""
+    """Return a region for each registered attention op, by the op and by each of its overloads."""
     names: Iterable[str] = dict.fromkeys(
         (*compilation_config._attention_ops, *(compilation_config.splitting_ops or ()), *_CACHE_OPS)
     )
@@ -54,9 +54,9 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
 
 
 def _region(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``body`` as a region that runs on unwritten inputs during a capture.
+    """Return ``body`` as a region that also runs during a capture, when its inputs have no values.
 
-    vLLM's own breaks also read unwritten inputs. To write them, each segment would have to run.
+    vLLM's own breaks do the same, because computing the inputs would require running each segment.
     """
     return region(capture_stub=body)(body)
 

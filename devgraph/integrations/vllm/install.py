@@ -12,12 +12,7 @@ import attrs
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import MODE_VARIABLE
 from devgraph.api.errors import ConfigError
-from devgraph.integrations.engine.installation import (
-    Changes,
-    Installed,
-    mode_text,
-    switched,
-)
+from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.vllm import manager
 from devgraph.integrations.vllm.layer import Layer, current_layer, reset_layer
@@ -170,7 +165,7 @@ class Installation(Changes):
 
         def prepare(self: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
             # Collectives register the physical memory of an address with other ranks, but sleep
-            # replaces that memory. The option for sleeping graphs turns the registration off.
+            # replaces that memory. vLLM's pool for sleeping graphs is not registered.
             alone = vllm_config.parallel_config.world_size_across_dp == 1
             registers = not (alone or getattr(vllm_config, "use_cumem_cudagraph_pool", False))
             memory.releasable = vllm_config.model_config.enable_sleep_mode and not registers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import logging
 import threading
@@ -29,8 +28,8 @@ class Round:
 
     vLLM runs each step once before its capture, but most sizes share the work of a first run:
     compiled code, loaded modules, workspaces. Therefore a round runs only the first step of each
-    kind. If the capture of a step fails because it was not run, the round is undone and repeated
-    with a run of every step.
+    kind. If a capture fails after a step was not run, the round is undone and repeated with a run
+    of every step.
     """
 
     def __init__(self, config: Any) -> None:
@@ -49,7 +48,7 @@ class Round:
         self._counter = compilation_counter
 
     def wants_run(self, desc: Any) -> bool:
-        """Return whether the step of a descriptor needs a run. Call once for each step."""
+        """Return whether the step of ``desc`` needs a warm-up run. Call it once for each step."""
         kind = self._kind(desc)
         wanted = self._all or kind not in self._seen
         self._seen.add(kind)
@@ -58,11 +57,11 @@ class Round:
         return wanted
 
     def _kind(self, desc: Any) -> Hashable:
-        """Return the kind of a step: steps of one kind share compiled code.
+        """Return the kind of a step; steps of one kind share compiled code.
 
-        The kind has the fields of the descriptor except its size. It has the properties of the size
-        that code is compiled for: the range, and whether the size is one, divisible by 16, or
-        compiled alone.
+        A kind is the descriptor without its size, and the properties of the size that determine the
+        compiled code: whether it is one or divisible by 16, its range, and whether vLLM compiles
+        code for this size only.
         """
         sizes = tokens, _ = desc.num_tokens, desc.num_reqs
         shapes = tuple(size is not None and (size == 1, size % 16 == 0) for size in sizes)
@@ -195,10 +194,10 @@ class Layer:
 
     @contextlib.contextmanager
     def writing(self, replay: Callable[[], object]) -> Iterator[None]:
-        """Capture a step in the block; ``replay`` it if it allocated without a previous run.
+        """Capture a step in the block; call ``replay`` if it allocated and had no warm-up run.
 
-        vLLM caches tensors by size. The first run writes these tensors, and later steps only read
-        them. A capture alone would leave them unwritten.
+        vLLM caches tensors by size. The first run of a step writes them, and later runs only read
+        them. A capture allocates the tensors without writing them.
         """
         if self.round is None or self.round.runs_step:
             yield
@@ -217,9 +216,11 @@ class Layer:
 
     def prepare(self, pool: Pool, *, settle: bool) -> Callable[[], None]:
         """Prepare a capture in the same way as vLLM; return the function that must end it."""
+        from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+        from vllm.model_executor.offloader.base import get_offloader
+
         if settle:
             self.memory.settle()
-        set_graph_pool_id, get_offloader = self._engine
         handle = getattr(pool, "handle", None)
         if handle is not None:
             # Collectives that need registered memory allocate outside the graph's pool.
@@ -228,13 +229,6 @@ class Layer:
         offloader.sync_prev_onload()
         join: Callable[[], None] = offloader.join_after_forward
         return join
-
-    @functools.cached_property
-    def _engine(self) -> tuple[Callable[..., Any], Callable[[], Any]]:
-        from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
-        from vllm.model_executor.offloader.base import get_offloader
-
-        return set_graph_pool_id, get_offloader
 
     def leave_step(self) -> None:
         """Close the session of a step's pieces, for code that opens its own session."""
@@ -248,20 +242,17 @@ def _device_type() -> str:
     return current_platform.device_type or ""
 
 
-class _Holder:
-    """The layer of the process, created on demand."""
-
-    layer: Layer | None = None
+_layers: list[Layer | None] = [None]
+"""The layer of the process, created on demand."""
 
 
 def current_layer() -> Layer:
     """Return the layer of this process; create one with default settings if needed."""
-    if _Holder.layer is None:
-        _Holder.layer = Layer()
-    return _Holder.layer
+    layer = _layers[0] = _layers[0] or Layer()
+    return layer
 
 
 def reset_layer(layer: Layer | None) -> Layer | None:
     """Replace the layer of the process and return the old one."""
-    before, _Holder.layer = _Holder.layer, layer
+    before, _layers[0] = _layers[0], layer
     return before

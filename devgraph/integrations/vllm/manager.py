@@ -64,9 +64,9 @@ def _is_current(stream: Any) -> bool:
 
 @contextlib.contextmanager
 def own_pool(pool: Any, config: Any) -> Iterator[Any]:
-    """Replace vLLM's ``capture_pool``, which allocates whole steps in a separate pool.
+    """Replace vLLM's ``capture_pool``, a separate pool for whole steps.
 
-    With devgraph, whole steps share the pool of pieces, which can also sleep.
+    With devgraph, whole steps use the pool of the pieces, whose memory sleep mode can release.
     """
     yield pool
 
@@ -82,7 +82,7 @@ class _Overlay:
 
 
 def graph_making_torch(base: Any, *, threads: bool = False) -> Any:
-    """Return the module torch with graphs of devgraph."""
+    """Return a stand-in for torch whose ``cuda.CUDAGraph`` and ``cuda.graph`` are devgraph's."""
     graph = functools.partial(_recording, threads)
     return _Overlay(base, cuda=_Overlay(base.cuda, CUDAGraph=EngineGraph, graph=graph))
 

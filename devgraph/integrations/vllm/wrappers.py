@@ -29,11 +29,9 @@ logger = logging.getLogger(__name__)
 class _Graphs:
     """The common base of both wrapper classes, which implements vLLM's protocol.
 
-    A call works as follows.
-
-    1. Without a forward context, or under another runtime mode, the runnable is called.
-    2. A new kind of step is captured, and the live output is returned.
-    3. Other steps are replayed, and the stored output is returned.
+    * Without a forward context, or under another runtime mode, a call runs the runnable.
+    * A call with a new key is captured and returns its output.
+    * A call with a known key replays its graph and returns the stored output.
 
     Subclasses set ``runnable``, ``vllm_config`` and ``runtime_mode`` (None for all modes) before
     they call ``_prepare``.
@@ -232,10 +230,9 @@ def graph_wrapper() -> Any:
 
 
 class BreakableStep(_Graphs):
-    """A model's forward with attention run eagerly between graphs, on live metadata.
+    """A model's forward in graphs: under PIECEWISE in segments around attention, under FULL in one.
 
-    A new batch descriptor is captured: under PIECEWISE in segments around the attention ops, under
-    FULL in one graph.
+    Between the segments, attention runs eagerly on the metadata of the current batch.
     """
 
     def __init__(
