@@ -335,8 +335,8 @@ class Gates(Mapping[str, Gate]):
                 recorded.eager[place] = seconds
         else:
             if not launch.begun:
-                launch.begun = True
                 channel.begin(launch.number, (), True)
+                launch.begun = True
             self._reach_now(launch, kind, place, seconds)
 
     def _reach_now(self, launch: _Launch, kind: str, place: int, seconds: float) -> None:
@@ -477,6 +477,8 @@ class Gates(Mapping[str, Gate]):
     def _issue(self) -> None:
         """Open places on the device, launch by launch, and start the watch thread if needed."""
         for launch in self._launches.values():
+            if not launch.begun:
+                break
             if launch.since is None:
                 launch.since = time.monotonic()
             by_fence: dict[Fence | None, list[int]] = {}

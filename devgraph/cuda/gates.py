@@ -44,8 +44,8 @@ class DeviceGates(FlagGates):
     handle = "cuda_stream"
 
     def __init__(self, backend: NodeBackend) -> None:
-        super().__init__(backend)
         self._runtime = backend.driver
+        super().__init__(backend)
         self._last: tuple[int, list[int], list[Op]] | None = None
         """Capture, nodes and operations of the last recorded batch."""
 

@@ -25,8 +25,8 @@ class ValueGates(FlagGates):
     handle = "cuda_stream"
 
     def __init__(self, backend: NodeBackend) -> None:
-        super().__init__(backend)
         self._runtime = backend.driver
+        super().__init__(backend)
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:
         with self._backend.on_device():

@@ -207,6 +207,22 @@ def test_early_open_of_a_later_launch_does_not_let_an_earlier_one_pass():
     behind.check(2)
 
 
+def test_gate_opened_during_a_begin_is_not_issued_before_its_launch_has_begun():
+    """The driver may wait for all work in ``begin``, including a stream that waits for it."""
+    behind = Behind()
+    begin, issued = behind.device.begin, []
+
+    def open_meanwhile(*args):
+        open_waits(behind.gates)
+        issued.extend(behind.device._opens)
+        begin(*args)
+
+    behind.device.begin = open_meanwhile
+    behind.launch()
+    behind.check(1)
+    assert not issued
+
+
 def test_forgotten_gate_of_a_device_is_opened_and_reported():
     behind = Behind(timeout=0.1)
     behind.launch()

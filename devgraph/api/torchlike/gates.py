@@ -82,10 +82,11 @@ class FlagGates:
         self._signal = self._done + self._size
         self._opened = self._signal + self._size * CAPACITY
         self._launched = self._used = 0
-        self._openers: dict[Any, Any] = {}
-        """Streams that open gates, by the stream of ``open_after``; None is the key of ``open``."""
         self._spares: list[Any] = []
         """Openers that are not in use."""
+        self._make_openers()
+        self._openers: dict[Any, Any] = {None: self._spares.pop(0)}
+        """Streams that open gates, by the stream of ``open_after``; None is the key of ``open``."""
         self._fences: dict[int, _After] = {}
         """The last fence of each stream, which finishes after all earlier fences."""
         self._numbers = itertools.count()
@@ -142,7 +143,6 @@ class FlagGates:
         source = self._current_stream() if stream is None else stream
         event.record(source)
         key = getattr(source, self.handle)
-        self._opener(key)  # makes the opener while the caller holds no lock
         return _After(event.query, key, next(self._numbers), event)
 
     def source(self, stream: Any) -> int:
@@ -194,16 +194,13 @@ class FlagGates:
     def _opener(self, key: int | None) -> Any:
         """Return the stream that opens gates after the stream ``key`` of ``open_after``.
 
-        It must not be a stream of torch, which other code may use for launches.
+        It must not be a stream of torch, which other code may use for launches. Without a spare,
+        the stream shares the opener of another stream until the launch has ended.
         """
         if key not in self._openers:
-            try:
-                spare = self._spares.pop()
-            except IndexError:
-                with self._backend.on_device():
-                    spare = self.make_stream()
-            if self._openers.setdefault(key, spare) is not spare:  # another thread was faster
-                self._spares.append(spare)
+            if not self._spares:
+                return [*self._openers.values()][-1]
+            self._openers[key] = self._spares.pop()
         return self._openers[key]
 
     def _make_openers(self) -> None:
@@ -212,7 +209,6 @@ class FlagGates:
         A driver may wait for all work before it makes a stream, including a launch whose gate that
         stream must open.
         """
-        self._opener(None)
         with self._backend.on_device():
             while len(self._spares) < _SPARES:
                 self._spares.append(self.make_stream())
