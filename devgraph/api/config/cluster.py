@@ -1,7 +1,7 @@
-"""A cluster of several vendors, described in a file, and the effective mode of each group.
+"""Clusters with several vendors: the description in a file, and the effective mode of each group.
 
-docs/modes.md describes the file. A *group* is the set of ranks that run the same graphs together,
-on devices of one backend, because every vendor has a collective library of its own.
+A *group* is a set of ranks that run the same graphs together. Its devices have one backend, because
+every vendor has its own collective library. docs/modes.md describes the file.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Group:
 
 @attrs.frozen(kw_only=True)
 class Cluster:
-    """All groups of one deployment."""
+    """The groups of one deployment."""
 
     groups: tuple[Group, ...]
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a JSON or YAML file; a ``ConfigError`` names the file and the path inside it."""
+        """Read a JSON or YAML file; errors name the file and the path of the value inside it."""
         return cls.from_dict(read_file(path), source=os.fspath(path))
 
     @classmethod
@@ -69,14 +69,14 @@ class Cluster:
 
 @attrs.frozen(kw_only=True)
 class GroupPlan:
-    """The resolution for one group, or the error that prevents it."""
+    """The resolved mode of one group, or the error if the group cannot run the mode."""
 
     group: Group
     outcome: Resolution | ConfigError
 
     @property
     def error(self) -> ConfigError | None:
-        """The error that lists the forbidden choices, or None."""
+        """The error, which lists the forbidden choices, or None."""
         return self.outcome if isinstance(self.outcome, ConfigError) else None
 
     @property
@@ -112,8 +112,8 @@ def plan_cluster(
     """Resolve one configuration for every group of a cluster.
 
     A group that cannot run the configuration has an ``error``; other groups are resolved.
-    Capabilities come from the declaration of each backend, so no device is needed. A backend that
-    is registered as a function has the capabilities in the facts of the group.
+    Capabilities are read from the class of each backend, so no device is needed. For a backend
+    that is registered as a function, they are read from the facts of the group.
 
     Args:
         config: the configuration of the deployment.

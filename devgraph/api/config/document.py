@@ -1,8 +1,8 @@
 """Readers of mode configurations in JSON text and in JSON or YAML files.
 
-A syntax error names the line, the column and the text there. An error about an unknown name has the
-JSON path, such as ``backends.acme.prefill.policy``. A key that appears twice in one object is an
-error, so that no value is lost silently.
+Errors name the line and column of broken text, or the JSON path of an unknown name, such as
+``backends.acme.prefill.policy``. A key that appears twice in one object is an error, because one of
+its values would be lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECTION = "device_graph"
 
 
 def read_json(text: str, source: str) -> object:
-    """Parse JSON strictly: no duplicate keys, no NaN or infinity."""
+    """Parse JSON; refuse duplicate keys, NaN and infinity."""
 
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
         entries: dict[str, object] = {}
@@ -68,7 +68,7 @@ def read_json(text: str, source: str) -> object:
 
 
 def read_mode(text: str, source: str) -> object:
-    """Parse the JSON text of a mode; the error for broken text shows how to write a mode."""
+    """Parse the JSON text of a mode; the error for broken JSON shows an example of a mode."""
     try:
         return read_json(text, source)
     except ConfigError as error:
@@ -181,7 +181,7 @@ def _read_yaml(text: str, name: str) -> object:
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader that refuses repeated keys, of which PyYAML would keep only the last."""
+        """A loader that refuses repeated keys; PyYAML would keep only the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: list[Any] = []

@@ -24,7 +24,7 @@ from devgraph.api.policy import COMPILERS
 
 ROLES = ("both", *reversed(PHASES))
 ATTENTION = ("never", "single_token_decode", "uniform_batch", "always")
-"""The values of ``attention``, from no batch to any batch."""
+"""The values of ``EngineFacts.attention``, from the weakest to the strongest support."""
 
 
 def _one_of(*values: str) -> Any:
@@ -57,20 +57,20 @@ _COMPILER = choice("compiler", lambda: COMPILERS)["read"]
 
 @attrs.frozen(kw_only=True)
 class EngineFacts:
-    """The properties of an engine. The defaults describe an engine without special features."""
+    """The properties of an engine. The defaults describe a plain engine."""
 
     backend: str | None = attrs.field(
         default=None, metadata=optional(text("the name of a backend"))
     )
-    """Name of the backend, whose part of the configuration is applied first."""
+    """Name of the backend. Its part of the configuration is merged before the rules apply."""
     role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
     attention: str = _one_of(*reversed(ATTENTION))
-    """Batches whose attention can be captured by the weakest implementation in use: any
-    (``always``), batches with requests of one width (``uniform_batch``) or of one token
-    (``single_token_decode``), or none (``never``)."""
+    """The batches whose attention can be captured (by the weakest attention implementation in use):
+    all (``always``), those whose requests have equal numbers of tokens (``uniform_batch``) or one
+    token each (``single_token_decode``), or none (``never``)."""
     host_lengths: bool = _flag()
-    """Attention takes lengths or plans from the host: regions with host arguments."""
+    """Attention takes lengths or plans from the host, as host arguments of regions."""
     recommended: Mapping[str, str] = attrs.field(
         factory=dict, metadata={"read": _policies}, hash=False
     )
@@ -90,7 +90,7 @@ class EngineFacts:
     context_parallel: int = _count()
     """Number of ranks that share one prefill and exchange sizes that depend on the batch."""
     data_parallel_attention: bool = _flag()
-    """Attention is replicated per rank while the other layers are shared."""
+    """Attention is replicated on every rank; the other layers are distributed over the ranks."""
     speculative_tokens: int = _count(0)
     """Draft tokens per request in a verify step; 0 without speculation."""
     lora: bool = _flag()
@@ -103,12 +103,12 @@ class EngineFacts:
     two_batch_overlap: bool = _flag()
     """A batch is split into two halves that run interleaved."""
     moe_host_counts: bool = _flag()
-    """Experts exchange tokens with counts that are read on the host."""
+    """The exchange of tokens between experts reads token counts on the host."""
     traceable: bool = _flag(True)
-    """``torch.compile`` can trace the model. False for weights that opaque loaders dequantise and
-    for models that the engine compiles as a whole."""
+    """``torch.compile`` can trace the model. False for quantised weights with opaque loaders, and
+    for models that the engine compiles itself."""
     debug_hooks: bool = _flag()
-    """Python hooks run inside the model (tensor dumps, tracing)."""
+    """Python hooks inside the model run in every step (tensor dumps, tracing)."""
     kv_layerwise: bool = _flag()
     """The host waits for KV pages before each layer."""
     gates: bool = _flag()

@@ -1,8 +1,8 @@
-"""The command line of the mode configuration, for any argparse parser.
+"""The command line flags of the mode configuration, for any argparse parser.
 
-Options have no defaults: an option that was not given sets no attribute, which distinguishes it
-from an explicit choice. Options that the parser already defines are not added, but their attributes
-are read, so an engine can keep its own definitions of older flags.
+Flags have no defaults: a flag that is not given sets no attribute, so only explicit choices are
+read. A flag that the parser already defines is not added, but its attribute is read. An engine can
+therefore keep its own definitions of older flags.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _key(phase: str, key: str, value: Any, name: str) -> Source:
 
 
 def _phase(phase: str) -> Iterator[Flag]:
-    """Yield the flags of one phase: a switch that disables the phase, and flags of single keys."""
+    """Yield the flags of one phase: a switch that disables its graphs, and one flag per key."""
     yield Flag(
         name=DISABLE[phase],
         shape="switch",
@@ -75,14 +75,14 @@ FLAGS: tuple[Flag, ...] = (
     *(flag for phase in PHASES for flag in _phase(phase)),
     *OLDER_FLAGS,
 )
-"""All flags in the order of the help. Within a level, a later flag takes precedence."""
+"""All flags in the order of the help text. A later flag of the same level takes precedence."""
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add ``--device-graph-mode``, its shorthands and the accepted older flags to ``parser``.
 
-    Options that the parser already defines are skipped, so a second call, or a call for an engine
-    with flags of its own, is safe. ``DeviceGraphConfig.from_args`` reads the values of all flags.
+    Flags that the parser already defines are skipped, so engines may define some themselves, and
+    may call this twice. ``DeviceGraphConfig.from_args`` reads the values of all flags.
     """
     if not isinstance(parser, argparse._ActionsContainer):
         raise ConfigTypeError(f"expected an argparse parser, got {parser!r}")
@@ -156,11 +156,7 @@ def _surroundings() -> Iterator[Source]:
 def sources_of(
     namespace: argparse.Namespace, parser: argparse.ArgumentParser | None = None
 ) -> list[Source]:
-    """Return all settings in ascending precedence, with a note per older flag.
-
-    ``[tool.devgraph]`` of the nearest ``pyproject.toml`` and the environment come before the
-    arguments.
-    """
+    """Return the settings of pyproject.toml, environment and arguments, weakest source first."""
     if not hasattr(namespace, "__dict__") and not hasattr(namespace, "__slots__"):
         raise ConfigTypeError(
             f"expected parsed arguments, as parser.parse_args() returns them, got {namespace!r}"

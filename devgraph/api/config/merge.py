@@ -1,7 +1,4 @@
-"""Merge the settings of several sources per key, from the weakest source to the strongest.
-
-A note names every overridden value and its replacement, so that no choice is lost silently.
-"""
+"""Merge the settings of several sources per key, and note every value that another overrides."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class Level(enum.IntEnum):
 
 @attrs.frozen(kw_only=True)
 class Source:
-    """The checked settings of one flag or file, and notes about them."""
+    """The checked settings of one flag, file or other source, and notes for the user."""
 
     level: Level
     name: str
@@ -49,11 +46,11 @@ _State = dict[Setting, _Entry]
 
 
 def merge(sources: Iterable[Source]) -> Source:
-    """Merge sources, which come in ascending order of strength, into one.
+    """Merge sources, weakest first, into one.
 
-    A part for one backend overrides the general part of the same source and of weaker sources. A
-    general part overrides the parts for backends of weaker sources. If ``buckets`` and ``max_bs``
-    of different sources contradict each other, the stronger source decides.
+    The part for one backend overrides the general part of the same source and of weaker sources.
+    The general part overrides the backend-specific parts of weaker sources. If ``buckets`` and
+    ``max_bs`` of different sources contradict each other, the stronger source decides.
     """
     state: _State = {}
     entries: list[tuple[Setting, _Entry]] = []
@@ -102,9 +99,12 @@ def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list
 
 
 def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> Setting | None:
-    """Adapt ``buckets`` or ``max_bs`` if they contradict each other.
+    """Adapt ``buckets`` or ``max_bs`` if a bucket exceeds ``max_bs``.
 
-    The stronger source decides; within one source, the part for the backend decides.
+    The value of the stronger source stays; within one source, that of the backend's part.
+
+    Returns:
+        the setting that shortened the list of buckets, or None.
     """
     own_sizes, own_largest = (backend, phase, "buckets"), (backend, phase, "max_bs")
     sizes = state.get(own_sizes) or state.get((None, phase, "buckets"))
@@ -134,7 +134,7 @@ def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str])
 def _report_unused(
     phase: str, state: _State, used: Container[Setting | None], notes: list[str]
 ) -> None:
-    """Note the settings that no backend reads, except those in ``used``."""
+    """Add a note for each setting that has no effect on any backend, except those in ``used``."""
     backends = {backend for backend, place, _ in state if place == phase}
     idle: dict[Setting, str] = {}
     read: set[Setting] = set()

@@ -34,11 +34,11 @@ from devgraph.api.registry import BUILT_IN, OTHER_NAMES, names
 
 
 def _decode(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfig:
-    return config if isinstance(config, PhaseConfig) else phase_config(config, "decode")
+    return phase_config(config, "decode")
 
 
 def _prefill(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfig:
-    return config if isinstance(config, PhaseConfig) else phase_config(config, "prefill")
+    return phase_config(config, "prefill")
 
 
 Overlays = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -46,7 +46,7 @@ Overlays = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def _overlays(given: Mapping[str, Mapping[str, Any]] | Source) -> Overlays:
-    """Return the checked backend-specific parts of ``given``, in alphabetical order."""
+    """Check the backend-specific parts, and return them in alphabetical order of backends."""
     source = given if isinstance(given, Source) else parse_mode({"backends": given}, "overlays")
     settings = source.settings
     overlays: dict[str, dict[str, dict[str, Any]]] = {}
@@ -69,8 +69,8 @@ class DeviceGraphConfig:
     ('breakable', 'full')
 
     Two configurations are equal if their values are equal, whether chosen or default.
-    ``DeviceGraphConfig.from_json(config.to_json()) == config`` always holds, and the text preserves
-    the difference between choices and defaults.
+    ``DeviceGraphConfig.from_json(config.to_json())`` equals ``config`` and has the same explicit
+    choices.
     """
 
     decode: PhaseConfig = attrs.field(default=None, converter=_decode)
@@ -114,21 +114,20 @@ class DeviceGraphConfig:
     def from_args(
         cls, namespace: argparse.Namespace, *, parser: argparse.ArgumentParser | None = None
     ) -> DeviceGraphConfig:
-        """Read arguments that a parser with ``add_cli_args``, or an engine's own parser, returned.
+        """Read the arguments that a parser returned; see ``add_cli_args``.
 
         Sources are merged per key. In descending precedence they are ``--device-graph-mode``, the
         flags per phase, older flags, ``--device-graph-config``, the environment variable
         ``DEVGRAPH_MODE``, ``[tool.devgraph]`` in the nearest ``pyproject.toml``, and the defaults.
-        Each older flag causes one warning with its new spelling, and each override a warning with
-        both names.
+        A warning names the new spelling of each older flag, and both sources of each override.
 
         Args:
             namespace: the parsed arguments.
-            parser: the parser of an engine. If given, values that equal its defaults count as not
-                given, and a wrong value ends the program with an error of the parser.
+            parser: the parser. If passed, arguments that equal its defaults are ignored, and a
+                wrong value ends the program with a usage message.
 
         Raises:
-            ConfigError: a value is wrong, and there is no ``parser``.
+            ConfigError: a value is wrong, and ``parser`` is None.
         """
         try:
             return cls._from_sources(sources_of(namespace, parser))
@@ -168,13 +167,13 @@ class DeviceGraphConfig:
         return self.decode if name == "decode" else self.prefill
 
     def for_backend(self, name: str) -> DeviceGraphConfig:
-        """Return the configuration for a backend, whose part overrides the general part by key."""
+        """Return the configuration with the part for one backend merged into the general part."""
         if not isinstance(name, str):
             raise ConfigTypeError(f"the name of a backend must be a string, got {name!r}")
         return DeviceGraphConfig(**self._under(name))
 
     def _under(self, backend: str) -> dict[str, Any]:
-        """Return both phases with the changes of the backend-specific part, if any."""
+        """Return both phases as configured for ``backend``."""
         phases: dict[str, Any] = {phase: self.phase(phase) for phase in PHASES}
         for phase, changes in self.overlays.get(backend, {}).items():
             explicit = phases[phase].explicit | set(changes)
@@ -185,7 +184,7 @@ class DeviceGraphConfig:
         return phases
 
     def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
-        """Return the explicit choices, or all keys, in the form of the JSON text."""
+        """Return the explicit choices, or all keys, as JSON values."""
         document: dict[str, Any] = {}
         for phase in PHASES:
             values = self.phase(phase).to_dict(everything=everything)
@@ -204,8 +203,8 @@ class DeviceGraphConfig:
     def to_json(self, *, everything: bool = False) -> str:
         """Return the text for ``--device-graph-mode`` that makes the same choices.
 
-        Defaults are omitted, so that they stay defaults when the text is read. ``everything``
-        includes them, for display and digests.
+        Defaults are omitted, so that a reader of the text does not take them for choices.
+        ``everything`` includes them, for display and digests.
         """
         return json.dumps(self.to_dict(everything=everything))
 

@@ -1,9 +1,8 @@
-"""The graph flags of engines before devgraph, and their meaning here.
+"""The graph flags of older engines, and their equivalents.
 
 The flags are those of SGLang and of its proposal for per-phase modes
-(https://github.com/sgl-project/sglang/issues/23004). The table is in the order of application: if
-two flags set the same key, the later takes precedence, as in those engines. A specific flag
-therefore overrides a broad switch.
+(https://github.com/sgl-project/sglang/issues/23004). If two flags set the same key, the later one
+in the table takes precedence, as in SGLang: a specific flag overrides a broad switch.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Flag:
     metavar: str = "VALUE"
     help: str = argparse.SUPPRESS
     dest: str = attrs.field(init=False)
-    """The attribute, as argparse derives it from the name."""
+    """The attribute in the parsed arguments, as argparse derives it from the name."""
 
     @dest.default
     def _derived(self) -> str:
@@ -52,7 +51,7 @@ _Values = Mapping[tuple[str, str], Any]  # values by phase and key
 
 
 def _source(values: _Values, flag: str, *ignored: str) -> Source:
-    """Check ``values`` and add a note with the equivalent flags of devgraph."""
+    """Check the values of an older flag, and note the equivalent flags of devgraph."""
     values = {(phase, key): KEYS[key].read(value, flag) for (phase, key), value in values.items()}
     note = f"{flag} is an older spelling; use {_new_spelling(values)}."
     if not values:
@@ -90,7 +89,7 @@ _JSON_KEYS: Mapping[str, str] = {
     "tc_compiler": "compiler",
     "full_prefill_max_req": "max_requests",
 }
-# Limits of lengths, and shapes of variants that the engine names.
+# Limits of lengths and shapes, which devgraph does not need.
 _JSON_IGNORED = ("full_prefill_prefix_chunk_tokens", "max_seq_len", "max_context_size")
 
 
@@ -113,7 +112,7 @@ def _phases_json(value: Any, flag: str) -> Source:
 
 
 def _flag(name: str, key: str, *phases: str, to: Any = None) -> Flag:
-    """Return a flag that sets ``key`` to the flag's value, or a switch that sets it to ``to``."""
+    """Return a flag that sets ``key`` of ``phases`` to its value, or a switch that sets ``to``."""
 
     def read(value: Any, flag: str) -> Source:
         return _source({(phase, key): value if to is None else to for phase in phases}, flag)
@@ -180,5 +179,5 @@ REMOVED_FLAGS: Mapping[str, str] = {
         }.items()
     },
 }
-"""Flags that earlier versions accepted, each with its replacement. Such a flag is an error unless
-the engine's parser defines it."""
+"""Flags of other engines that devgraph does not accept, each with its replacement. Such a flag is
+an error unless the engine's parser defines it."""

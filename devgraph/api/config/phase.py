@@ -1,8 +1,8 @@
-"""The configuration of one phase, with a single declaration of each key.
+"""The configuration of one phase.
 
-A field of ``PhaseConfig`` declares the type, the default, the meaning and the reader of a key. The
-reader checks values from JSON text, flags, files and Python alike. The flags per phase, the table
-in docs/modes.md and the texts of errors are generated from these declarations.
+Each field of ``PhaseConfig`` declares one key: its type, default, meaning and reader. The reader
+checks values from JSON text, flags, files and Python. The flags per phase, the table in
+docs/modes.md and error messages are generated from these declarations.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from devgraph.api.registry import OTHER_NAMES
 PHASES = ("decode", "prefill")
 DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}
 RUNNER_POLICY: Mapping[str, str] = {**DEFAULT_POLICY, "encoder": "full"}
-"""Default policy of each kind of runner. An encoder is not a phase of the mode; the engine passes a
-``PhaseConfig`` to its runner."""
+"""Default policy of each kind of runner. The mode configures no encoders: the engine passes a
+``PhaseConfig`` to an encoder's runner."""
 
 OLDER_POLICIES: Mapping[str, str] = {
     "tc_piecewise": "piecewise",
@@ -52,7 +52,7 @@ class Verify:
 
 
 Setting = tuple[str | None, str, str]
-"""The place of a value: backend (None for the general part), phase and key."""
+"""Identifies one value of a mode: backend (None for the general part), phase and key."""
 
 
 def path_of(setting: Setting) -> str:
@@ -72,7 +72,7 @@ REMOVED_KEYS: Mapping[str, str] = {
 
 
 def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) -> ConfigError:
-    """Return the error for an unknown name, with the existing names and the nearest one."""
+    """Return the error for an unknown name. It lists the known names and suggests the nearest."""
     names = tuple(known)
     if not isinstance(name, str):
         return ConfigTypeError(
@@ -85,7 +85,7 @@ def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) ->
 
 
 def check_names(path: str, names: Iterable[object], known: Collection[str], *, what: str) -> None:
-    """Raise the error of ``unknown_name`` for the first name that is not in ``known``."""
+    """Raise ConfigError for the first name that is not in ``known``; ``what`` names the kind."""
     for name in names:
         if name not in known:
             raise unknown_name(path, name, known, what=what)
@@ -97,7 +97,7 @@ def choices() -> tuple[str, ...]:
 
 
 def over_maximum(buckets: tuple[int, ...] | None, max_bs: int | None) -> str | None:
-    """Return the contradiction between ``buckets`` and ``max_bs`` in words, or None."""
+    """Return an error message if a bucket exceeds ``max_bs``, else None."""
     if not buckets or max_bs is None or buckets[-1] <= max_bs:
         return None
     return f"the bucket {buckets[-1]} exceeds max_bs={max_bs}; remove the bucket or raise max_bs"
@@ -131,35 +131,35 @@ class Key:
     default: Any
     """``attrs.NOTHING`` if the default depends on the phase."""
     read: Callable[[object, str], Any]
-    """The reader: takes a value and its path for errors, and returns the value of the field.
+    """A function that takes a value and its path for errors, and returns the value of the field.
 
     It raises ``ConfigError`` for a wrong value and ``ConfigTypeError`` for a wrong type."""
     kind: str
-    """The accepted values in words, if there is no list of ``names``."""
+    """Description of the accepted values, if there is no list of ``names``."""
     optional: bool
     """Whether the key accepts null."""
     names: Callable[[], tuple[str, ...]] | None
     """A callable that returns the accepted names, or None."""
     shape: str
-    """The value of the flag: ``text``, ``integer`` or ``integers``."""
+    """Type of the flag's value: ``text``, ``integer`` or ``integers``."""
     meaning: str
     flag: str | None
-    """The suffix of the flag per phase, or None if the key has no flag."""
+    """Suffix of the key's flags (``--decode-device-graph-<flag>``), or None if it has no flag."""
 
     @property
     def accepts(self) -> str:
-        """The accepted values in words, without null."""
+        """Description of the accepted values other than null."""
         if self.names is None:
             return self.kind
         *others, last = (f"`{name}`" for name in self.names())
         return f"{', '.join(others)} or {last}"
 
 
-# The parts of declarations that several keys share.
+# Declarations that several keys share.
 
 
 def choice(noun: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
-    """Declare a value among ``names``; errors use ``noun`` for it."""
+    """Declare a value among ``names``; ``noun`` is the word for it in errors."""
 
     def read(value: object, path: str) -> str:
         known = names()
@@ -203,7 +203,7 @@ def _read_budget(value: object, path: str) -> float:
 
 
 def optional(declared: dict[str, Any]) -> dict[str, Any]:
-    """Extend a declaration so that the key accepts null."""
+    """Return the declaration of a key that accepts null as well."""
     read = declared["read"]
     return {
         **declared,
@@ -250,7 +250,7 @@ def _buckets(value: object, path: str) -> tuple[int, ...]:
 
 
 def read_verify(value: object, path: str) -> Verify | None:
-    """Check a value of the key ``verify`` and return it; errors name the value by ``path``."""
+    """Return the checked value of the key ``verify``; ``path`` is its name in errors."""
     if value is None or isinstance(value, Verify):
         return value
     if value == "start":
@@ -306,7 +306,7 @@ class PhaseConfig:
     buckets: tuple[int, ...] | None = _key(
         optional({"kind": "integers of at least 1", "shape": "integers", "read": _buckets}),
         "The exact sizes to capture: requests for decode, tokens for prefill. If null, default "
-        "sizes are used.",
+        "sizes are captured.",
         default=None,
         flag="bs",
     )
@@ -358,7 +358,7 @@ class PhaseConfig:
     emulate: bool = _key(
         FLAG,
         "Run every step eagerly, but with the padded static buffers, `prepare`, tail and outputs "
-        "of a step in a graph. Errors that remain are not caused by graphs.",
+        "of a step in a graph. Errors that remain are not errors of graphs.",
         default=False,
     )
     verify: Verify | None = _key(  # noqa: RUF009 - declares a field
@@ -396,14 +396,14 @@ class PhaseConfig:
     miss_budget: int | None = _key(
         optional(number(int, 0)),
         "Number of new host-argument keys that `full` may record at their first step. Each step "
-        "with a known key increases the remaining number by one. At zero, the first step with a "
-        "new key runs as under `breakable`. If null, it is 8, or unlimited on a backend that also "
-        "runs the host code of regions for known keys.",
+        "with a known key raises the remaining number by one, up to this limit. At zero, the first "
+        "step with a new key runs as under `breakable`. If null, it is 8, or unlimited on a "
+        "backend with asynchronous updates.",
         default=None,
     )
     explicit: frozenset[str] = attrs.field(default=frozenset({"policy"}), eq=False)
-    """The explicitly chosen keys, which rules may not change. Keys with values other than the
-    default are always among them. Equality ignores this field."""
+    """The explicitly chosen keys, which rules may not change. A key whose value is not the default
+    is always explicit. Comparisons ignore this field."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in KEYS.items():
@@ -414,7 +414,7 @@ class PhaseConfig:
         self._settle()
 
     def with_checked(self, values: Mapping[str, Any], explicit: frozenset[str]) -> PhaseConfig:
-        """Return a copy with new values, each of which was checked separately."""
+        """Return a copy with new values; the caller has checked each of them with its reader."""
         config = object.__new__(PhaseConfig)
         for name in KEYS:
             value = values[name] if name in values else getattr(self, name)
@@ -424,7 +424,7 @@ class PhaseConfig:
         return config
 
     def _settle(self) -> None:
-        """Refuse contradictions, and mark keys with values other than the default as explicit."""
+        """Refuse contradictions, and mark keys without their default value as explicit."""
         problem = over_maximum(self.buckets, self.max_bs)
         if problem:
             raise ConfigError(problem)
@@ -459,7 +459,7 @@ _DEFAULTS = {
 
 
 def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: str) -> PhaseConfig:
-    """Return the configuration of a phase; a policy name, a mapping and None are converted."""
+    """Return the configuration of a phase from a policy name, a mapping, or None (defaults)."""
     if isinstance(config, PhaseConfig):
         return config
     if config is None:

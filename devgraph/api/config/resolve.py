@@ -2,8 +2,8 @@
 
 ``resolve`` merges the part for the backend into the general part, sets the policies that the
 backend recommends for phases without a chosen policy, and applies the compatibility rules. A rule
-may change a default. It refuses an explicit choice (safety) or keeps it with a warning
-(preference). A phase that does not occur on the node is set aside (scope).
+may change a default. An explicit choice that violates a safety rule is an error; one that violates
+a preference rule stays, with a warning. A scope rule disables a phase that never runs on the node.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class FiredRule:
     rule: str
     kind: str
     outcome: str
-    """``changed`` for a default, ``kept`` for an explicit choice, ``set aside`` for a phase that
-    does not occur, otherwise ``noted``."""
+    """``changed`` (a default), ``kept`` (an explicit choice), ``set aside`` (a phase that never
+    runs on the node) or ``noted``."""
     key: str | None
     before: Any
     after: Any
@@ -59,7 +59,7 @@ class Resolution:
 
     backend: str | None
     requested: DeviceGraphConfig
-    """The configuration for ``backend``, or the general part if None, before any rule."""
+    """The configuration for ``backend`` (the general part if None) before any rule."""
     effective: DeviceGraphConfig
     """The configuration after all rules. Decisions of rules are recorded as explicit choices, so
     that other nodes can reuse the configuration."""
@@ -103,14 +103,14 @@ def resolve(
 ) -> Resolution:
     """Apply the compatibility rules to the configuration for ``facts.backend``.
 
-    A preference rule against an explicit choice causes a ``DeviceGraphWarning``. Changes to
+    An explicit choice that violates a preference rule causes a ``DeviceGraphWarning``. Changes of
     defaults are logged and listed in the result.
 
     Args:
         config: the configuration of the deployment.
         facts: the properties of the engine; see ``EngineFacts.on_backend`` for the backend's.
         phases: the phases to resolve; other phases keep their requested configuration.
-        name: name of the deployment in warnings and log records, such as a group of a cluster.
+        name: prefix of warnings and log records, such as the name of a group of a cluster.
 
     Raises:
         ConfigError: safety rules forbid explicit choices. The message lists every such choice
@@ -156,7 +156,11 @@ def resolve(
 def _apply(
     phase: str, config: PhaseConfig, facts: EngineFacts
 ) -> tuple[PhaseConfig, list[FiredRule], list[str]]:
-    """Apply the table to a phase until no rule fires; each rule fires once."""
+    """Apply the table to a phase until no rule fires; each rule fires at most once.
+
+    Returns:
+        the new configuration, the rules that fired, and messages about forbidden choices.
+    """
     chosen, recommended = config.explicit, facts.recommended.get(phase, config.policy)
     first = Rule(
         name="recommended",
@@ -202,7 +206,7 @@ def _apply(
 
 
 def _rules_for(policy: str, phase: str) -> list[Rule]:
-    """Return the rules that apply to a policy in a phase, according to the policy's promises."""
+    """Return the rules for a phase, without those from which the policy's promises exempt it."""
     if policy == "disabled":
         return []
     promises = registration(policy).promises

@@ -1,13 +1,12 @@
-"""The compatibility rules: a table of the policies that properties of an engine allow.
+"""The compatibility rules: a table of policies that do not suit an engine.
 
 An engine states facts (``EngineFacts``), and ``resolve`` applies the table. The kind of a rule
 decides its effect on an explicit choice:
 
-- ``safety`` guards against wrong results, a crash or a hang, and refuses the choice.
-- ``preference`` guards against a loss, and keeps the choice with a warning.
+- ``safety`` prevents wrong results, a crash or a hang: the choice is an error.
+- ``preference`` prevents a loss of speed or memory: the choice stays, with a warning.
 - ``note`` changes nothing and states a requirement for the engine.
-- ``scope`` sets aside a phase that does not occur on this node, because all nodes have the same
-  configuration.
+- ``scope`` disables a phase that never runs on this node; all nodes share one configuration.
 
 A rule applies to every registered policy (devgraph/api/policy), except to policies that make all
 promises in the rule's ``spares``.
@@ -31,7 +30,7 @@ they cannot undo each other."""
 
 @attrs.frozen(kw_only=True)
 class Rule:
-    """One row of the table: its phases and policies, its condition and its effect."""
+    """One row of the table."""
 
     name: str
     kind: str
@@ -40,7 +39,8 @@ class Rule:
     source: str
     phases: tuple[str, ...] = PHASES
     spares: Set[str] | None = None
-    """Promises of the policies to which the rule does not apply. None: it applies to all."""
+    """Promises that exempt a policy that makes all of them. None: the rule applies to every policy.
+    """
     key: str = "policy"
     value: Any = "disabled"
     """The new value of ``key``, or a function of the facts and the phase. Notes ignore it."""
@@ -64,12 +64,12 @@ def _row(kind: str) -> Callable[..., Rule]:
 
 _safety, _preference, _note, _scope = map(_row, ("safety", "preference", "note", "scope"))
 _INSIDE = {"spares": {BREAKS}, "value": "breakable"}
-"""Fields of rules about marked code that is captured with the rest of the step."""
+"""Fields of rules about code that cannot be captured but can run eagerly between segments."""
 _TRACED = {"spares": {UNTRACED}, "value": "breakable"}
-"""Fields of rules about policies that trace or compile the code of the step."""
+"""Fields of rules about policies that trace or compile the step."""
 
 RULES: tuple[Rule, ...] = (
-    # Phases that do not occur.
+    # Phases that never run on the node.
     _scope(
         "role-prefill",
         "decode",
@@ -179,8 +179,8 @@ RULES: tuple[Rule, ...] = (
         "pipeline-parallel",
         "prefill",
         when=lambda facts, _: facts.pipeline_parallel > 1,
-        explanation="graphs of a pipeline stage speed up only small prefills; large prefills can "
-        "be slower than eager",
+        explanation="with pipeline stages, graphs speed up only small prefills; large prefills "
+        "can be slower than eager",
         source=f"{_SGLANG}/pull/36248",
     ),
     _safety(

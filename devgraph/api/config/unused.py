@@ -1,4 +1,4 @@
-"""Keys of a phase that have no effect: a table of conditions and reasons."""
+"""Keys of a phase that have no effect in combination with other keys."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ UNUSED: tuple[Unused, ...] = (
         "a list of buckets is used exactly as given",
     ),
 )
-"""The table. If several rows apply to a key, the first one gives the reason."""
+"""If several rows apply to a key, the first one gives the reason."""
 
 
 def unused(phase: str, config: PhaseConfig) -> dict[str, str]:

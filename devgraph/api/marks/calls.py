@@ -1,4 +1,4 @@
-"""Marked calls: calls of marked functions inside a capture, which replays run again."""
+"""Marked calls: calls of marked functions in a capture, which replays repeat."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def _memories_held(
     fn: Callable[..., Any], *, stored: bool = True, parameters: bool = False
 ) -> set[int]:
-    """Return the memory of the tensors that ``fn`` holds in its closure, globals and object."""
+    """Return the storage addresses of tensors in the closure, globals and ``self`` of ``fn``."""
     fn = inspect.unwrap(fn)
     holders = [getattr(fn, "__self__", None if inspect.isroutine(fn) else fn)]
     for cell in getattr(fn, "__closure__", None) or ():
@@ -95,14 +95,14 @@ _ALIGNMENT = 16  # alignment in bytes that suits every dtype
 
 
 def _seen_as(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    """Return ``tensor`` moved to ``start`` bytes after the start of ``memory``."""
+    """Return a view of ``memory``, from byte ``start`` on, with the layout of ``tensor``."""
     flat = memory if memory.dtype is tensor.dtype else memory.view(tensor.dtype)
     seen = flat.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
     return with_bits_of(tensor, seen)
 
 
 def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a view with the layout of ``place`` if its layout changed."""
+    """Return ``tensor``, or a view with its original layout ``place`` if the layout changed."""
     memory, offset, size, stride = place
     now = place_of(tensor)
     if now[1:] == place[1:] or now[0]._cdata != memory._cdata:
@@ -111,9 +111,9 @@ def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientStop(torch.autograd.Function):
-    """An autograd function that keeps ``requires_grad`` of a result and refuses its backward.
+    """An identity that keeps ``requires_grad`` of a result and whose backward raises.
 
-    A replay does not record the marked function for autograd, so gradients would be missing.
+    A replay does not record the marked function for autograd, so its gradients would be missing.
     """
 
     @staticmethod
@@ -132,16 +132,15 @@ class _GradientStop(torch.autograd.Function):
 
 
 class _Watched(NamedTuple):
-    """A result that a region allocated, without a reference to its memory."""
+    """A result that a region allocated, with a weak reference to its memory."""
 
     position: int
     requires_grad: bool
     memory: Any
-    """The memory as a weak reference."""
 
 
 class _Passed(NamedTuple):
-    """A result that is a view of an argument or of a tensor held by the function."""
+    """A result that is a view of an argument or of a tensor in the function's state."""
 
     address: int
     layout: tuple[object, ...]
@@ -158,9 +157,9 @@ class _Passed(NamedTuple):
 class MarkedCall:
     """A recorded call: the mark, its arguments and its results at fixed addresses.
 
-    Results that are views of arguments, or of tensors that the function held before the call, are
-    returned unchanged. The call copies other results into *bridges*: buffers at fixed addresses,
-    which share memory if the results do.
+    Results that are views of arguments, or of tensors that existed before the call in the
+    function's closure, globals or object, are returned unchanged. The call copies other results
+    into *bridges*: buffers at fixed addresses, which share memory if the results do.
     """
 
     __slots__ = """
@@ -188,7 +187,7 @@ class MarkedCall:
             self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs, is_leaf=is_size)
             placed = [leaf for leaf in self.tensors if has_place(leaf)]
             self._places = {id(leaf): place_of(leaf) for leaf in placed}
-            """Places of the arguments at the call, until the first later run."""
+            """Storage and layout of each argument at the call; empty after the first later run."""
             self._owned = frozenset(map(memory_of, placed))
         self._known: list[Any] = []  # bridge, ``_Passed`` or value of each result
         self._sharing: list[tuple[int, int, int]] = []
@@ -204,7 +203,10 @@ class MarkedCall:
         body: Callable[..., Any] | None = None,
         memory: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
-        """Run the body for the first time and return the results for the caller."""
+        """Run ``body`` (by default the function) in the capture, and return results for the caller.
+
+        Bridges are allocated in ``memory()``.
+        """
         # A stub may return different memory than the function, so only the function is checked.
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
@@ -245,7 +247,7 @@ class MarkedCall:
         return pytree.tree_unflatten(out, self._spec)
 
     def _pass_held(self, leaves: Sequence[Any], before: set[int]) -> dict[int, _Watched]:
-        """Exempt results that the function held before the call from copies; return the others."""
+        """Return the results to copy. Others are in memory of arguments or of the function."""
         watched = {
             memory_of(leaf): _Watched(
                 index,
@@ -266,8 +268,8 @@ class MarkedCall:
     def _refuse_stored(self, watched: dict[int, _Watched]) -> None:
         """Raise RegionError if the memory of a result outlives the call.
 
-        Autograd may keep a result that requires grad, so such a result counts as stored only if
-        the function's closure, globals or object hold it.
+        Autograd may keep a result that requires grad. Such a result is refused only if it is in the
+        function's closure, globals or object.
         """
         alive = {memory: seen for memory, seen in watched.items() if not seen.memory.expired()}
         if any(seen.requires_grad for seen in alive.values()):
@@ -284,9 +286,10 @@ class MarkedCall:
             )
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """Return (position, position of the first result in the same memory, offset) of results.
+        """Return which results share memory, without views of arguments.
 
-        Offsets are bytes from that first result. Views of arguments are skipped.
+        Each tuple has the position of a result, the position of the first result in the same
+        memory, and the offset from that first result in bytes.
         """
         firsts: dict[int, tuple[int, int]] = {}
         shared = []
@@ -305,7 +308,7 @@ class MarkedCall:
         return shared
 
     def alias_bridges(self) -> None:
-        """Replace the bridges by aliases, because the graph's pool owns and reuses their memory."""
+        """Replace the bridges by aliases, so that the pool can reuse their memory."""
         self._known = [
             self._pool.alias(known) if isinstance(known, torch.Tensor) else known
             for known in self._known
@@ -325,7 +328,7 @@ class MarkedCall:
             raise
 
     def _settle(self) -> None:
-        """Restore the layouts of arguments that the step later changed in place, as views."""
+        """Replace arguments whose layout the step changed later by views with the old layout."""
         places, self._places = self._places, {}
         if places:
             self.args, self.kwargs = pytree.tree_map(
@@ -361,9 +364,9 @@ class MarkedCall:
             self._results.refuse(describe(leaf), repr(known))
 
     def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:
-        """Return ``run`` bound to the live ``host``, valid under the current modes of torch.
+        """Return ``run`` bound to the dictionary ``host``, for the current modes of torch.
 
-        The callable has a fast path for results that are None or one tensor.
+        If the result is None or one tensor, the returned callable is faster than ``run``.
         """
         self._settle()
         assert self._spec is not None

@@ -1,7 +1,6 @@
-"""Gates in a step: ``wait`` for the host and ``signal`` to it.
+"""The gate marks in a step: ``wait`` for the host and ``signal`` to the host.
 
-A context variable holds the gates of the capture or runner whose step is running. Without gates,
-both marks do nothing.
+They use the gates of the capture or runner whose step is running, and do nothing without one.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def entered_gates(gates: Any) -> AbstractContextManager[None]:
 
 
 def in_tail() -> AbstractContextManager[None]:
-    """Refuse gate marks in the block, a tail that only some policies include in the graph."""
+    """Refuse gate marks in the block: only some policies include the tail in the graph."""
     return _set(_refuses, True)
 
 
@@ -49,7 +48,7 @@ def turns(count: int) -> Iterator[int]:
 
 
 def recording_gates() -> AbstractContextManager[None]:
-    """Return a context that records the marks of the current gates, if any."""
+    """Return a context in which the current gates, if any, record their marks."""
     gates = current_gates.get()
     recording: AbstractContextManager[None] = (
         contextlib.nullcontext() if gates is None else gates.recording()
@@ -58,7 +57,7 @@ def recording_gates() -> AbstractContextManager[None]:
 
 
 def open_recorded() -> None:
-    """Open the recorded waits of finished segments, which the capture is about to replay."""
+    """Let the capture replay its finished segments without waiting at their gates."""
     if (gates := current_gates.get()) is not None:
         gates.open_recorded()
 
@@ -71,11 +70,11 @@ def wait(name: str, *, timeout: float | None = None) -> None:
 
     Args:
         name: unique among the waits of a capture, for example ``f"kv.{layer}"``.
-        timeout: seconds until the gate counts as forgotten; by default ``gate_timeout`` of the
-            capture or runner.
+        timeout: seconds after which a closed gate makes the replay invalid; by default
+            ``gate_timeout`` of the capture or runner.
 
     Raises:
-        CaptureError: no gate is possible at this place, or the name occurs twice.
+        CaptureError: a gate is not possible here, or the name occurs twice.
         GateTimeoutError: on the CPU reference, the gate was not opened in time. Other devices
             report this error later.
     """
@@ -83,7 +82,7 @@ def wait(name: str, *, timeout: float | None = None) -> None:
 
 
 def signal(name: str) -> None:
-    """Signal to the host that the device has finished the work before this call in this replay.
+    """Signal to the host when the device has finished the work before this call.
 
     ``gates[name].wait()`` waits for the signal. See ``wait`` for the rules.
     """
@@ -117,6 +116,6 @@ def _reach(kind: str, name: str, timeout: float | None) -> None:
 
 @no_graph
 def _gate(kind: str, name: str, timeout: float | None) -> Any:
-    """Run a mark on a backend without gates inside graphs."""
+    """Run a gate mark in a break, on a backend without gates inside graphs."""
     if (gates := current_gates.get()) is not None:
         gates.reach(kind, name, timeout, recording=False)

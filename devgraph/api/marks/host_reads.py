@@ -17,7 +17,7 @@ def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -
 
 
 def host_read_cure() -> str:
-    """Return the remedy for a host read inside this capture."""
+    """Return the remedy for a host read in the current capture, as sentences."""
     if isinstance(scope := current_scope(), RegionScope):
         return (
             f"Region {scope.outer.name} is part of the graph under policy 'full': keep the value "
@@ -33,7 +33,7 @@ _CURES = {
     "torch.distributions": "Pass validate_args=False to the distribution. Otherwise: ",
     "torch.optim": "Pass capturable=True to the optimizer, if it has this option. Otherwise: ",
 }
-"""Remedies for host reads by modules of torch."""
+"""Remedies for host reads that modules of torch make."""
 
 
 def _cure_for_torch() -> str:

@@ -1,8 +1,8 @@
-"""Host values: tracked while a capture runs, resolved once per mark and replay.
+"""Host values: tracked in a capture, and resolved once per mark and replay.
 
-A capture must not freeze a host value by accident. During capture the step therefore receives
-``Tracked`` values, which a region may take under their own names. Any other read raises
-``FrozenValueError`` with the line of the read.
+A graph must not contain a host value that should change between replays. In a capture, the step
+therefore receives ``Tracked`` values. Only regions may use them, as the argument of the same name.
+Any other use raises ``FrozenValueError`` with its line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_
 from devgraph.api.marks.marks import refused
 from devgraph.api.marks.source import SourceLine, is_machinery, line_in, user_line
 
-# These methods return plain values, which a replay would not read again.
+# Special methods that return plain values, which would be frozen in the graph.
 _CONSUMING = """
     abs add and bool bytes ceil complex contains delitem divmod eq float floor floordiv format
     ge getitem gt hash index int invert iter le len lshift lt matmul mod mul ne neg next or pos
@@ -39,9 +39,9 @@ _CONSUMING = """
 class Tracked:
     """A host value during capture, which can only be passed to regions.
 
-    ``isinstance(value, int)`` is true for a tracked int, but C code does not accept it.
-    ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)`` raise, like ``kv_len // 2``. In
-    a check they are noted instead, and continue with the plain value.
+    ``isinstance(value, int)`` is true for a tracked int. Every use of the value raises, such as
+    ``kv_len // 2``, ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)``. Under
+    ``devgraph check``, the use is reported instead and continues with the plain value.
     """
 
     __slots__ = ("_devgraph_name", "_devgraph_value")
@@ -89,7 +89,7 @@ class Tracked:
 
 
 def taken_from(own: str, name: str) -> str:
-    """Return the advice to derive parameter ``name`` of a mark from host argument ``own``."""
+    """Return advice for a mark that receives host argument ``own`` as its parameter ``name``."""
     return (
         f"Declare {own!r} on its mark with host_args=({own!r},), and compute {name!r} there with "
         f"derive={{{name!r}: lambda {own}: {own}}}."
@@ -123,12 +123,12 @@ del _name
 
 
 def is_tracked(value: object) -> bool:
-    """Whether ``value`` is tracked, which ``isinstance`` cannot tell."""
+    """Whether ``value`` is tracked. ``isinstance`` reports the class of the plain value."""
     return issubclass(type(value), Tracked)
 
 
 _PREDICATES = frozenset({"abc", "functools", "torch"})
-"""Modules that read types for their callers (numbers.Number, singledispatch, torch.is_tensor)."""
+"""Modules that read the type of a value on behalf of their callers, such as singledispatch."""
 
 
 class _Watched(Tracked):
@@ -155,9 +155,9 @@ _types_checked: ContextVar[bool] = ContextVar("devgraph_types_checked", default=
 
 @contextlib.contextmanager
 def exact_types_checked(checked: bool) -> Iterator[None]:
-    """Skip ``exact_types_refused`` in captures of the block if ``checked``.
+    """If ``checked``, turn ``exact_types_refused`` off in the block.
 
-    The check slows down all Python calls, so a runner checks a step once for all sizes.
+    That check slows all Python calls down, so a runner makes it once for all sizes of a step.
     """
     token = _types_checked.set(checked)
     try:
@@ -168,17 +168,17 @@ def exact_types_checked(checked: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_types_refused() -> Iterator[None]:
-    """Refuse user functions in the block that read the ``type()`` of a tracked value.
+    """Refuse calls of ``type()`` on a tracked value by user functions in the block.
 
     ``type(n) is int`` is false for a tracked value and cannot be overridden, so the graph would
-    contain the wrong branch. Functions are checked when they are called. Nothing is checked while
-    a debugger or a coverage tool traces the thread, or inside ``exact_types_checked``.
+    contain the wrong branch. Each function is checked when it is called. Nothing is checked while
+    a debugger or a coverage tool traces the thread.
     """
     if _types_checked.get() or sys.gettrace() is not None:
         yield
         return
-    # A profile function would also be called after ``__enter__`` of a lock. An interrupt there
-    # would leave the lock held.
+    # A trace function, not a profile function: Python would also call that after ``__enter__`` of a
+    # lock, where an interrupt would leave the lock held.
     sys.settrace(_refuse_exact_types)
     try:
         yield
@@ -238,7 +238,7 @@ class HostSpec:
     def tracked(self, asked: dict[str, SourceLine] | None = None) -> dict[str, Tracked]:
         """Return a tracked value for each declared argument.
 
-        ``asked`` collects reads of the values' types by user code, such as isinstance().
+        ``asked`` collects the lines of user code that read the type of a value (isinstance()).
         """
         make = Tracked if asked is None else functools.partial(_Watched, asked=asked)
         return {name: make(name, value) for name, value in self.declared.items()}
@@ -260,7 +260,7 @@ class HostSpec:
         return {**self.defaults, **given}
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given`` after a check of names and types against the declaration."""
+        """Check names and types of ``given``, and return the values in the declared types."""
         for name in given:
             if name not in self.declared:
                 raise HostArgumentError(
@@ -270,7 +270,7 @@ class HostSpec:
 
 
 def declared_names(declared: object) -> dict[str, Any]:
-    """Return ``host_args`` as a new dict after a check of its type; None declares nothing."""
+    """Check the argument ``host_args``, and return it as a new dict."""
     if declared is None:
         return {}
     if not isinstance(declared, Mapping):
@@ -336,7 +336,7 @@ _BY_IDENTITY: Any = object.__hash__
 
 
 def exact(value: Any) -> Any:
-    """Return the part of a key for ``value``, which must not be a tensor.
+    """Return the part of a key for ``value``; raise TypeError if it cannot be a key.
 
     Values such as 1, True and 1.0, or 0.0 and -0.0, are equal in Python but have different keys.
     """
@@ -366,10 +366,10 @@ def same_value(one: object, other: object) -> bool:
 
 
 def _alike(value: Any, around: tuple[int, ...]) -> Any:
-    """Return the properties in which equal values may differ: nested types and signs of zeros.
+    """Return the types and numbers inside a value, because ``==`` ignores types and signs of zero.
 
-    Attributes that an object does not compare are ignored. ``around`` holds the ids of the objects
-    that contain ``value``.
+    Attributes of objects that are compared by identity are ignored. ``around`` has the ids of the
+    objects that contain ``value``.
     """
     kind = type(value)
     if kind is int or kind is str or isinstance(value, torch.Tensor) or id(value) in around:

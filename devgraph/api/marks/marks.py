@@ -1,8 +1,8 @@
 """Marks: declarations of code that depends on the host.
 
-``region`` and ``no_graph`` decorate functions; ``graph_break`` is a call. Outside a capture, a mark
-reads one context variable and calls the function. Inside a capture, the current scope implements
-the mark for the policy.
+``region`` and ``no_graph`` decorate functions; ``graph_break`` is a call. Outside a capture, a
+marked function reads one context variable and calls the original. Inside a capture, the scope of
+the policy decides how the function runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ E = TypeVar("E", bound=CaptureError)
 
 
 class Scope:
-    """The effect of marks in the thread that captures."""
+    """Decides the effect of marks in the thread that captures."""
 
     records = True
     """Whether the scope records the step instead of running it."""
@@ -55,7 +55,7 @@ class Scope:
         return False
 
     def refuse_elsewhere(self, name: str) -> NoReturn:
-        """Refuse a mark in another thread, which runs in a copy of the capturing context."""
+        """Refuse a mark in another thread that runs in a copy of the capturing context."""
         self.refusal = CaptureError(
             f"{name} was called in thread {threading.current_thread().name!r}, at {user_line()}, "
             f"for a step that another thread captures. A capture records only the thread that runs "
@@ -87,7 +87,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
             raise scope.refusal from without_first_frame(error)
         raise
     except GeneratorExit:
-        # An interrupt came before contextlib left the block; the outer scopes no longer exist.
+        # An interrupt ended the block without its exit, so the outer scopes have ended too.
         outer = None
         raise
     finally:
@@ -95,12 +95,11 @@ def entered(scope: Scope | None) -> Iterator[None]:
         if scope is not None:
             scope.thread = None
             if outer is not scope:
-                # Break a reference cycle: the traceback of the error has frames of the step.
-                scope.refusal = None
+                scope.refusal = None  # a reference cycle: its traceback has frames of the step
 
 
 def refused(error: E) -> E:
-    """Return ``error``; the capture of this thread raises it even if the step catches it."""
+    """Return ``error``, and make this thread's capture raise it even if the step catches it."""
     scope = _scope.get()
     if scope is not None and scope.thread == threading.get_ident():
         scope.refusal = scope.refusal or error
@@ -113,7 +112,7 @@ def is_capturing() -> bool:
 
 
 def graph_break() -> None:
-    """Break the capture here without eager work. No effect under ``full`` or outside a capture."""
+    """End the current graph here and begin another; no effect under ``full`` or uncaptured."""
     scope = _scope.get()
     if scope is not None and is_here(scope, "dg.graph_break()"):
         scope.graph_break()
@@ -122,7 +121,7 @@ def graph_break() -> None:
 def is_here(scope: Scope, name: str) -> bool:
     """Whether this thread captures under ``scope``; raise if another thread does.
 
-    A thread that was started in a capture keeps a copy of its context after the capture has ended.
+    False if the capture has ended: a thread that was started in it keeps a copy of its context.
     """
     if scope.thread == threading.get_ident():
         return True
@@ -174,9 +173,9 @@ class Mark:
                 raise InputTypeError(f"{what} of a mark must be a function, got {brief(function)}")
         self.fn = fn
         self.raises_before_launch = False
-        """Whether the function raises only before it launches device work.
+        """Whether the function, if it raises, has not launched device work yet.
 
-        New host values of such a function need no trial run.
+        Such a function needs no trial run with new host values.
         """
         self.name = getattr(fn, "__qualname__", repr(fn))
         self.kind = kind
@@ -222,10 +221,9 @@ class Mark:
                 )
 
     def host_kwargs(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the host keyword arguments of one replay: plain, derived, reduced, and context.
+        """Return the host keyword arguments of one replay, from ``values`` of host arguments.
 
-        Args:
-            values: plain values of the host arguments of this mark, by name.
+        ``derive=``, ``context=`` and ``reduce=`` of the mark are applied.
         """
         out = {name: values[name] for name in self.host_args}
         try:
@@ -243,7 +241,7 @@ class Mark:
     def split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Return ``args``, ``kwargs`` without host arguments, and the host arguments by name."""
+        """Split off host arguments: return the other ``args`` and ``kwargs``, and them by name."""
         if not self.host_args:
             return args, kwargs, {}
         bound = self.signature.bind_partial(*args, **kwargs)
@@ -285,7 +283,7 @@ class Mark:
 
 
 class RegionScope(Scope):
-    """The scope inside a region of a graph, in which marks call their functions directly."""
+    """The scope inside a region of a graph. Marks in it call their functions directly."""
 
     def __init__(self, outer: Mark, around: Scope | None = None) -> None:
         self.outer = outer
@@ -320,7 +318,7 @@ def refuse_no_graph(mark: Mark, where: str = "") -> NoReturn:
 _marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # for tracers
 
 marked_with_context: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""Marked functions that are dynamic even without host arguments of the step."""
+"""Marked functions with ``context=``, which are dynamic even without host arguments."""
 
 
 def marked_functions() -> list[Callable[..., Any]]:
@@ -338,8 +336,8 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
             return scope.call(mark, args, kwargs)
         return direct(*args, **kwargs) if fn is None else fn(args, kwargs)
 
-    # Tracers compare functions by code. If all marks had the same code, a tracer would reuse the
-    # trace of a step for the same step with another region.
+    # Tracers compare functions by their code objects. If all marks had the same code object, a
+    # tracer would reuse the trace of a step for the same step with another region.
     marked.__code__ = marked.__code__.replace(co_name=mark.name)  # type: ignore[attr-defined]
     # Code generated from a trace would call the unmarked function of the torch module.
     if (marked.__module__ or "").partition(".")[0] == "torch":
@@ -369,7 +367,7 @@ def _names(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _marking(kind: str, fn: Callable[..., Any] | None, **declared: Any) -> Any:
-    """Return ``fn`` with its mark, or a decorator if ``fn`` is None."""
+    """Return the marked ``fn``, or a decorator if ``fn`` is None."""
 
     def mark(target: Callable[..., Any]) -> Callable[..., Any]:
         return _wrap(Mark(target, kind=kind, **declared))
@@ -402,26 +400,26 @@ def region(
     fake: Callable[..., Any] | None = None,
     capture_stub: Callable[..., Any] | None = None,
 ) -> Any:
-    """Mark a function that can be captured but depends on the host, or should run eagerly.
+    """Mark a function that depends on the host, or that should run eagerly where possible.
 
     Under ``full`` the function is part of the graph and is updated for new host arguments. Under
     ``breakable`` and ``piecewise`` it runs eagerly between captured segments.
 
     Args:
         fn: the function; None returns a decorator.
-        host_args: names of parameters that are host values (ints, lists, ...). In a capture each
-            must receive the tracked value of the same name.
+        host_args: names of parameters that are host values (ints, lists, ...). In a capture, the
+            step must pass the tracked host argument of the same name.
         mutates: names of tensor parameters that the function writes.
-        derive: functions of host arguments by parameter name. devgraph passes their results; the
-            caller does not.
-        reduce: functions by host argument. The region receives the reduced value, which is also
-            the key of the recording.
+        derive: functions of host arguments, by the parameter that receives the result. The step
+            does not pass these parameters.
+        reduce: functions of one value, by host argument. The region receives the reduced value,
+            which is also the key of the recording.
         context: called once for each replay on the replaying thread. Its immutable result is
             passed as the keyword argument ``context``.
-        fake: returns results for fake tensors. Policy piecewise needs ``fake`` if ``fn`` returns
-            tensors.
+        fake: takes the arguments with fake tensors, and returns fake results. Policy piecewise
+            needs it if ``fn`` cannot run with fake tensors.
         capture_stub: called instead of the function during a breakable capture. It takes the same
-            arguments, which may be uninitialised, and returns results of the same shapes.
+            arguments, whose data may be uninitialised, and returns results of the same shapes.
 
     Raises:
         HostArgumentError: a name is not a parameter of the function.
@@ -457,7 +455,7 @@ def no_graph(
     fake: Callable[..., Any] | None = None,
     capture_stub: Callable[..., Any] | None = None,
 ) -> Any:
-    """Mark a function that can never be captured (a host sync, a host collective).
+    """Mark a function that can never be captured, such as one with a host sync.
 
     Under ``breakable`` and ``piecewise`` the function runs eagerly between segments. Under ``full``
     the capture raises ``NotCapturableError``. See ``region`` for the arguments.

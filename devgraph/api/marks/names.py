@@ -1,4 +1,4 @@
-"""Names: the modules and marked functions that launched the nodes of a graph."""
+"""Names of nodes: the modules and marked functions that launched the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NodeRange:
     """The nodes ``first`` to ``stop - 1`` of one graph, which one call launched.
 
     Nodes are numbered in capture order; the nodes of a loop count once. ``first`` and ``stop`` are
-    None without the capability ``node_ranges``. A call without nodes has no range.
+    None if the backend lacks the capability ``node_ranges``.
     """
 
     name: str
@@ -40,7 +40,7 @@ def nodes_text(first: int | None, stop: int | None) -> str:
 
 
 class Names:
-    """The names of the nodes in the graphs of one capture."""
+    """Assigns the nodes of one capture's graphs to named calls."""
 
     def __init__(self, asked: object) -> None:
         self._root = asked if isinstance(asked, torch.nn.Module) else None
@@ -49,13 +49,13 @@ class Names:
                 f"name_nodes must be True, False or a torch.nn.Module, got {brief(asked)}"
             )
         self._running: list[str] = []  # the current named calls, outermost first
-        self._ranges: list[NodeRange] = []  # their ranges in the current graph, if there is one
+        self._ranges: list[NodeRange] = []  # ranges of the running calls in the current graph
         self._found: list[NodeRange] = []  # all ranges of the current graph
         self._recorded: Callable[[], int | None] | None = None
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Name the nodes of submodules that this thread calls in the block."""
+        """Name the nodes of submodules in the block, by hooks; other threads are ignored."""
         thread = get_ident()
 
         def entering(name: str) -> Callable[..., None]:
@@ -74,13 +74,16 @@ class Names:
             yield
 
     def begin(self, recorded: Callable[[], int | None]) -> list[NodeRange]:
-        """Begin a graph; return the list to which the ranges of its calls are added."""
+        """Begin a graph, and return the list that its ranges will be appended to.
+
+        ``recorded`` returns the number of nodes so far.
+        """
         self._recorded, self._found = recorded, []
         self._ranges = [self._begun(name, depth) for depth, name in enumerate(self._running)]
         return self._found
 
     def end(self) -> None:
-        """End the ranges of the graph before its recording ends."""
+        """End all ranges of the current graph; called before its recording ends."""
         while self._ranges:
             self._close()
         self._recorded = None

@@ -36,10 +36,10 @@ def captured_call(
     *,
     accept_equal: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """Return the arguments of a call that can run again later.
+    """Check the host arguments of a marked call, and split them from ``args`` and ``kwargs``.
 
-    These are ``args`` and ``kwargs`` without host arguments, and the host keyword arguments of the
-    mark, which are resolved once for all calls of the mark.
+    The third result has the host keyword arguments, which ``known`` stores for later calls of the
+    mark. With ``accept_equal``, a plain value is accepted if it equals the declared value.
     """
     _refuse_transformed(mark, args, kwargs)
     args, kwargs, host = mark.split(args, kwargs)
@@ -71,7 +71,7 @@ def captured_call(
 
 
 def swallowed(mark: Mark, error: BaseException) -> CaptureError:
-    """Return the error for a step that continues after ``error`` of a marked function."""
+    """Return the error for a step that catches an ``error`` of a marked function."""
     return CaptureError(
         f"{mark.name} raised {type(error).__name__} ({error}), and the step caught it and "
         f"continued, which a graph cannot. Decide before the call which function runs, or catch "
@@ -91,7 +91,7 @@ def refuse_break_in_backward(name: str) -> None:
 
 
 def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise CaptureError for tensors of a torch.func transform, which have no memory to replay."""
+    """Raise CaptureError for tensors of a torch.func transform, which a replay cannot use."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))):
         raise CaptureError(
             f"{mark.name} was called inside a transform of torch.func (vmap, grad, ...), at "
@@ -101,11 +101,10 @@ def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 Repeat = Callable[[Callable[[], None], torch.Tensor], None]
-"""A function that records a loop.
+"""A function that records a loop, given its body and a bool tensor of one element.
 
-Its arguments are a body, which it calls once, and a bool tensor of one element. A replay repeats
-the work of the body while the tensor is true. State that iterations share must be in tensors
-allocated before the loop.
+It calls the body once. A replay repeats the work of the body while the tensor is true. State that
+iterations share must be in tensors that were allocated before the loop.
 """
 
 
@@ -118,16 +117,16 @@ class LoopError(CaptureError):
 
 
 def repeater(unrolls: str = "") -> Repeat | None:
-    """Return the loop recorder of this thread's capture, or None if the loop is unrolled.
+    """Return the loop recorder of this thread's capture, or None if the caller must unroll.
 
-    Unrolled loops are counted. Outside captures the result is None as well.
+    ``unrolls`` is the caller's reason to unroll, if any; captures count unrolled loops by reason.
     """
     scope = current_scope()
     return scope.repeater(unrolls) if isinstance(scope, GraphScope) else None
 
 
 class GraphScope(Scope):
-    """The scope that captures everything into one graph and records dynamic regions for updates."""
+    """The scope that captures all work into one graph, with its dynamic regions updatable."""
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class GraphScope(Scope):
         self._unrolls = unrolls
         self._repeating = False
         self.loops: Counter[str] = Counter()
-        """Counts of loops and of their nodes."""
+        """Numbers of loops and of their nodes, for ``Captured.stats``."""
 
     def repeater(self, unrolls: str) -> Repeat | None:
         if why := self._unrolls or unrolls:

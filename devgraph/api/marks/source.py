@@ -13,15 +13,15 @@ from typing import Any
 
 import attrs
 
-# Frames of these packages, except those in ``_ON_TOP``, are machinery: the reader of a message
-# cannot change their code.
+# Code of these packages, except in ``_ON_TOP``, is machinery: a user cannot change it, so messages
+# do not name its lines.
 _MACHINERY = {"torch", "devgraph", *sys.stdlib_module_names}
 _ON_TOP = ("devgraph.integrations", "devgraph.testing")
 
 
 @attrs.frozen
 class SourceLine:
-    """One line of source: ``file``, ``line`` (from 1), the function and the stripped text."""
+    """One line of source code: file, line number from 1, function, and text without indentation."""
 
     file: str
     line: int
@@ -41,7 +41,7 @@ def is_machinery(frame: FrameType) -> bool:
 
 
 def traced_line(error: BaseException) -> SourceLine | None:
-    """Return the innermost line of user code in a trace, or None."""
+    """Return the innermost line of user code in the trace of a torch.compile error, or None."""
     for frame in reversed(getattr(error, "real_stack", None) or []):
         if not _is_machinery_file(frame.filename):
             text = _text(frame.filename, frame.lineno or 0)
@@ -59,7 +59,7 @@ def _is_machinery_file(file: str) -> bool:
 
 
 def add_machinery(package: str) -> None:
-    """Count a vendor's package for torch as machinery."""
+    """Treat a vendor's torch extension as machinery."""
     _MACHINERY.add(package)
     is_machinery_module.cache_clear()
 
@@ -70,7 +70,7 @@ def is_machinery_module(module: str) -> bool:
 
 
 def user_line() -> SourceLine:
-    """Return the innermost line of user code in the calling stack."""
+    """Return the innermost line of user code in the call stack."""
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
     while frame is not None and is_machinery(frame):
@@ -121,14 +121,14 @@ def line_in(frame: FrameType, number: int) -> SourceLine:
 
 
 def _traced_line(module: object, text: str) -> SourceLine | None:
-    """Return the line of user code from which torch generated the line ``text``."""
+    """Return the line of user code for ``text``, a line of code that torch.fx generated."""
     nodes, named = getattr(getattr(module, "graph", None), "nodes", ()), re.match(r"\w+", text)
     found = (node for node in nodes if named is not None and node.name == named.group())
     return next(filter(None, map(node_line, found)), None)
 
 
 def node_line(node: Any) -> SourceLine | None:
-    """Return the line of user code from which a node of a trace comes."""
+    """Return the line of user code that produced a node of a trace."""
     torch_folder = Path(str(sys.modules["torch"].__file__)).parent
     stack = re.findall(r'File "(.+)", line (\d+), in (.+)', node.stack_trace or "")
     for file, line, function in reversed(stack):

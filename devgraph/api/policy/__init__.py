@@ -1,8 +1,8 @@
 """Policies: how a Python callable becomes a list of segments.
 
-A policy does not depend on a vendor. It is one file with a ``POLICY``, registered with its promises
-at the end of this file. Each compatibility rule (devgraph/api/config) applies to each policy,
-unless a promise exempts it.
+A policy does not depend on a vendor. It is a module with a ``POLICY``, registered with its
+*promises* at the end of this file. Every compatibility rule (devgraph/api/config/rules.py) applies
+to a policy unless the policy's promises exempt it.
 
 This module does not import torch, so that configurations can be read without torch.
 """
@@ -42,7 +42,7 @@ _registered: dict[str, Registration] = {}
 
 
 def register_policy(name: str, module: str, *promises: str) -> None:
-    """Register the ``POLICY`` of ``module`` as ``name``; the module is imported at first use.
+    """Register the ``POLICY`` of ``module``, which is imported at its first use, as ``name``.
 
     Each promise is ``BREAKS``, ``WHOLE`` or ``UNTRACED``.
 

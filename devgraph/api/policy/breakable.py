@@ -1,4 +1,4 @@
-"""Policy ``breakable``: captured segments with eager work at the marks between them."""
+"""Policy ``breakable``: captured segments, with marked functions run eagerly between them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from devgraph.api.session import Session
 
 
 class EagerSegment:
-    """The eager body of a break, with its tensors and host values.
+    """The eager body of a break.
 
-    The plan updates the dictionary ``host`` in place.
+    ``host`` has its host values; the plan updates this dictionary in place.
     """
 
     def __init__(self, call: MarkedCall, host: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class EagerSegment:
         self._held().run(self._host)
 
     def bound(self, stream: int | None = None) -> Callable[[], Any]:
-        """Return a callable for ``replay`` under the current modes of torch, on any stream."""
+        """Return a callable that runs the body under the current modes of torch, on any stream."""
         return self._held().bound_run(self._host)
 
     def reset(self) -> None:
@@ -56,9 +56,9 @@ class EagerSegment:
 
 
 class BreakablePlan:
-    """Graphs and eager segments, launched in order by one loop over bound callables.
+    """A plan that runs its segments in one loop over bound callables.
 
-    The callables are bound again when the epoch of the pool changes.
+    When the epoch of the pool changes, all segments are bound again.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BreakablePlan:
             self._host[mark].update(kwargs)
 
     def run(self) -> None:
-        """Run all segments; see ``Plan.run``. An exception of an eager body ends the loop."""
+        """Run all segments; see ``Plan.run``."""
         pool = self._pool
         if self._epoch != pool.epoch:
             self._steps, self._epoch = {}, pool.epoch
@@ -110,7 +110,7 @@ class BreakablePlan:
             pool.occupied = False
 
     def _bound_steps(self) -> list[Callable[[], Any]]:
-        """Bind all segments to the current stream; raise if one cannot be replayed."""
+        """Bind all segments to the current stream; raise StateError if one is not ready."""
         stream = self._pool.ordered_stream
         steps: list[Callable[[], Any]] = []
         for segment in self.segments:
@@ -149,7 +149,7 @@ class _BreakableScope(Scope):
         self._session.begin(graph, arguments=job.tensors, names=job.names)
 
     def finish_segment(self) -> None:
-        """End the current graph and keep it unless it is empty."""
+        """End the current graph, and add it to the segments unless it is empty."""
         if self._spoiled is not None:
             raise self._spoiled
         graph = self._session.end(allow_empty=True)
@@ -160,7 +160,7 @@ class _BreakableScope(Scope):
             self._unrun.append(graph)
 
     def run_finished(self) -> None:
-        """End the current graph and run pending segments, so that the next body sees its inputs."""
+        """End the current graph, and replay new graphs, so that the next body sees its inputs."""
         self.finish_segment()
         open_recorded()
         try:
@@ -168,7 +168,7 @@ class _BreakableScope(Scope):
                 while self._unrun:
                     self._unrun[0].replay()
                     del self._unrun[0]
-        except ExecutableError as error:  # a broken form is captured while the step runs
+        except ExecutableError as error:  # ``full`` captures its broken form during a replay
             error.partly = len(self.segments) > 1
             raise
 
@@ -215,7 +215,15 @@ def capture_segments(
     host: Mapping[Mark, dict[str, Any]] | None = None,
     finish: Callable[[Any], None] | None = None,
 ) -> BreakablePlan:
-    """Capture ``job.fn`` in segments. A failure leaves no segments."""
+    """Capture ``job.fn`` in segments. After a failure, all segments are freed.
+
+    Args:
+        job: the job.
+        session: an open session.
+        host: host keyword arguments by mark, if they differ from those of the job.
+        finish: called with the outputs before the last segment ends. The capture then also runs
+            all segments, and does not use capture stubs.
+    """
     scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):
         scope.open()

@@ -1,10 +1,10 @@
 """Policy ``full``: the whole callable is one graph, and dynamic regions are updated in place.
 
-A replay with a key (its host values) has one of three forms, which write the same outputs:
+A replay runs in one of three ways, which write the same outputs:
 
-1. The recording of the key is applied to a graph with the same nodes.
-2. A *topology copy*, another capture of the whole callable, is made for the key.
-3. If recording exceeds its budget, the step runs *broken*, as under ``breakable``.
+1. The recording for the key (the host values) is applied to a graph with the same nodes.
+2. If the key needs other nodes, a *topology copy*, another capture of the whole callable, runs.
+3. If that exceeds the budget, the step runs *broken*: in segments, as under ``breakable``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _COUNTED = """
 """.split()
 
 
-_RECENT = 64  # number of unrecorded keys that are remembered
+_RECENT = 64  # maximum number of keys that are remembered without a recording
 
 
 class _MissBudget:
-    """The decision whether to record a new key; see ``UpdateBudget.misses``."""
+    """Decides whether to record a new key; see ``UpdateBudget.misses``."""
 
     def __init__(self, misses: int) -> None:
         self._misses = self._left = misses
@@ -71,13 +71,13 @@ class FullPlan:
     """One graph with its topology copies and its broken form.
 
     ``notes`` counts replays with host arguments: ``repeats`` of the previous key, ``hits`` and
-    ``misses`` of recordings, captured ``copies``, and ``broken`` steps by reason.
+    ``misses`` of recordings, captured ``copies``, and broken steps by reason (``broken_...``).
     """
 
     def __init__(self, job: Job, graph: DeviceGraph, outputs: Any) -> None:
         self.segments: list[Any] = [graph]
         self.outputs = outputs
-        # Detached tensors, so that the user cannot change their layout.
+        # Separate tensors over the same memory, whose layout the user cannot change.
         self._targets = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.detach, outputs, is_leaf=is_size
         )
@@ -88,7 +88,7 @@ class FullPlan:
         self._settings = Settings.current()
         self._budget = job.budget or UpdateBudget()
         self._misses = _MissBudget(self._budget.misses)
-        # Backends with asynchronous updates run the host code of regions for every key.
+        # Asynchronous updates run the host code of regions for known keys too, so misses are free.
         self._free_misses = job.budget is None and job.backend.capabilities.async_update
         self._graphs = [graph]
         self._current: DeviceGraph | None = graph
@@ -123,7 +123,7 @@ class FullPlan:
         if self._broken is not None:
             self._broken.close()
             self._broken = None
-        del self._job  # last, because a failed close is called again
+        del self._job  # last, because ``close`` is called again if it fails
 
     # Graphs.
 
@@ -154,7 +154,7 @@ class FullPlan:
             raise refusal
 
     def _copy(self, host: HostKwargs) -> DeviceGraph | None:
-        """Capture the whole callable for a key with different nodes; return None on failure."""
+        """Capture the whole callable with ``host``; return None if that fails."""
         job, started = self._job, time.perf_counter()
         graph = job.make_graph()
         scope = GraphScope(graph, host=host)
@@ -193,7 +193,7 @@ class FullPlan:
     def _run_broken(self) -> None:
         with self._settings.restored():
             if self._broken is None:
-                # The capture also runs the step.
+                # This capture also runs the step.
                 with session(self._job.pool, mode=self._job.capture_error_mode) as held:
                     self._broken = capture_segments(
                         self._job, held, host=self._host, finish=self._deliver
@@ -211,7 +211,7 @@ class _Full(Policy):
     def capture(self, job: Job, session: Session) -> FullPlan:
         if not job.backend.capabilities.loops:
             return self._captured(job, session, unrolls="backend")
-        outputs = copy.copy(job.outputs)  # for the second attempt: a capture consumes them
+        outputs = copy.copy(job.outputs)  # for a second attempt, because a capture consumes them
         try:
             return self._captured(job, session)
         except LoopError as error:
@@ -224,7 +224,7 @@ class _Full(Policy):
         scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)
-            # Regions and loops make their casts themselves, because they run apart from the rest.
+            # A region must make its casts itself, because an update runs it without the rest.
             caches = session.caches_casts and bool(job.owned.roots) and not job.spec.declared
             with autocast_cached(caches):
                 outputs = job.call_tracked()

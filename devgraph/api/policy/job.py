@@ -27,8 +27,9 @@ from devgraph.api.session import Session
 class UpdateBudget:
     """Limits of policy ``full`` for new host arguments during serving.
 
-    A recording costs about the host time of two broken steps. Each later step with the same key
-    saves nearly the time of a broken step. The defaults bound the loss if no key is repeated.
+    A *broken* step runs in segments, as under ``breakable``. Recording a key takes about the host
+    time of two broken steps, and each later step with that key saves almost the time of one. The
+    defaults bound the loss if no key is repeated.
 
     Raises:
         InputError: a limit is out of range.
@@ -46,10 +47,10 @@ class UpdateBudget:
     copy_seconds: float = 2.0
     """Maximum total time of capturing copies, in seconds."""
     may_capture: Callable[[], bool] | None = None
-    """Return whether a topology copy or a broken form may be captured in a replay.
+    """A callable that returns whether a replay may capture now.
 
-    Return False while outputs of the pool are leased, or if ranks must agree first. None allows
-    captures unless ``before_break`` is given, because then all ranks must capture together.
+    It should return False while outputs of the pool are in use, or if ranks must agree first. None
+    allows captures, unless ``before_break`` is given: then all ranks must capture together.
     """
 
     def __attrs_post_init__(self) -> None:
@@ -71,7 +72,7 @@ class Job:
     backend: Backend
     pool: Pool
     outputs: Outputs
-    """Places for the outputs of the captured step."""
+    """Memory for the outputs of the captured step."""
     capture_error_mode: str
     compiler: str | None
     before_break: Callable[[], None] | None
@@ -83,7 +84,7 @@ class Job:
     check: bool = False
     """Whether replays wait for the device after each segment, so that errors name the segment."""
     names: Names | None = None
-    """Names of the nodes, if requested."""
+    """Names the nodes, if requested."""
     warmup: int
     """Number of warm-up runs."""
     snapshot_limit: int
@@ -113,7 +114,7 @@ class Job:
         return graph
 
     def call(self, host: Mapping[str, Any]) -> Any:
-        """Run the step once with its own containers."""
+        """Run the step once with copies of the caller's containers."""
         with self.owned.run() as (args, kwargs):
             return self.fn(*args, **kwargs, **host)
 
@@ -125,7 +126,7 @@ class Job:
             return self.call(self.spec.tracked(asked))
 
     def warmed_up(self) -> None:
-        """Report the end of a warm-up run."""
+        """Call ``after_warmup``, if any."""
         if self.after_warmup is not None:
             self.after_warmup()
 
@@ -149,7 +150,7 @@ class Plan(Protocol):
     marks: list[Mark]
     """Marks with host values to resolve at each replay."""
     notes: dict[str, Any]
-    """Further counters of the policy for reports."""
+    """Counters of the policy for ``Captured.stats``."""
 
     def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
         """Set the host values of the next ``run``."""
@@ -167,8 +168,7 @@ class Policy(Protocol):
     def warm_up(self, job: Job, runs: int) -> Job:
         """Run the step ``runs`` times on the capture stream; return the job to capture.
 
-        Libraries initialise lazily in these runs. If the first run makes tensors for later runs,
-        there are at least two runs.
+        If the first run makes tensors for later runs, the step runs at least twice.
         """
         while runs > 0 or job.owned.is_unsettled:
             runs -= 1
@@ -177,4 +177,4 @@ class Policy(Protocol):
         return job
 
     def capture(self, job: Job, session: Session) -> Plan:
-        """Capture ``job.fn`` in ``session``. A failure leaves no graphs."""
+        """Capture ``job.fn`` in ``session``. After a failure, all graphs are freed."""

@@ -1,11 +1,11 @@
 """Policy ``piecewise``: the step is compiled in pieces, cut at marked functions.
 
 ``torch.compile`` traces the whole step once for all sizes. The trace is split at calls of marked
-functions. Each piece is compiled or runs uncompiled. The step is then captured as under
-``breakable``: one graph for each piece, with the marked functions between them.
+functions, and each piece is compiled (with compiler "eager", it is not). The step is then captured
+as under ``breakable``: one graph for each piece, with the marked functions between them.
 
-The tracer treats a marked function as one opaque operation, whose results ``fake`` describes. It is
-not a torch.library operation, because such operations may not return views of their arguments and
+The tracer treats a marked function as one opaque operation, whose results ``fake`` describes.
+Marked functions are not torch.library operations, which may not return views of their arguments and
 accept few types. Compilers see no marks, because pieces end at each mark.
 
 Host arguments enter the trace as *tokens*: zero-dimensional tensors that only marked functions use.
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 RECOMPILE_LIMIT = 2**20
 """Maximum number of compiled versions of a function.
 
-The tracer's default is 8, but all runners of a process may share one step function.
+The default of torch.compile is 8, which runners that share one step function would exceed.
 """
 
 INDUCTOR_OPTIONS = {"triton.cudagraphs": False}
@@ -84,16 +84,16 @@ def _host_value(name: str) -> Any:
     return _active().live[name]
 
 
-# Claims of marks, and the eager run that checks them. The compiler must know the results and writes
-# of a marked function without running it.
+# Claims of marks. The compiler must know the results and writes of a marked function without
+# running it. An eager run checks these claims.
 
 
 def _described(
     mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
 ) -> Any:
-    """Return the fake results of a marked function for fake arguments."""
+    """Return the fake results that a mark claims for fake arguments."""
     if mark.fake is None and mark.mutates:
-        return None  # the usual result of a region; the eager check refuses other results
+        return None  # the usual result of a region that writes; the eager run refuses others
     claim = mark.fn if mark.fake is None else mark.fake
     try:
         with autocast_uncached(), _sizes_unnamed(), _Closed() as closed:
@@ -127,7 +127,7 @@ def _of_unknown_shape(result: Any) -> bool:
 
 
 def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
-    """Allow data-dependent sizes in the body that are not sizes of its result."""
+    """Allow the body to create tensors of data-dependent size, except as results."""
     mode = detect_fake_mode()
     if mode is None or mode.shape_env is None:
         return contextlib.nullcontext()
@@ -173,7 +173,7 @@ class _Closed(OwnMode):
 
 
 _Versions = dict[str, list[tuple[int, int]]]
-"""Memory and version of the tensors in each argument; inference tensors have no version."""
+"""Storage address and version counter of the tensors in each argument, except inference tensors."""
 
 
 class _Checking(Scope):
@@ -224,7 +224,7 @@ class _Checking(Scope):
     def _compare(
         mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any], result: Any
     ) -> None:
-        """Raise RegionError unless the result has the declared layout."""
+        """Raise RegionError unless the result has the layout that the mark claims."""
         mode = FakeTensorMode()
 
         def fake(leaf: Any) -> Any:
@@ -262,7 +262,7 @@ def _versions(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ver
 
 
 class _Tracing(Scope):
-    """The scope of the trace, in which marks return fake results and run nothing."""
+    """The scope of the trace. Marks return fake results without running their functions."""
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, given = mark.split(args, kwargs)
@@ -300,7 +300,7 @@ def _mark_of(node: Node) -> Mark | None:
 
 
 _CALLS: tuple[Callable[..., Any], ...] = (marks.graph_break, gates.wait, gates.signal)
-"""Marks that are calls."""
+"""Marks that are functions to call, not decorators."""
 
 
 def _is_cut(node: Node) -> bool:
@@ -308,10 +308,7 @@ def _is_cut(node: Node) -> bool:
 
 
 class _Compiler:
-    """The ``torch.compile`` backend of this policy, which splits the trace and compiles pieces.
-
-    Compiler "eager" does not compile the pieces.
-    """
+    """The ``torch.compile`` backend of this policy, which splits the trace and compiles pieces."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -336,7 +333,7 @@ class _Compiler:
 
 
 def _bind_tokens(graph: GraphModule, values: Mapping[str, torch.Tensor]) -> None:
-    """Replace tokens by reads of current host values; refuse other uses of tokens."""
+    """Replace tokens in marked calls by reads of host values; refuse other uses of tokens."""
     names = {id(token): name for name, token in values.items()}
     tokens: dict[Node, str] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -374,7 +371,7 @@ def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node,
 
 
 def _picks_of_mark(node: Node) -> bool:
-    """Whether ``node`` is an element of a tuple that a marked function returned."""
+    """Whether ``node`` takes an element from a tuple that a marked function returned."""
     whole = node.args[0] if node.target is operator.getitem else None
     if not isinstance(whole, Node) or not isinstance(whole.meta.get("example_value"), tuple | list):
         return False
@@ -388,10 +385,12 @@ _MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
 
 
 def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
-    """Return ``graph`` in parts, and the modes of each part by the number in its name.
+    """Split ``graph`` into parts at marked functions and where modes change.
 
-    The graph is cut at marked functions and where modes change. Parts must not switch modes,
-    because they run separately and an exception may end a part early.
+    A part must not switch modes, because parts run separately and an exception may end one early.
+
+    Returns:
+        the split graph, and the modes of each part by the number in the part's name.
     """
     parts: dict[Node, int] = {}
     modes = [Modes.current()]
@@ -410,7 +409,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
                 parts[node] = len(modes)
                 modes.append(modes[-1])
             elif _picks_of_mark(node):
-                # A piece with a tuple as input would not know the layouts of the tuple's tensors.
+                # Keep it with the marked call: a piece cannot take a tuple as input.
                 parts[node] = parts[node.all_input_nodes[0]]
                 continue
             else:
@@ -433,15 +432,15 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
 
 
 class _Build:
-    """The pieces of one compilation. Equal pieces share code.
+    """The pieces of one compilation. Equal pieces share compiled code.
 
-    Compilations do not share code, because guards on sizes belong to one compilation.
+    Compilations do not share code, because their guards on sizes differ.
     """
 
     def __init__(self, compiler: str, piece_type: type[Any] | None) -> None:
         self._compiler = compiler
         self._piece_type = piece_type
-        self.known: dict[Any, Callable[..., Any]] = {}  # code by the signature of a piece
+        self.known: dict[Any, Callable[..., Any]] = {}  # compiled code by signature of the piece
         self.pieces = 0
 
     def piece(self, piece: GraphModule, modes: Modes) -> Callable[..., Any]:
@@ -481,9 +480,9 @@ def _computes(node: Node) -> bool:
 
 
 class _Entry:
-    """The callable inside the traced step, which runs or captures the pieces.
+    """The code that torch.compile calls after its guards: it runs or captures the pieces.
 
-    A capture begins here, so that it does not record the guards of the step.
+    The capture begins here, so that it does not record work of the guards.
     """
 
     def __init__(self, forward: Callable[..., Any], pieces: int) -> None:
@@ -511,7 +510,7 @@ class _Entry:
 
 
 class _Part(torch.nn.Module):
-    """A replacement for a part: a callable and its modes; None means the modes of the step."""
+    """A module that runs one part in its modes; None means the modes of the step."""
 
     def __init__(self, run: Callable[..., Any], modes: Modes | None) -> None:
         super().__init__()
@@ -526,11 +525,11 @@ class _Part(torch.nn.Module):
 
 
 def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
-    """Return the signature of a piece: its operations and the layouts of its inputs."""
+    """Return the signature of a piece: its operations, and the layouts of its inputs."""
     numbers = {node: index for index, node in enumerate(piece.graph.nodes)}
 
     def plain(value: Any) -> str:
-        # A node is represented by its class and position, so that it differs from a number.
+        # Represent a node by its class and position, so that it differs from a number.
         return repr(torch.fx.node.map_arg(value, lambda node: cast(Node, (Node, numbers[node]))))
 
     def target(node: Node) -> Any:
@@ -567,13 +566,13 @@ class _CompiledStep:
         self.job = job
         self.tokens = {name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared}
         self.live: Mapping[str, Any] = job.spec.declared
-        """Host values for the tokens: plain values, or tracked values in a capture."""
+        """Host values by name, which replace tokens: plain, or tracked in a capture."""
         self.session: Session | None = None  # the session, during a capture
         self.plan: BreakablePlan | None = None
         self.entry: _Entry | None = None  # the compiled step that ran
         self.entered_at = 0.0
         self.build: _Build | None = None
-        """The compilation for this step; None if existing code is reused."""
+        """The compilation that this step caused; None if it reuses compiled code."""
         self._compiler = compiler
         if isinstance(job.fn, torch.jit.ScriptModule | torch.jit.ScriptFunction):
             raise CaptureError(
@@ -586,7 +585,7 @@ class _CompiledStep:
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
     def __call__(self) -> Any:
-        """Call the compiled step; compile it first unless existing code fits."""
+        """Call the compiled step. torch.compile compiles it first if its guards fail."""
         job, before, started = self.job, self.build, time.perf_counter()
         outer = _running.set(self)
         try:
@@ -605,13 +604,13 @@ class _CompiledStep:
         return result
 
     def warm_up(self) -> None:
-        """Run once; compile and check the step unless existing code fits."""
+        """Run the step once. After a compilation, check it by an eager run."""
         before, failure, result = self.build, None, None
         try:
             result = self()
         except Exception as error:
             if self.entry is not None:
-                raise  # from the work of the step, not from its compilation
+                raise  # the step's own error: compilation has succeeded
             failure = error
         if failure is not None:
             # An eager run may raise the step's own exception, or report the line of a host read.
@@ -630,7 +629,7 @@ class _CompiledStep:
                     _refuse_lost_class(type(eager), type(compiled))
 
     def _check(self) -> Any:
-        """Return the result of an eager run with tracked host arguments that checks all claims."""
+        """Run the step eagerly with tracked host arguments, and check the claims of all marks."""
         job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(_Checking(job)):
@@ -683,7 +682,7 @@ def _refuse_lost_class(eager: type, compiled: type) -> None:
 
 
 def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a plain function that calls ``fn``, because the tracer inspects its callable."""
+    """Return a plain function that calls ``fn``, whose mark or hooks the tracer must not see."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -693,7 +692,7 @@ def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Apply tracer settings for one compilation for all sizes."""
+    """Configure the tracer to compile once for all sizes."""
     with (
         torch._dynamo.config.patch(
             recompile_limit=RECOMPILE_LIMIT,
@@ -711,8 +710,8 @@ def _settings() -> Iterator[None]:
 
 class _Piecewise(Policy):
     def __init__(self) -> None:
-        # The tracer looks up existing code by the identity of the compiler, and backends with the
-        # same device type may wrap pieces differently.
+        # The tracer finds compiled code by the identity of the compiler. Each backend has its own,
+        # because backends with the same device type may wrap pieces differently.
         self._compilers: dict[tuple[Any, ...], _Compiler] = {}
 
     def warm_up(self, job: Job, runs: int) -> Job:
@@ -771,7 +770,7 @@ def _hooks_of(step: Any) -> tuple[Any, ...]:
 
 
 def _has_hooks(step: Any) -> bool:
-    """Whether ``step`` is a module with hooks, which the tracer ignores in an outermost module."""
+    """Whether ``step`` is a module with hooks; the tracer ignores hooks of the outermost module."""
     return isinstance(step, torch.nn.Module) and bool(
         step._forward_pre_hooks or step._forward_hooks
     )
@@ -786,7 +785,7 @@ def _refuse_hooks_of_all_modules() -> None:
 
 
 def _refuse_compiled(step: Callable[..., Any]) -> None:
-    """Raise CaptureError for a step that torch.compile returned, which would trace the marks."""
+    """Raise CaptureError for a step that torch.compile returned, because it would trace marks."""
     wrapped = getattr(step, "_torchdynamo_orig_callable", None) is not None
     disabled = getattr(step, "_torchdynamo_disable", False)
     in_place = isinstance(step, torch.nn.Module) and step._compiled_call_impl is not None
@@ -798,7 +797,7 @@ def _refuse_compiled(step: Callable[..., Any]) -> None:
 
 
 def _raise_explained(error: Exception, compiler: str) -> NoReturn:
-    """Raise the error for a failed compilation, with its line and a remedy."""
+    """Raise a CaptureError for a failed compilation, with the user's line and a remedy."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, DeviceGraphError):
