@@ -46,7 +46,7 @@ FULL_BUILD = Capabilities(
     node_ranges=True,
     remakes_executables=True,
 )
-"""Capabilities of a vendor that supports all of torch and whose captures are graphs of nodes."""
+"""Capabilities of a vendor with full support in torch and a driver with graphs of nodes."""
 
 
 class Pages(Protocol):
@@ -57,10 +57,10 @@ class Pages(Protocol):
         """The allocator argument of a MemPool of the namespace."""
 
     def release(self, addresses: Sequence[int]) -> None:
-        """Release the memory of segments that have memory. The device is idle."""
+        """Release the memory of the segments at ``addresses``. The device is idle."""
 
     def restore(self, addresses: Sequence[int]) -> None:
-        """Map memory for segments that have no memory.
+        """Map memory for those segments at ``addresses`` that have none.
 
         Raises:
             ResourceError: the device has too little memory.
@@ -70,9 +70,9 @@ class Pages(Protocol):
 class TorchPool(Pool):
     """Graph memory in a private pool of torch's caching allocator, and the stream for captures.
 
-    Without an owner, a pool handle becomes invalid with its last graph, and the next capture fails
-    an internal assertion of torch. Therefore the pool holds two owners: a MemPool for device
-    memory, and a one-node graph for the pinned host memory of the same handle. All captures use one
+    torch's pool handle becomes invalid when its last graph is freed, and the next capture would
+    fail an internal assertion. Therefore the pool keeps the handle alive: by a MemPool for device
+    memory, and by a one-node graph (the *keeper*) for pinned host memory. All captures use one
     stream, because the allocator reuses blocks only within a stream.
     """
 
@@ -92,8 +92,8 @@ class TorchPool(Pool):
         self._freed: int | None = None
         self._stuck: list[Any] = []
         self.keeper: Any = None
-        """The one-node graph that owns the handle; None before the first capture."""
-        # The keeper writes this tensor, which must stay alive: ``draws_random`` may launch it.
+        """The one-node graph that keeps the handle alive; None before the first capture."""
+        # The keeper writes this tensor. ``draws_random`` may launch it, so keep the tensor alive.
         self._word: torch.Tensor | None = None
 
     def _make_memory(self) -> Any:
@@ -101,7 +101,7 @@ class TorchPool(Pool):
         return make() if self._pages is None else make(self._pages.allocator)
 
     def _segments(self, *memories: Any) -> dict[int, int]:
-        """Return the sizes of the allocator's segments in MemPools, by address."""
+        """Return the sizes of the allocator segments in ``memories`` (MemPools), by address."""
         snapshots = [self.snapshot(memory) for memory in memories if memory is not None]
         return {
             segment["address"]: segment["total_size"]
@@ -139,7 +139,7 @@ class TorchPool(Pool):
         self.backend.synchronize()  # the next stream that uses the memory is unknown
 
     def keep_alive(self) -> None:
-        """Capture the ``keeper``, unless it exists; called on the capture stream."""
+        """Capture the ``keeper`` if there is none; called on the capture stream."""
         if self.keeper is not None:
             return
         keeper = self.backend.make_native_graph()
@@ -173,8 +173,8 @@ class TorchPool(Pool):
 
     def snapshot(self, memory: Any) -> Any:
         """Return torch's description of the segments of ``memory``, a MemPool."""
-        # memory.snapshot() cannot be used: torch drops one reference too many to each number in its
-        # argument (pytorch/pytorch#196366), so pool numbers above 256 were freed while in use.
+        # memory.snapshot() is unsafe: torch drops one reference too many to each number in its
+        # argument (pytorch/pytorch#196366), so Python freed pool numbers above 256 while in use.
         backend = self.backend
         if backend.drops_references is None:
             backend.drops_references = self._drops_references()
@@ -184,7 +184,7 @@ class TorchPool(Pool):
         return backend.namespace.memory_snapshot(number)
 
     def _drops_references(self) -> bool:
-        """Call torch with a nonexistent pool, and test whether its number lost a reference."""
+        """Whether torch drops a reference to a pool number, tested with a nonexistent pool."""
         number = int("987654321987")
         absent_pool = (0, number)
         _add_references(absent_pool)
@@ -214,13 +214,13 @@ class TorchPool(Pool):
 
     @property
     def uses(self) -> int:
-        """Number of graphs and owners that torch counts for the pool's memory."""
+        """Number of owners of the pool's memory (graphs and the MemPool), as torch counts them."""
         return int(self._memory.use_count())
 
     def renew(self, stuck: Any) -> None:
-        """Use new memory for later captures, and keep the old memory.
+        """Use new memory for later captures, and keep the old memory and the graph ``stuck``.
 
-        The next capture creates the new keeper, because the current stream may be stuck.
+        The next capture makes a new keeper; the current stream may be unable to.
         """
         if stuck is not None:
             # torch still considers the capture active, so freeing memory would fail an assertion.
@@ -244,7 +244,7 @@ class TorchPool(Pool):
         return with_bits_of(tensor, plain)
 
     def owns(self, address: int) -> bool:
-        """Whether a device address lies in this pool's graph memory."""
+        """Whether a device address is in this pool's graph memory."""
         if self._find(address):
             return True
         if address in self._foreign:
@@ -262,10 +262,10 @@ class TorchPool(Pool):
         return at >= 0 and address < self._starts[at] + self._sizes[at]
 
     def forget_addresses(self) -> None:
-        """Clear the cache of addresses if memory may have changed owner since the last capture.
+        """Clear the cache of ``owns`` if segments may have changed owner since the last capture.
 
-        A segment belongs to one pool until the allocator frees it. If the allocator counts frees
-        and the count is unchanged, the cache stays, because a lookup takes 0.2 ms per address.
+        A segment belongs to one pool until the allocator frees it. The cache stays if the
+        allocator counts frees and the count is unchanged. A lookup takes 0.2 ms without the cache.
         """
         look = getattr(self.backend.namespace, "memory_stats_as_nested_dict", None)
         stats = {} if look is None else look(self.backend.device)
@@ -275,10 +275,7 @@ class TorchPool(Pool):
             self._foreign.clear()
 
     def region_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Route this thread's allocations to the region pool.
-
-        Re-run regions therefore never receive blocks that belong to a graph.
-        """
+        """Route this thread's allocations to the region pool, apart from the memory of graphs."""
         if self._region_memory is None:
             self._region_memory = self._make_memory()
         return self.allocating_in(self._region_memory)
@@ -286,7 +283,8 @@ class TorchPool(Pool):
     def allocating_in(self, memory: Any) -> contextlib.AbstractContextManager[Any]:
         """Route this thread's allocations to ``memory``, a MemPool.
 
-        If another thread or the garbage collector freed a pool in the block, the process would end.
+        No pool may be freed in the block, not even by another thread: torch would abort the
+        process.
         """
         routed: contextlib.AbstractContextManager[Any] = self.backend.namespace.use_mem_pool(
             memory, self.backend.device
@@ -295,7 +293,8 @@ class TorchPool(Pool):
 
 
 def _add_references(number: tuple[int, int]) -> None:
-    # Some vendors' memory_snapshot also passes True, which is immortal only from Python 3.12 on.
+    # memory_snapshot of some vendors also drops a reference to True, which Python before 3.12 would
+    # then free.
     for value in (*number, True):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
@@ -368,14 +367,14 @@ class TorchGraph(DeviceGraph):
             native.reset()
 
     def _recover(self, native: Any) -> None:
-        """Restore torch's state after the driver refused the end of a capture.
+        """Restore torch's state after the driver refused to end a capture.
 
-        Some versions of torch then keep routing allocations to the pool and keep the random
-        generator in capture mode. Ending a new, empty capture through the same object runs the
-        skipped clean-up.
+        Some versions of torch then continue to route allocations to the pool, and the random
+        generator stays in capture mode. To run their clean-up, begin an empty capture and end it
+        through the same object.
         """
         if self.pool.uses == self._uses:
-            return  # torch has cleaned up
+            return  # torch has cleaned up itself
         try:
             self.backend.reopen_capture()
             self.backend.end_native(native)
@@ -384,7 +383,7 @@ class TorchGraph(DeviceGraph):
                 "%s: a failed capture could not be undone (%s); its memory stays reserved, and "
                 "later captures of this pool use new memory",
                 self.backend.name,
-                str(error),  # a record that is kept must not keep the frames of the step
+                str(error),  # not the error itself: a kept log record would keep its traceback
             )
             self.pool.renew(native)
 
@@ -412,7 +411,7 @@ class TorchBackend(Backend):
     sticky_errors: frozenset[int] = frozenset()
     """Error codes of the driver after which every later call of the process fails."""
     drops_references: bool | None = None
-    """Whether torch's snapshots drop references to their argument; None before the test."""
+    """Whether torch's ``memory_snapshot`` drops references to its argument; None: not tested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -495,7 +494,7 @@ class TorchBackend(Backend):
         raise NotImplementedError(f"backend {self.name!r} has no raw stream capture")
 
     def prepare_stream(self) -> None:
-        """Create the library handles of the current stream, which a capture could not create."""
+        """Create library handles for the current stream that a capture could not create."""
 
     def make_native_graph(self) -> Any:
         return getattr(self.namespace, self.graph_class_name)()
@@ -587,15 +586,11 @@ class TorchBackend(Backend):
         return str(error).partition("\n")[0] if lost else None
 
     def is_unjoined(self, error: BaseException) -> bool:
-        """Whether ``error`` at the end of a capture means that a forked stream was not joined."""
+        """Whether the end of a capture raised ``error`` because a stream was not joined."""
         return "unjoined" in str(error).lower()
 
     def retire_if_capturing(self, stream: Any) -> bool:
-        """Retire ``stream`` if it is stuck in a failed capture, or if its state is unknown.
-
-        Returns:
-            True if ``stream`` was retired.
-        """
+        """Retire ``stream``, and return True, unless it is known not to be capturing."""
         with contextlib.suppress(Exception), self.namespace.stream(stream):
             if not self.namespace.is_current_stream_capturing():
                 return False
@@ -632,20 +627,20 @@ class TorchBackend(Backend):
                 with self.guard():
                     yield
         except BaseException:
-            # Waiting for a stuck stream would make the current stream part of its capture.
+            # A wait for a stream that is still capturing would join the current stream to it.
             if not self.retire_if_capturing(side):
                 with contextlib.suppress(Exception):
                     self.join(current, side)
             raise
         self.join(current, side)
         if pool.ordered_stream is not None and pool._last_stream == side:
-            # The next capture, perhaps on another thread, may use ``side``; no replay may wait for
-            # a capturing stream.
+            # Another thread may capture on ``side`` next, and replays must not wait for a capturing
+            # stream.
             pool._last_stream, pool.ordered_stream = current, self.current_stream_id()
 
     def captures_on(self, stream: Any) -> bool:
         """Whether captures may use the caller's ``stream`` instead of the pool's stream."""
-        # On a device that does not report its default stream, every stream is accepted.
+        # If a device does not report its default stream, accept every stream.
         default = getattr(self.namespace, "default_stream", lambda device: None)
         return stream is not None and bool(stream != default(self._device))
 
@@ -667,7 +662,7 @@ class TorchBackend(Backend):
         current.wait_stream(side)
 
     def bind_worker(self, index: int) -> None:
-        """Bind this process to device ``index`` modulo the number of devices (xdist workers)."""
+        """Use device ``index`` modulo the number of devices in this process, an xdist worker."""
         self.namespace.set_device(index % self.namespace.device_count())
         self._device = torch.device(self.device_type, self.namespace.current_device())
         self._capture_stream = None

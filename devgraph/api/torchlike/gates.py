@@ -1,10 +1,10 @@
-"""Gates on flags in device memory, for drivers whose streams can wait for words and write them.
+"""Gates as flags in device memory, for drivers whose streams can write words and wait for them.
 
-The device waits until a flag is 1. Before a launch, the launch stream clears all flags, sets the
-flags of gates that are already open, and publishes the number of the launch. A gate of a launch
-that has begun is opened by the stream of ``open_after`` itself. Any other gate is opened by an
-*opener* stream, which waits for that number, so it never opens a gate of an earlier launch. Signals
-are words that the host reads.
+The device waits until the flag of a gate is 1. Before a launch, the launch stream clears all flags,
+sets the flags of gates that are already open, and writes the number of the launch to a word for the
+host. After ``open_after``, the caller's stream sets the flag itself if the launch has begun. In all
+other cases an *opener* stream waits for the number of the launch and sets the flag, so that it
+never opens a gate of an earlier launch. Signals are words that the host reads.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CAPACITY = 4096
 """Maximum number of places (names times iterations) of one capture or runner."""
 
 WRITE, AT_LEAST, EQUAL = -1, 0, 1
-"""Kinds of operations: a write, and two waits with the drivers' numbers of comparisons."""
+"""Kinds of ``Op``: a write, and two waits, whose values are the drivers' comparison flags."""
 
 _SPARES = 2
-"""Number of openers that are ready for new streams of ``open_after``."""
+"""Number of openers to keep ready for new streams of ``open_after``."""
 
 NON_BLOCKING = 1
-"""The drivers' flag for streams that do not wait for the default stream."""
+"""The drivers' flag of streams that do not wait for the default stream."""
 
 
 class Op(NamedTuple):
@@ -44,7 +44,7 @@ class Op(NamedTuple):
 
 
 class _After:
-    """The end of the work on a stream: an event, or a word that the stream sets to a value."""
+    """The fence of one ``open_after``. ``event`` is None if the stream itself opens the gate."""
 
     def __init__(self, done: Callable[[], bool], stream: int, number: int, event: Any) -> None:
         self.done, self.stream, self.number, self.event = done, stream, number, event
@@ -72,8 +72,7 @@ class FlagGates:
         self._size, self._mask = sizeof(self.word), 256 ** sizeof(self.word) - 1
         dtype = torch.int32 if self._size == 4 else torch.int64
         self._flags = torch.zeros(3 * CAPACITY + 2, dtype=dtype, device=backend.device)
-        """Flags of all places, and copies of the words for drivers that cannot write host memory.
-        """
+        """Flags of all places, then room for the words on drivers that cannot write host memory."""
         self._words = backend.pin(torch.zeros(2 * CAPACITY + 2, dtype=dtype, device="cpu"))
         backend.namespace.current_stream(backend.device).synchronize()
         self._flag = self._flags.data_ptr()
@@ -86,16 +85,16 @@ class FlagGates:
         """Openers that are not in use."""
         self._make_openers()
         self._openers: dict[Any, Any] = {None: self._spares.pop(0)}
-        """Streams that open gates, by the stream of ``open_after``; None is the key of ``open``."""
+        """Opener streams, by the stream passed to ``open_after``; None is the key for ``open``."""
         self._fences: dict[int, _After] = {}
-        """The last fence of each stream, which finishes after all earlier fences."""
+        """The last fence of each stream; earlier ones have finished when it has."""
         self._numbers = itertools.count()
         self._launch_stream: int | None = None
         self._dirty = False
 
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
         stream = self.current()
-        if stream != self._launch_stream:  # freeing the flags waits for this stream
+        if stream != self._launch_stream:  # keep the flags until this stream has used them
             self._backend.hold(self._flags, self._current_stream())
             self._launch_stream = stream
         if self._dirty:
@@ -192,10 +191,9 @@ class FlagGates:
         return self._backend.namespace.current_stream(self._backend.device)
 
     def _opener(self, key: int | None) -> Any:
-        """Return the stream that opens gates after the stream ``key`` of ``open_after``.
+        """Return the opener for the stream ``key`` of ``open_after``, shared if there is no spare.
 
-        It must not be a stream of torch, which other code may use for launches. Without a spare,
-        the stream shares the opener of another stream until the launch has ended.
+        Openers are not torch's streams, because other code may launch on those.
         """
         if key not in self._openers:
             if not self._spares:
@@ -206,15 +204,15 @@ class FlagGates:
     def _make_openers(self) -> None:
         """Make openers while no launch waits.
 
-        A driver may wait for all work before it makes a stream, including a launch whose gate that
-        stream must open.
+        A driver may wait for all work before it makes a stream. This would be a deadlock if a
+        launch waited for a gate that the new stream must open.
         """
         with self._backend.on_device():
             while len(self._spares) < _SPARES:
                 self._spares.append(self.make_stream())
 
     def _settle(self) -> None:
-        """Make the launch stream wait for opens that the last launch did not use."""
+        """Make the launch stream wait for operations that would open gates of the last launch."""
         if not all(fence() for fence in self._fences.values()):
             raise GateError(
                 "a stream passed to open_after has not finished, although its replay is over and "
@@ -227,7 +225,7 @@ class FlagGates:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            # An opener has no work after the end of a launch, unless that launch is invalid.
+            # Openers are idle after the end of the last launch, unless that launch was invalid.
             pending = self.finished() < self._launched or self._dirty
             if self._backend.keeps_memory or pending:
                 keep_forever(self._words, self._flags)
@@ -238,11 +236,11 @@ class FlagGates:
     # Calls of the driver.
 
     def published(self, words: int) -> int:
-        """Return the address at which streams write the host's ``words``."""
+        """Return the address at which streams can write the host's ``words``."""
         return words
 
     def current(self) -> int:
-        """Return the handle of the current stream, which has all work issued so far."""
+        """Return the handle of the current stream, after handing all issued work to the driver."""
         return int(self._backend.current_stream_id())
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:
@@ -258,7 +256,7 @@ class FlagGates:
         raise NotImplementedError
 
     def external(self, handle: int) -> Any:
-        """Return a torch stream for a stream of the driver."""
+        """Return a torch stream that wraps a stream handle of the driver."""
         namespace: Any = self._backend.namespace
         return namespace.ExternalStream(handle, device=self._backend.device)
 
@@ -267,5 +265,5 @@ class FlagGates:
         raise NotImplementedError
 
     def free_stream(self, stream: Any) -> None:
-        """Destroy a stream after its work."""
+        """Destroy a stream when its work has finished."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Guards against random numbers and unjoined streams in captures."""
+"""Checks for random numbers and unjoined streams in captures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from devgraph.api.modes import OwnMode
 from devgraph.api.torchlike.node_calls import Capture, NodeRuntime
 
 MOST_STREAMS = 64
-"""Number of requests that cycles through all streams: torch has 32 streams per priority."""
+"""Number of stream requests that returns every stream: torch cycles through 32 per priority."""
 
 
 def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call of an operation draws random numbers; dropout with p=0 does not."""
+    """Whether a call of ``func`` draws random numbers. Dropout with p=0 does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for index, argument in enumerate(func._schema.arguments):
@@ -31,10 +31,9 @@ def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 
 
 class RandomGuard(OwnMode):
-    """A mode that refuses operations that draw random numbers while this thread captures.
+    """A mode that refuses to draw random numbers in a capture, because replays would repeat them.
 
-    A graph would repeat the numbers of the capture in every replay. Warm-up runs and the eager
-    bodies of breaks may draw random numbers.
+    Warm-up runs and the eager bodies of breaks may draw random numbers.
     """
 
     def __init__(self, why: str, error: type[DeviceGraphError] = CaptureError) -> None:
@@ -51,7 +50,7 @@ class RandomGuard(OwnMode):
 
 
 class SideStreams:
-    """A search of a device's streams for forks of a capture."""
+    """Finds the streams that a capture forked and did not join."""
 
     def __init__(
         self, runtime: NodeRuntime, make: Callable[..., Any], handle_of: Callable[[Any], int]
@@ -61,11 +60,10 @@ class SideStreams:
         self._handle_of = handle_of
 
     def unjoined(self, stream: int, capture: Capture) -> list[int]:
-        """Return the streams that forked from ``capture`` with work that ``stream`` does not join.
+        """Return the streams that forked from ``capture``, on ``stream``, and have unjoined work.
 
-        ``capture`` is the capture on ``stream``. Forks without work are returned only if there are
-        no others. The search runs before the end of the capture, after which the driver no longer
-        knows the streams.
+        If there are none, return forked streams without work. Call this before the end of the
+        capture, because afterwards the driver does not know the streams.
         """
         capture_id, graph, joined = capture
         forked = {}
@@ -93,7 +91,7 @@ class SideStreams:
 
 
 def name_streams(streams: Sequence[int]) -> str:
-    """Return the error message for streams that were not joined."""
+    """Return the error message that names streams that were not joined."""
     names = ", ".join(f"{stream:#x}" for stream in streams)
     noun = "streams" if len(streams) > 1 else "stream"
     return (

@@ -1,8 +1,8 @@
-"""The node calls of a driver, bound by ctypes from one table for all vendors.
+"""Graph calls of a driver on raw handles, bound by ctypes.
 
-Drivers whose captures are graphs of nodes use the same names after a prefix and nearly the same
-arguments. Additional and different calls are in the vendor's package. The callers of this module
-use plain functions on raw handles.
+The drivers of all vendors with graphs of nodes have the same calls: names differ by a prefix, and
+arguments hardly. One table therefore serves all of them. A vendor's package adds the calls that
+differ.
 """
 
 from __future__ import annotations
@@ -40,30 +40,31 @@ class Update(NamedTuple):
     """The node of the captured graph."""
     kind: str
     params: Any
-    """Parameters as the driver returned them; they point into the recording's graph, which must
+    """Parameters as the driver returned them. They point into the graph of ``source``, which must
     stay alive."""
     source: int
     """The node from which the parameters were read."""
     exact: bool
-    """Whether an existing executable accepts the parameters, and not only a new executable."""
+    """Whether an existing executable accepts the parameters. Otherwise a new one is needed."""
 
 
 Capture = tuple[int, int, list[int]]
-"""A capture in progress on one of its streams: id, graph, and the nodes that precede the stream's
-next work."""
+"""A capture in progress on a stream: id, graph, and the nodes on which the stream's next work will
+depend."""
 
 Edges = tuple[Sequence[int], Sequence[int], Sequence[Hashable]]
-"""The edges of a graph as three sequences of equal length: source nodes, target nodes and kinds.
-Kinds are only compared."""
+"""The edges of a graph as three sequences of equal length: source nodes, target nodes, and opaque
+kinds that can be compared."""
 
 
 Read = Callable[[str, Any, int], tuple[Any, bool, bool] | None]
-"""A function whose arguments are a kind, the fixed properties of an executable's node of that kind,
-and a node. It returns the node's parameters, whether the executable's node accepts them, and
-whether they point to host memory; or None for a node of another kind."""
+"""A function that reads a node, given a kind and the fixed properties of a node of an executable.
+
+It returns the parameters, whether the executable's node accepts them, and whether they point to
+host memory. It returns None if the node has another kind."""
 
 Arguments = tuple[Any, ...]
-"""The ctypes types of a call's arguments; every call returns an error code, 0 for success."""
+"""The ctypes types of a call's arguments. Every call returns an error code; 0 is success."""
 
 _P = ctypes.c_void_p  # a handle, an address, or a pointer to a result
 
@@ -85,8 +86,8 @@ BRIEF: Mapping[str, Arguments] = {
     "GraphMemsetNodeSetParams": (_P, _P),
     "GraphExecMemsetNodeSetParams": (_P,) * 3,
 }
-"""Calls that take less time than releasing the GIL, and so keep it. Another thread that acquired
-the GIL in between could hold it for milliseconds."""
+"""Short calls, which keep the GIL. Releasing it would take longer than the call, and another thread
+could then hold it for milliseconds."""
 
 WAITING: Mapping[str, Arguments] = {
     "StreamBeginCapture": (_P, c_int),
@@ -97,7 +98,7 @@ WAITING: Mapping[str, Arguments] = {
     "GraphLaunch": (_P, _P),
     "GraphExecDestroy": (_P,),
 }
-"""Calls that take long or may wait for the device; they release the GIL."""
+"""Calls that are slow or may wait for the device, and therefore release the GIL."""
 
 
 def structure(name: str, **fields: Any) -> Any:
@@ -119,14 +120,14 @@ THREAD_LOCAL = 1
 _OUT_OF_MEMORY = 2  # error code for insufficient memory in all drivers
 
 _NOT_CAPTURING, _ACTIVE = 0, 1
-"""Capture states of a stream; other values mean an invalidated capture."""
+"""Capture states of a stream. The only other state is an invalidated capture."""
 
 
 class NodeRuntime:
-    """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``.
+    """A driver's graph calls. Handles are ints, and a failed call raises ``RuntimeCallError``.
 
     A vendor sets the class attributes and implements ``fixed``, ``judge`` and ``error_text``, and
-    ``looping`` if it supports loops.
+    for loops also ``looping``.
 
     Args:
         brief: the library as loaded by ``ctypes.PyDLL``, which keeps the GIL.
@@ -134,18 +135,18 @@ class NodeRuntime:
     """
 
     prefix: ClassVar[str]
-    """Prefix of the names of all calls."""
+    """Prefix of the driver's functions, before the name of the call."""
     suffixes: ClassVar[Mapping[str, str]] = {}
-    """Suffixes of the library's names of some calls."""
+    """Suffixes of some of the driver's functions, by call."""
     calls: ClassVar[Mapping[str, Arguments]] = {}
-    """Brief calls of this driver that the tables lack, or list with other arguments."""
+    """Further short calls, and short calls whose arguments differ from ``BRIEF``."""
     waiting_calls: ClassVar[Mapping[str, Arguments]] = {}
-    """Calls of this driver that may wait."""
+    """Further calls that may wait, and those whose arguments differ from ``WAITING``."""
     structures: ClassVar[Mapping[str, type[Any]]]
     """The ctypes structure of the parameters of each kind of node."""
     instantiate_flags: ClassVar[int]
-    """Flags of torch's own executables. Other flags would change priorities or keep memory that a
-    graph allocates."""
+    """The flags with which torch instantiates graphs. They decide priorities, and whether a launch
+    frees memory that the graph allocated."""
 
     def __init__(self, brief: Any, waiting: Any) -> None:
         self._functions: dict[str, Any] = {}
@@ -160,7 +161,7 @@ class NodeRuntime:
         self.missing = frozenset(map(self._symbol, all_calls.keys() - self._functions.keys()))
         """The functions that the library lacks."""
         self.kinds = dict(enumerate(KINDS))
-        """Kind of node per value of the driver's node type."""
+        """Kinds of nodes by the driver's value of the node type."""
         self._info_words = len(all_calls["StreamGetCaptureInfo"]) - 1
         self._edge_columns = len(all_calls["GraphGetEdges"]) - 2
 
@@ -170,7 +171,7 @@ class NodeRuntime:
     # Calls by name.
 
     def function(self, name: str) -> Callable[..., int]:
-        """Return the function of a call, which returns an error code."""
+        """Return the driver's function for a call. It returns an error code."""
         function: Callable[..., int] = self._functions[name]
         return function
 
@@ -187,7 +188,7 @@ class NodeRuntime:
         return handle.value
 
     def failed(self, error: int, name: str, *args: Any) -> None:
-        """Repeat a failed call if it can succeed now, and otherwise raise its error."""
+        """Repeat a failed call if ``recovers``; raise its error if it still fails."""
         if self.recovers():
             error = self._functions[name](*args)
         if error:
@@ -204,19 +205,15 @@ class NodeRuntime:
         raise NotImplementedError
 
     def recovers(self) -> bool:
-        """Provide a missing precondition of a failed call; return whether to repeat the call."""
+        """Try to remove the cause of a failed call, and return whether to repeat the call."""
         return False
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
-        """Return the properties of a node that an executable cannot change."""
+        """Return the properties of a node that an update of an executable cannot change."""
         raise NotImplementedError
 
     def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
-        """Return the parameters of ``node`` and two booleans about them.
-
-        These are whether an executable's node with ``fixed`` properties accepts the parameters, and
-        whether they point to host memory.
-        """
+        """Return the parameters of ``node`` and two booleans, as ``Read`` describes."""
         raise NotImplementedError
 
     def arguments(self, kind: str, params: Any) -> tuple[Any, ...]:
@@ -224,7 +221,7 @@ class NodeRuntime:
         return (addressof(params),)
 
     def context(self) -> tuple[Any, ...]:
-        """Return the last arguments of a call that writes a copy or fill into an executable."""
+        """Return the last arguments of calls that update a copy or fill in an executable."""
         return ()
 
     def looping(
@@ -233,8 +230,10 @@ class NodeRuntime:
         """Record the launches of the block on stream ``body`` as a loop in a capture on ``stream``.
 
         Replays repeat the loop while the byte at the address ``going`` is not zero. ``prepare`` is
-        called before ``body`` captures, so that it may allocate. Yield a callable that returns the
-        number of nodes of the body after the block.
+        called before the capture on ``body`` begins, so it may allocate.
+
+        Yields:
+            a callable that returns the body's number of nodes after the block.
         """
         raise NotImplementedError
 
@@ -256,8 +255,8 @@ class NodeRuntime:
 
     def capture_of(self, stream: int) -> Capture | None:
         """Return the valid capture that ``stream`` is part of, or None."""
-        # The call writes one word per result: state (an int, in the lower half), id, graph, nodes,
-        # kinds of their edges (on drivers with edge data), number of nodes.
+        # The driver writes one word per result: state (an int in the lower half), id, graph, nodes,
+        # edge kinds (only on drivers with edge data), number of nodes.
         words = (c_uint64 * self._info_words)()
         at = addressof(words)
         self.call("StreamGetCaptureInfo", stream, *range(at, at + ctypes.sizeof(words), 8))
@@ -268,7 +267,7 @@ class NodeRuntime:
         return words[1], words[2], nodes
 
     def begin_capture(self, stream: int) -> None:
-        """Begin a thread-local capture on ``stream`` without torch's knowledge."""
+        """Begin a thread-local capture on ``stream`` that torch does not know of."""
         self.call("StreamBeginCapture", stream, THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
@@ -321,8 +320,7 @@ class NodeRuntime:
         return params
 
     def reader(self) -> Read:
-        """Return a function that reads nodes, for use by one thread."""
-        # A recording reads hundreds of nodes, so the function does little more than driver calls.
+        """Return a fast function that reads nodes, for use by one thread."""
         functions, structures, kinds = self._functions, self.structures, self.kinds
         get_type, value, judge = functions["GraphNodeGetType"], c_int(), self.judge
         address = addressof(value)
@@ -341,7 +339,7 @@ class NodeRuntime:
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
         """Return a copy of ``graph`` with new parameters; the caller owns the copy."""
-        self.context()  # without a context, setting a node's kernel can end the process
+        self.context()  # without a driver context, setting a node's kernel can crash the process
         copy = self.make("GraphClone", graph)
         try:
             for update in updates:
@@ -357,10 +355,10 @@ class NodeRuntime:
         return copy
 
     def _relaunch(self, node: int, update: Update) -> None:
-        """Set the kernel and launch attributes of a node that is not in an executable yet.
+        """Set the kernel and the launch attributes of a graph's node.
 
-        A node refuses attributes that do not fit its current kernel, and a kernel that does not fit
-        its current attributes. Therefore both orders are tried.
+        A node refuses attributes that do not suit its current kernel, and a kernel that does not
+        suit its current attributes. Therefore both orders are tried.
         """
         params = addressof(update.params)
         try:
@@ -375,7 +373,7 @@ class NodeRuntime:
     def write(self, updates: Sequence[Update], executable: int) -> None:
         """Write parameters into an executable of the captured graph, for all later launches.
 
-        After a failure the executable holds a part of the new parameters.
+        After a failure, some nodes of the executable have the new parameters.
         """
         set_kernel, context = self._functions["GraphExecKernelNodeSetParams"], self.context()
         for node, kind, params, _, _ in updates:

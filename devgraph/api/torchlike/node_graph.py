@@ -1,7 +1,6 @@
 """NodeGraph, a torch graph whose regions are updated node by node, and its backend.
 
-Both serve all vendors whose captures are graphs of nodes with parameters.
-``devgraph.api.torchlike.node_calls.NodeRuntime`` defines the driver calls that they need.
+They serve all vendors whose driver has graphs of nodes with parameters (``NodeRuntime``).
 """
 
 from __future__ import annotations
@@ -47,25 +46,27 @@ from devgraph.api.torchlike.recording import (
 logger = logging.getLogger(__name__)
 
 _USES_WITH_ROOM = 2
-"""Number of uses at which a key gets a separate executable while the budget has room. A key that is
-used twice tends to be used again, and later uses then need no update."""
+"""Number of uses at which a recording gets an executable of its own if the budget has room. A key
+that is used twice tends to be used again, and later uses then need no update."""
 
 _USES_WHEN_FULL = 16
-"""Number of uses at which a key gets a separate executable if another must be evicted. Creating an
-executable costs the host time of about 12 updates (docs/benchmarks.md), so 16 uses repay it."""
+"""Number of uses at which a recording gets an executable of its own if another must be evicted for
+it. Creating an executable costs the host time of about 12 updates (docs/benchmarks.md)."""
 
 
 @attrs.define
 class _Call:
     lane: Any  # the stream of the call, or None for the capture stream
     last: frozenset[int]
-    """Nodes that precede the capture stream's next work since the call, but did not before it. At
-    least one belongs to the region."""
+    """Nodes on which the capture stream's next work depends after the call but not before it. At
+    least one of them belongs to the region."""
     start: int  # position of the call's first node, not counting nodes of loops
     nodes: tuple[int, ...] = ()  # the call's nodes; empty until the end of the capture
 
 
 class _Direct:
+    """The launch of a driver's executable, after torch's prologue if there is one."""
+
     def __init__(
         self, backend: NodeBackend, handle: int, prologue: Callable[[], None] | None
     ) -> None:
@@ -73,16 +74,15 @@ class _Direct:
         self._handle = handle
         self._prologue = prologue
         launch = self._runtime.launcher(handle, backend.current_stream_id)
-        self._launch = self._behind_prologue(launch)
+        self._launch = self._after_prologue(launch)
         self.launch = backend.guarded(self._launch)
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return the launch or, for a given stream, the driver's own call."""
         if stream is None:
             return self._launch
-        return self._behind_prologue(self._runtime.bound(self._handle, stream))
+        return self._after_prologue(self._runtime.bound(self._handle, stream))
 
-    def _behind_prologue(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def _after_prologue(self, launch: Callable[[], None]) -> Callable[[], None]:
         prologue = self._prologue
         if prologue is None:
             return launch
@@ -95,10 +95,9 @@ class _Direct:
 
 
 class _Own:
-    """The captured graph and its own executable.
+    """The captured graph and its *own* executable, with the parameters of one recording at a time.
 
-    An ``EvictableExecutable`` creates and drops the executable, which holds the parameters of one
-    recording at a time.
+    An ``EvictableExecutable`` calls ``make`` and ``drop``.
     """
 
     def __init__(self, graph: NodeGraph, raw: int) -> None:
@@ -108,12 +107,12 @@ class _Own:
         self.raw: RawGraph | None = RawGraph(self._backend.driver, raw)
         """The captured graph, or None after it was freed."""
         self.prologue: Callable[[], None] | None = None
-        """Torch's part of a replay, or None for a graph without random numbers."""
+        """torch's replay, which advances random generators; None for a graph without draws."""
         self.captured: NodeRecording | None = None  # the recording of the capture
         self.held: NodeRecording | None = None  # the recording that the executable launches
 
     def make(self) -> Executable:
-        """Create the executable of the captured graph with the parameters of ``held``."""
+        """Create the executable, with the parameters of ``held``."""
         backend, graph = self._backend, dereference(self._graph)
         if self.raw is None:
             raise StateError("cannot replay a graph that was closed or reset.")
@@ -129,7 +128,7 @@ class _Own:
         return graph.update_strategy.launches(graph, direct, recording, own=True)
 
     def close(self) -> None:
-        """Free everything, because bound launches may keep this object alive."""
+        """Free everything now; bound launches may keep this object alive."""
         self.drop()
         self.raw = None
 
@@ -148,7 +147,7 @@ class _Own:
 
 
 class UpdateStrategy:
-    """Steps by which one graph applies recordings; a vendor may add steps.
+    """Decides how one graph applies recordings; vendors override methods.
 
     Each method receives the graph, which owns this object.
     """
@@ -157,10 +156,10 @@ class UpdateStrategy:
         """Prepare for a capture that may have updatable regions."""
 
     def close_regions(self, graph: NodeGraph, number: int) -> None:
-        """Launch the work after the regions of recording ``number``; 0 is the capture."""
+        """Launch work after the regions of recording ``number``; number 0 is the capture."""
 
     def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
-        """Whether to create a separate executable for ``recording``, which has none."""
+        """Whether to create an executable for ``recording``, which has none."""
         if not recording.exact:
             return True
         if recording.executable_bytes <= graph.pool.recordings.room:
@@ -180,16 +179,19 @@ class UpdateStrategy:
         *,
         own: bool,
     ) -> Executable:
-        """Return the launch target for an executable with the parameters of ``recording``.
+        """Return a launch target that launches ``executable``.
 
-        Without a recording, the executable has the parameters of the capture. With ``own``, the
-        target is the graph's own executable, into which other recordings are written.
+        Args:
+            graph: the graph.
+            executable: an executable with the parameters of ``recording``.
+            recording: the recording; None for the parameters of the capture.
+            own: whether this is the graph's own executable, into which recordings are written.
         """
         return executable
 
 
 class NodePool(TorchPool):
-    """A pool from which eager bodies also allocate their results."""
+    """A pool that also provides memory for results of eager bodies."""
 
     def graph_memory(self) -> contextlib.AbstractContextManager[Any]:
         return self.allocating_in(self._memory)
@@ -198,10 +200,10 @@ class NodePool(TorchPool):
 class NodeGraph(TorchGraph):
     """A captured graph, its executable, and the recordings of its regions.
 
-    torch owns the memory pool and the random state and ends an empty capture. This object owns the
-    driver's graph and instantiates its *own* executable, so executables can be dropped and
-    rebuilt. A replay by torch launches no work, but only torch advances random generators. So
-    torch's replay precedes each launch of a graph that draws random numbers.
+    torch owns the memory pool and the random state, and captures an empty graph. This object owns
+    the driver's graph and instantiates it, so its executable can be dropped and rebuilt. For a
+    graph that draws random numbers, torch's empty graph is replayed before each launch, because
+    only torch can advance random generators.
     """
 
     backend: NodeBackend
@@ -254,7 +256,7 @@ class NodeGraph(TorchGraph):
             if self._repeated:  # all iterations would draw equal numbers
                 raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
-        else:  # torch's executable of the empty graph is never launched
+        else:  # torch's empty graph is not needed
             native, self._native = self._native, None
             native.reset()
         if self._nodes and self.calls:
@@ -270,7 +272,7 @@ class NodeGraph(TorchGraph):
     def _close_capture(self) -> None:
         stream = self.backend.current_stream_id()
         self._own = _Own(self, self._runtime.end_capture(stream))
-        self._runtime.begin_capture(stream)  # an empty capture, because torch must end one
+        self._runtime.begin_capture(stream)  # an empty capture, for torch to end
         super()._close_capture()
 
     def _abort(self) -> None:
@@ -300,8 +302,9 @@ class NodeGraph(TorchGraph):
         with (
             backend.namespace.stream(other),
             looping(address, backend.prepare_stream) as count,
-            # The pool accepts allocations only from torch's own capture, and torch 2.14 cannot
-            # route other captures to another pool. So enter the region pool on the capture stream.
+            # During the loop's capture, torch does not allocate from the graph's pool, and torch
+            # 2.14 cannot switch pools on a stream whose capture it does not know. Therefore switch
+            # to the region pool on the capture stream.
             backend.namespace.stream(captured),
             self.pool.region_memory(),
             backend.namespace.stream(other),
@@ -326,12 +329,12 @@ class NodeGraph(TorchGraph):
         call.note = _Call(lane, frozenset(last).difference(before), start)
 
     def _captured_so_far(self) -> tuple[int, Sequence[int]]:
-        """Return the capture's number of nodes and the nodes that precede its next work."""
+        """Return the capture's number of nodes, and the nodes on which its next work depends."""
         capture = self._runtime.capture_of(self.backend.stream_handle(self._stream))
         return (0, ()) if capture is None else (self._runtime.count(capture[1]), capture[2])
 
     def _find_region_nodes(self) -> None:
-        """Find the nodes of each region from its bounds while the capture is still open."""
+        """Find the nodes of each region, and of the work after them, before the capture ends."""
         before, _ = self._captured_so_far()
         self.update_strategy.close_regions(self, 0)
         capture = self._runtime.capture_of(self.backend.stream_handle(self._stream))
@@ -350,7 +353,7 @@ class NodeGraph(TorchGraph):
     # Recordings.
 
     def _own_recording(self) -> NodeRecording:
-        """Record the capture's key, so that impossible updates fail at capture."""
+        """Record the key of the capture, so that regions that cannot be updated fail now."""
         try:
             recording = self._recorded(self._host)
         except (UpdateError, RuntimeCallError) as error:
@@ -379,7 +382,7 @@ class NodeGraph(TorchGraph):
 
     def _give_executable(self, recording: NodeRecording) -> None:
         build, recordings = functools.partial(self._build, recording), self.pool.recordings
-        if not recording.exact:  # the graph's own executable does not accept it
+        if not recording.exact:  # the graph's own executable does not accept its parameters
             recordings.make(build)
         else:
             try:
@@ -408,7 +411,11 @@ class NodeGraph(TorchGraph):
         return NodeRecording(self._runtime, self._nodes, updates, scratch, self._last_number)
 
     def _capture_regions(self, host: Mapping[Mark, dict[str, Any]]) -> tuple[int, list[int]]:
-        """Capture all regions and the closing work into a new graph."""
+        """Capture all regions, and the work after them, into a new graph.
+
+        Returns:
+            the graph, and the number of nodes after each region.
+        """
         runtime, stream = self._runtime, self.backend.stream_handle(self._stream)
         bounds = []
         runtime.begin_capture(stream)
@@ -440,8 +447,8 @@ class NodeGraph(TorchGraph):
         try:
             self._run_in_lane(call, host)
         except RuntimeError:
-            # torch refuses random numbers in a capture that it did not begin, with a message that
-            # depends on its version. A second run under a guard names the operation.
+            # torch refuses random numbers in a capture that it did not begin. Its message depends
+            # on the version, so run the region again under a guard, which names the operation.
             reason = (
                 f"an update of region {call.mark.name} cannot keep the order of random numbers. "
                 f"Draw them outside the region and pass the tensor, or use policy='breakable'."
@@ -470,7 +477,7 @@ class NodeGraph(TorchGraph):
         self.use(self._launch_of(recording) if recording.direct else self._own_executable)
 
     def _launch_of(self, recording: NodeRecording) -> Executable:
-        """Return the launch of a recording's separate executable, which may be evicted."""
+        """Return a target that launches the recording's executable, and rebuilds it if evicted."""
         reference = weakref.ref(self)
 
         def launch() -> None:
@@ -485,7 +492,7 @@ class NodeGraph(TorchGraph):
         return Call(launch)
 
     def mark_dirty(self) -> None:
-        """Make the graph dirty after a launch with wrong results."""
+        """Mark the graph dirty, because a launch had wrong results."""
         self._leave_for(GraphState.DIRTY)
 
 
@@ -493,14 +500,14 @@ class NodeBackend(TorchBackend):
     """A torch namespace with driver calls for graphs of nodes.
 
     A vendor sets ``stream_handle_name`` or overrides ``stream_handle``, and calls ``use_runtime``
-    once. Without a runtime, graphs are torch's own: they have no updates and no node counts, and
-    their executables cannot be evicted.
+    once. Without a runtime, graphs are plain ``TorchGraph`` objects, without updates, node counts
+    and evictable executables.
     """
 
     graph_type: type[TorchGraph] = NodeGraph
     pool_type = NodePool
     update_strategy_type: Callable[[], UpdateStrategy] = UpdateStrategy
-    """Factory of the object that applies the recordings of a graph."""
+    """Makes the update strategy of a graph."""
     stream_handle_name: str = ""
     """Attribute of a torch stream that holds the driver's handle."""
     runtime: NodeRuntime | None = None
@@ -518,15 +525,15 @@ class NodeBackend(TorchBackend):
 
     @property
     def driver(self) -> NodeRuntime:
-        """The driver calls of the backend, which must have a runtime."""
+        """The runtime; call this only if there is one."""
         assert self.runtime is not None
         return self.runtime
 
     @property
     def loop_stream(self) -> Any:
-        """The stream for captures of loop bodies, which is not the capture stream."""
+        """The stream for captures of loop bodies; never the capture stream."""
         if self._loop_stream is None:
-            streams = [self.namespace.Stream(self._device) for _ in range(2)]  # never equal
+            streams = [self.namespace.Stream(self._device) for _ in range(2)]  # two distinct ones
             self._loop_stream = next(s for s in streams if s != self.capture_stream)
         return self._loop_stream
 
@@ -550,7 +557,7 @@ class NodeBackend(TorchBackend):
         self.runtime.begin_capture(self.current_stream_id())
 
     def guarded(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Return ``launch`` in a form that is safe while another device is current."""
+        """Return a callable that makes the backend's device current if needed and launches."""
         is_current, on_device = self.is_current, self.on_device
 
         def run() -> None:
@@ -567,14 +574,13 @@ class NodeBackend(TorchBackend):
     ) -> bool:
         """Whether the capture of ``native`` draws random numbers.
 
-        Call this in the session after the capture. A replay of ``native`` launches no captured
-        work. Before a graph that draws random numbers, torch writes the offsets of generators with
-        torch operations. Versions of torch that register the default generator with every capture
-        always write these offsets. With such versions, only a changed offset, of that generator or
-        of ``own``, shows that the capture draws numbers. The keeper of ``pool`` draws none, so its
-        replay shows the kind of version.
+        Call this in the session after the capture, when a replay of ``native`` launches nothing.
+        In the replay of a graph that draws random numbers, torch first writes the offsets of the
+        generators, by torch operations. Some versions of torch do so in every replay; then only a
+        changed offset of the default generator, or of one of ``own``, shows that the graph draws.
+        A replay of the keeper of ``pool``, which draws nothing, distinguishes these versions.
         """
-        # After a failed capture there is no keeper, so the version of torch stays undetermined.
+        # Without a keeper (after a failed capture), the version stays unknown.
         if self._lazy_generators is None and pool.keeper is not None:
             self._lazy_generators = not _replay_calls_operations(pool.keeper)
         if self._lazy_generators is not False:
@@ -590,7 +596,7 @@ class NodeBackend(TorchBackend):
 
 
 class _Refusing(OwnMode):
-    """A mode that refuses the first operation and records the refusal."""
+    """A mode that refuses every operation and notes that there was one."""
 
     refused = False
 
@@ -600,7 +606,7 @@ class _Refusing(OwnMode):
 
 
 def _replay_calls_operations(native: Any) -> bool:
-    """Replay ``native`` up to its first torch operation; return whether there was one."""
+    """Whether a replay of ``native`` calls a torch operation. The replay ends there."""
     refusing = _Refusing()
     try:
         with refusing:
@@ -612,5 +618,5 @@ def _replay_calls_operations(native: Any) -> bool:
 
 
 def compilers() -> tuple[str, ...]:
-    """Return the compilers for a device for which Inductor generates Triton code."""
+    """Return the compilers of a device for which Inductor generates Triton code."""
     return ("eager", "inductor") if importlib.util.find_spec("triton") else ("eager",)

@@ -1,4 +1,4 @@
-"""Recordings: new parameters for a graph's region nodes, one set per key."""
+"""Recordings: the parameters of a graph's region nodes for one key."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver uses per recorded node (docs/benchmarks.md)."""
 
 _EXECUTABLE_BYTES = 104 * 1024
-"""Device memory of an executable in addition to its nodes (101 to 109 KiB in segments of three
-models)."""
+"""Device memory of an executable besides its nodes (101 to 109 KiB in graphs of three models)."""
 
 _DEVICE_BYTES_PER_NODE = 3100
 """Device memory per node of an executable: 3020, 3080 and 3270 bytes in decode graphs of three
-models, and 2700 in small elementwise kernels (one H200, docs/costs.md). The driver's free memory
-does not show the size, because creating an executable also loads kernels and reuses memory of
-earlier executables."""
+models, and 2700 in graphs of small elementwise kernels (one H200, docs/costs.md). It cannot be
+measured at run time: instantiation also loads kernels, and reuses memory of earlier executables."""
 
 
 def executable_bytes(nodes: int) -> int:
@@ -51,10 +49,7 @@ def free_executable(runtime: NodeRuntime, executable: int) -> None:
 
 
 class RawGraph:
-    """A graph of the driver that lives as long as this object.
-
-    This is the captured graph, or a new capture of regions whose parameters a recording uses.
-    """
+    """Owns a driver's graph: the captured graph, or the capture of regions for a recording."""
 
     def __init__(self, runtime: NodeRuntime, graph: int) -> None:
         self._runtime = runtime
@@ -68,7 +63,7 @@ class RawGraph:
 class _Node(NamedTuple):
     node: int
     kind: str
-    fixed: Any  # properties that an executable cannot change
+    fixed: Any  # properties that an update of an executable cannot change
 
 
 @attrs.frozen
@@ -79,7 +74,7 @@ class _Region:
 
 
 class RegionPattern:
-    """The nodes and edges of a captured graph's regions, which every recording must match."""
+    """The nodes and edges of a captured graph's regions. Every recording must match them."""
 
     def __init__(
         self, runtime: NodeRuntime, graph: int, regions: Sequence[tuple[str, Sequence[int]]]
@@ -93,7 +88,10 @@ class RegionPattern:
         ]
 
     def match(self, graph: int, bounds: Sequence[int]) -> list[Update]:
-        """Pair the nodes of ``graph`` with the pattern's nodes and read their parameters."""
+        """Pair the nodes of ``graph`` with those of the pattern, and return their parameters.
+
+        ``bounds`` has the number of nodes after each region.
+        """
         nodes = self._runtime.nodes(graph)
         spans, start = [], 0
         for number, (region, stop) in enumerate(zip(self.regions, bounds, strict=True)):
@@ -138,8 +136,8 @@ class RegionPattern:
         """Raise UpdateTopologyError if the edges of a region differ from the pattern."""
         position_of = dict(zip(nodes, range(len(nodes)), strict=True)).__getitem__
         sources, targets, kinds = edges = self._runtime.edges(graph)
-        # Captures of the same regions list nodes and edges in the same order, so edges that were
-        # already checked are not checked for each region.
+        # Captures of the same regions usually list nodes and edges in the same order. If so, all
+        # edges equal the last checked edges.
         positions = list(map(position_of, sources)), list(map(position_of, targets)), kinds
         if positions == self._checked_edges:
             return
@@ -173,7 +171,7 @@ class RegionPattern:
 def _inner(
     edges: Edges, spans: Sequence[Sequence[int]]
 ) -> list[frozenset[tuple[int, int, Hashable]]]:
-    """Return the edges between the nodes of each span, by position."""
+    """Return the edges within each span, with nodes as positions in the span."""
     place = {
         node: (region, position)
         for region, span in enumerate(spans)
@@ -190,9 +188,8 @@ def _inner(
 class NodeRecording(Recording):
     """All region parameters of one graph for one key.
 
-    At the first uses of the key, the parameters are written into the graph's own executable. A key
-    that is used again gets a separate executable (``build``), which costs memory but needs no
-    update.
+    At the first uses of the key, the parameters are written into the graph's own executable. Later
+    uses launch a separate executable (``build``), which costs memory but needs no update.
     """
 
     def __init__(
