@@ -55,6 +55,22 @@ def test_capture_with_an_unjoined_fork_is_ended_once_and_its_stream_retired(rais
                 check(cap, step, x, n=n)
 
 
+def test_invalid_capture_is_undone_by_one_end_of_torch(caplog: pytest.LogCaptureFixture):
+    """torch 2.15 refuses a second end of one capture."""
+    with on_fake(quiet=0) as be:
+        pool = be.make_pool()
+        captured(be, step, noise(), pool=pool).close()
+        handle, uses = pool.handle, pool.uses
+        graph = be.make_graph(pool)
+        with pytest.raises(ZeroDivisionError), be.capture_context(graph):
+            with pytest.raises(RuntimeError):
+                be.namespace.synchronize()
+            raise ZeroDivisionError
+        assert (pool.handle, pool.uses) == (handle, uses)
+        assert not caplog.records
+        assert_usable(be)
+
+
 def test_capture_that_cannot_be_ended_leaves_its_arguments_as_they_were():
     """Their contents are put back by work that a stuck stream would never do."""
     with on_fake() as be, be.namespace.stream(be.namespace.Stream()):

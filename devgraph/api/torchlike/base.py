@@ -359,12 +359,15 @@ class TorchGraph(DeviceGraph):
         if self._open:
             self._open = False
             with contextlib.suppress(Exception):
-                self.backend.end_native(native)
+                self._drop_capture(native)
                 self._ended = True
         if not self._ended:
             self._recover(native)
         with contextlib.suppress(Exception):
             native.reset()
+
+    def _drop_capture(self, native: Any) -> None:
+        self.backend.end_native(native)
 
     def _recover(self, native: Any) -> None:
         """Restore torch's state after the driver refused to end a capture.

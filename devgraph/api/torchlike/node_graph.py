@@ -275,6 +275,13 @@ class NodeGraph(TorchGraph):
         self._runtime.begin_capture(stream)  # an empty capture, for torch to end
         super()._close_capture()
 
+    def _drop_capture(self, native: Any) -> None:
+        # End an invalid capture here, because torch 2.15 allows only one end, which must succeed.
+        with contextlib.suppress(RuntimeCallError):
+            self._runtime.destroy(self._runtime.end_capture(self.backend.current_stream_id()))
+        self.backend.reopen_capture()
+        super()._drop_capture(native)
+
     def _abort(self) -> None:
         super()._abort()
         self._forget()

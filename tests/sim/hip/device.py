@@ -104,12 +104,14 @@ class _Graph:
         self._device, self._keep = device, keep_graph
         self._graph = self._executable = 0
         self._pool: object = None
+        self._active = False
         self.random = False
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         device = self._device
         device.check(device.runtime.hipStreamBeginCapture(device.current.cuda_stream, 1))
         device.capturing[device.current.cuda_stream] = self
+        self._active = True
         if pool is not None and self._pool is None:
             self._pool = pool
             _MemPool.users[pool] += 1
@@ -117,6 +119,9 @@ class _Graph:
     def capture_end(self) -> None:
         device, graph = self._device, ctypes.c_void_p()
         stream = device.current.cuda_stream
+        if not self._active:
+            raise RuntimeError("captureEnd called with no active captures")  # since torch 2.15
+        self._active = False
         device.check(device.runtime.hipStreamEndCapture(stream, ctypes.byref(graph)))
         device.capturing.pop(stream, None)
         self._graph = graph.value or 0
