@@ -1,4 +1,4 @@
-"""Run all tests and benchmarks of one backend, as a check of changes to device code.
+"""Run all tests and benchmarks of one backend, to check changes of device code.
 
     python benchmarks/device.py OUT [--times 3] [--docs docs]
 
@@ -40,7 +40,7 @@ DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VI
 
 @attrs.frozen
 class Step:
-    """One command. Fields in braces are replaced, ``{json}`` by the path of the results."""
+    """One command. Fields in braces are filled in; ``{json}`` is the path of the results file."""
 
     name: str
     command: str

@@ -78,7 +78,7 @@ class Device:
 
 
 def layers(device: Device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a step of 36 layers of 15 kernels."""
+    """Return a step of 36 layers with 15 kernels each."""
     depth, width = (2, 16) if device.small else (36, 1024)
     where = {"device": device.backend.device, "dtype": device.dtype}
     weights = [torch.randn(width, width, **where) / width**0.5 for _ in range(depth)]
@@ -97,7 +97,7 @@ def layers(device: Device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def by_hand(device: Device, step: Any, inputs: dict[Any, torch.Tensor]) -> dict[Any, Any]:
-    """Capture as engines do without devgraph: one pool, one stream, largest first."""
+    """Capture with torch alone, as engines do: in one pool, on one stream, the largest first."""
     namespace = device.backend.namespace
     pool, stream, graphs = namespace.graph_pool_handle(), namespace.Stream(), {}
     for size, x in inputs.items():

@@ -48,8 +48,8 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
         "budgets": (40, 64),
     },
 }
-"""Vision towers by name. ``grids`` has the patches along each side of the images; the position
-table has the size of the middle grid. ``budgets`` has the token budgets."""
+"""Vision towers by name. ``grids`` has the number of patches along one side of each image size; the
+position table has the size of the middle grid. ``budgets`` has the token budgets."""
 
 IMAGES = 64
 """Number of images."""
@@ -174,7 +174,7 @@ def _ways(
     vision: PackedVision,
     runners: Mapping[str, dg.EncoderRunner],
 ) -> list[Contender]:
-    """Return the contenders that encode ``images``, eager first, with their differences from it."""
+    """Return the contenders that encode ``images``, eager first, compared with eager."""
 
     def way(name: str, call: Callable[..., Tensor]) -> Contender:
         lengths = functools.partial(itertools.repeat, 0)

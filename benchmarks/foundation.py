@@ -194,7 +194,7 @@ def measure_prepare(backend: Any, model: Model, repeats: int) -> dict[str, float
 
 
 def capture_by_hand(backend: Any, model: Model, buckets: list[int]) -> list[Any]:
-    """Capture the buckets as engines do without devgraph: one pool, one stream, largest first."""
+    """Capture the buckets with torch alone, as engines do: one pool, one stream, largest first."""
     namespace = backend.namespace
     stream, pool = namespace.Stream(), namespace.graph_pool_handle()
     largest = inputs(max(buckets), backend.device)

@@ -102,9 +102,10 @@ class Model:
         count: int,
         prepare: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return the median microseconds of a replay of each, and the ratio of both.
+        """Return the median microseconds per replay of ``new`` and of ``old``, and their ratio.
 
-        ``prepare`` is called before each ``new`` and is not timed.
+        Each call of ``new`` or ``old`` runs ``count`` replays. ``prepare`` is called before each
+        call of ``new`` and is not timed.
         """
         pairs = []
         for _ in range(ROUNDS + 1):
@@ -212,7 +213,7 @@ def breaks(model: Model, variant: str) -> Any:
 
 
 def loads(model: Model) -> Any:
-    """Wait in each layer for a finished transfer, as engines do that load a cache."""
+    """Wait in each layer for a finished transfer, like an engine that loads a cache."""
     namespace = torch.get_device_module(model.backend.device)
     stream = namespace.Stream()
     events = [namespace.Event() for _ in range(LAYERS)]

@@ -23,7 +23,7 @@ decode       tokens per second after the first token, over all requests
 cpu          CPU seconds of all threads per generation; on a device, this includes waiting
 host_ms      milliseconds of host time of a decode launch in the runner, before any wait
 setup        seconds for captures, or for the first call with its compilation
-graph_share  share of replays in the decode steps of an accelerated model
+graph_share  share of decode steps that are replays, for accelerated models
 
 A model is a folder, a .gguf file, or the name of a shape with random weights: smollm2-135m,
 qwen3-0.6b, llama-1b, and qwen3.5-0.6b (linear attention in 30 of 40 layers). The report has one
@@ -281,7 +281,7 @@ def make_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
 
 
 def contestant(name: str, model: Any, backend: Any, prompts: list[list[int]], new: int) -> Any:
-    """Return the contestant ``name`` before its first generation."""
+    """Return the contestant ``name``, which has not generated yet."""
     if name in ENGINES:
         engine, generate, host = engine_of(model, backend, prompts, new, name)
         engine.capture()

@@ -172,7 +172,8 @@ SHAPES: dict[str, tuple[Callable[[bool], nn.Module], Callable[[bool], list[Any]]
         lambda s: [(1, 16) if s else (1, 512)] * 2,
     ),
 }
-"""Functions of ``small`` that return the model and the shapes of its inputs."""
+"""For each name, two functions with the argument ``small``: they return the model and the shapes of
+its inputs."""
 
 
 class Case:
@@ -223,7 +224,7 @@ class Case:
         return train
 
     def digest(self, step: Callable[..., Any]) -> str:
-        """Return a hash of the outputs, and in training of the gradients, of both inputs."""
+        """Return a hash of the outputs for both inputs, and in training also of the gradients."""
         bits = hashlib.sha256()
         for inputs in self.inputs:
             if self.training:
@@ -291,7 +292,7 @@ def raw_graph(case: Case, *, copies: bool) -> Callable[..., Any]:
 
 
 def runner_of(contender: str, case: Case, **options: Any) -> Callable[..., Any]:
-    """Return a callable that runs the model in the way of the contender.
+    """Return a callable that runs the model as the contender does.
 
     Raises:
         LookupError: the contender does not support this case.
@@ -375,7 +376,7 @@ def host_time(backend: Any) -> float:
         for _ in range(60):
             backend.synchronize()
             started = time.perf_counter()
-            for _ in range(20):  # The queue of a stream has room for these calls.
+            for _ in range(20):  # More calls would fill the queue of the stream and block.
                 call()
             times.append((time.perf_counter() - started) / 20)
         return min(times) * 1e6

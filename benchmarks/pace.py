@@ -1,4 +1,4 @@
-"""Actions of a process that slow down all graph replays, and the recovery (CUDA only).
+"""Actions that slow down all later graph replays of a process, and the recovery (CUDA only).
 
     python benchmarks/pace.py [--acts wait streams ...] [--times 8] [--json FILE]
     python benchmarks/pace.py --serve 5
@@ -7,10 +7,10 @@ Each action runs in its own process. Events time a graph of a small decoder (36 
 before the action, after each repetition, and after eight empty programmatic launches on the streams
 that the action used. docs/fast-replay.md has the results.
 
-``--serve TIMES`` compares three kinds of processes instead, each started TIMES times. The first has
-only that graph, made by torch. The second has a decode runner that captured and replayed 36
-buckets. The third has in addition 30 breakable prefill buckets and 200 keys of a region. All
-processes time a replay of the same work.
+``--serve TIMES`` compares three kinds of processes instead, each started TIMES times. The first
+only captures that graph with torch. The second captures and replays 36 decode buckets with a
+runner. The third also captures 30 breakable steps and replays 200 keys of a region. All processes
+time a replay of the same work.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def measure(act: str, times: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def serve(kind: str) -> float:
-    """Return the microseconds of a replay in a process with this kind of graphs."""
+    """Return the microseconds of a replay after the earlier work of this kind of process."""
     process = Process()
     if kind == "torch":
         return process.timed()

@@ -1,4 +1,4 @@
-"""The decoder that ``update.py`` times, and its attention under every kind of mark.
+"""The decoder that ``update.py`` times, and a variant of its attention for each kind of mark.
 
 A step runs ``tokens`` new tokens through all layers. Each layer writes their keys and values to the
 last of the first ``kv_len`` rows of its cache, and attends over these ``kv_len`` rows. The host

@@ -5,16 +5,17 @@
 A job is RUNNER:MODE, for example v2:default, v2:devgraph or v1:devgraph. Each job is an engine in
 its own process; v2:devgraph#2 is another job of the same kind. The jobs import vLLM at the same
 time and start one after another, so that start-up, first captures and memory are measured
-separately. Then they measure alternately, at the same clocks and temperature. All jobs have the
-same random weights and the same prompts.
+separately. Then the jobs take turns to measure, so that clock rates and temperature affect all of
+them equally. All jobs have the same random weights and the same prompts.
 
 MODE is default or full_vllm (vLLM's own layer with its default mode or with cudagraph_mode FULL),
 eager, devgraph (the modes of default), breakable or full (DEVGRAPH_MODE, see docs/vllm.md).
 
 Captures are compared inside each engine of mode devgraph. Its graphs are freed and captured again,
 alternately with vLLM's own code and with devgraph, each time into new memory. Capture times of
-different processes are not comparable (docs/vllm.md, Measured). With --within, the engine also
-decodes after each of these captures, so that steps of both layers are measured in one process.
+different processes are not comparable (docs/vllm.md, Alternating captures). With --within, the
+engine also decodes after each of these captures, so that steps of both layers are measured in one
+process.
 
 With --sleep N, engines sleep and wake N times at level 1 and N times at level 2.
 
@@ -30,8 +31,8 @@ At the end, each engine reports the device time of a forward of 8 requests: with
 after launches that slow graphs down, and after the recovery of all streams (docs/fast-replay.md).
 
 With --ranks N, each engine runs tensor parallel over N devices, with one process of this program
-for each rank (vLLM's external launcher). Results are those of the slower rank; captures are not
-compared.
+for each rank (vLLM's external launcher). Each result is the maximum over the ranks; captures are
+not compared.
 
 With --dry-run, no device is used: the child processes import vLLM, install devgraph and print the
 replaced attributes.
@@ -568,7 +569,7 @@ def child(model: str, job: str, folder: str, log: str) -> None:
 
 
 def slower(answers: list[Any]) -> Any:
-    """Merge the answers of the ranks of one engine; take the largest of their numbers."""
+    """Merge the answers of all ranks of an engine; of each number, keep the maximum."""
     first = answers[0]
     if isinstance(first, dict):
         names = [name for name in first if all(name in answer for answer in answers)]

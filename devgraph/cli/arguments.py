@@ -78,12 +78,8 @@ class Options:
         self(flag, text, type=_count, default=default, metavar="N")
 
     def backend(self) -> None:
-        self(
-            "--backend",
-            "name of the backend (default: %(default)s)",
-            default="auto",
-            metavar="NAME",
-        )
+        text = "name of the backend (default: %(default)s)"
+        self("--backend", text, default="auto", metavar="NAME")
 
     def target(self, **more: Any) -> None:
         """Add the options that name a function, its arguments and its host arguments."""
@@ -103,28 +99,16 @@ class Options:
         """Add the options of ``generate`` and ``demo`` except model and prompts."""
         self.number("--max-new-tokens", "tokens to generate per prompt", 64)
         self.backend()
-        self(
-            "--dtype",
-            "dtype of the model (default: float32 on the CPU, bfloat16 elsewhere)",
-            choices=DTYPES,
-        )
+        text = "dtype of the model (default: float32 on the CPU, bfloat16 elsewhere)"
+        self("--dtype", text, choices=DTYPES)
         most = f"(default: the number of prompts, at most {MOST_REQUESTS})"
         self.number("--max-requests", f"maximum number of concurrent requests {most}")
         most = f"(default: enough for the prompts, at most {MOST_STEP_TOKENS})"
         self.number("--max-step-tokens", f"maximum number of tokens in a prefill step {most}")
-        self(
-            "--temperature",
-            "sampling temperature; 0 is greedy (default)",
-            type=float,
-            default=0.0,
-            metavar="T",
-        )
-        self(
-            "--seed",
-            "seed of sampling (default: a random seed, which is printed)",
-            type=int,
-            metavar="N",
-        )
+        text = "sampling temperature; 0 is greedy (default)"
+        self("--temperature", text, type=float, default=0.0, metavar="T")
+        text = "seed of sampling (default: a random seed, which is printed)"
+        self("--seed", text, type=int, metavar="N")
         text = "also run eagerly, and compare tokens and speed (default: on)"
         self("--compare", text, **_ON)
         self.number("--steps-per-launch", "decode steps per launch for greedy requests", 1)
@@ -144,11 +128,8 @@ def _doctor(add: Options) -> None:
     add("--no-probe", "list backends without captures", action="store_true")
     text = "compare this machine with a plan, the output of `plan --cluster FILE --json`"
     add("--expect", text, metavar="PLAN.json")
-    add(
-        "--group",
-        "group of --expect (default: groups whose backend is usable here)",
-        metavar="NAME",
-    )
+    text = "group of --expect (default: all groups whose backend is usable here)"
+    add("--group", text, metavar="NAME")
 
 
 def _plan(add: Options) -> None:
@@ -180,12 +161,8 @@ def _generate(add: Options) -> None:
 
 
 def _demo(add: Options) -> None:
-    add(
-        "--prompt",
-        "replace the prompts of the demo; may be repeated",
-        action="append",
-        metavar="TEXT",
-    )
+    text = "a prompt that replaces those of the demo; may be repeated"
+    add("--prompt", text, action="append", metavar="TEXT")
     add.engine()
     add.parser.set_defaults(backend="cpu", max_new_tokens=32, max_step_tokens=32, chat=True)
 
@@ -242,11 +219,11 @@ COMMANDS = {
     "doctor": ("show devices, backends and their capabilities, probed by captures", _doctor),
     "plan": ("show the effective mode on this machine or in a cluster", _plan),
     "generate": (
-        "generate text with a language model in device graphs, and compare with eager execution",
+        "generate text with a language model in graphs, and compare with eager",
         _generate,
     ),
     "demo": ("generate text with a small real model, downloaded on first use", _demo),
-    "bench": ("time eager execution and every policy on the same work", _bench),
+    "bench": ("time eager and every policy on the same work", _bench),
     "check": ("list the places in a function that a device capture would refuse or freeze", _check),
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
     "completion": ("print a completion script for a shell", _completion),

@@ -41,7 +41,7 @@ _BUSY = 1.25
 """Ratio of the slowest to the fastest repeat above which the machine counts as busy."""
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
-"""Function that captures the step with another package; returns the replay, None if missing."""
+"""Function that captures the step with another package; returns the replay, or None if missing."""
 
 
 @attrs.define(kw_only=True)
@@ -55,8 +55,8 @@ class Contender:
     """Function that returns an iterator over the lengths of a repeat."""
     figures: Mapping[str, Any] = attrs.field(factory=dict)
     exact: bool = True
-    """Whether outputs must equal eager outputs bit for bit. Kernels of a compiler may round
-    differently, and outputs may differ by the square root of the dtype's epsilon."""
+    """Whether outputs must equal eager outputs bit for bit. If not, they may differ by the square
+    root of the dtype's epsilon, because kernels of a compiler round differently."""
     timings: list[Timing] = attrs.field(init=False, factory=list)
 
     def compare(self, expected: Tensor, got: Tensor) -> None:
@@ -234,7 +234,7 @@ def _takes_lengths(captured: Captured) -> bool:
 def _replays(
     name: str, captured: Captured, kv_len: int, window: int, *, exact: bool
 ) -> list[Contender]:
-    """Return contenders for one capture at a fixed, a recurring and an always new length."""
+    """Return contenders for replays at one length, at four in turn, and at a new one each time."""
     lengths = {name: _in_turn(kv_len)}
     if not breaks(captured.policy) and _takes_lengths(captured) and window > 1:
         fresh = itertools.cycle(range(1, window + 1))

@@ -251,7 +251,7 @@ def run_all(
 def _eager_engine(task: Task) -> Engine:
     off = PhaseConfig(policy="disabled")
     engine = task.engine(DeviceGraphConfig(decode=off, prefill=off))
-    # Captures initialised libraries for the other engine, so initialise them before the timing.
+    # Initialise libraries before the timing, as the captures of the other engine have done.
     engine.generate([task.prompts[0]], max_new_tokens=2)
     return engine
 

@@ -1,4 +1,4 @@
-"""The output of the commands in tables, sentences, figures and colours."""
+"""The output of the commands: tables, text, numbers and colours."""
 
 from __future__ import annotations
 
@@ -136,18 +136,12 @@ def _widths(names: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) ->
 
 
 def _text(value: Any) -> Text:
-    text = _cell(value)
-    return Text(text, style=STYLES.get(text, ""))
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {count}" for name, count in value.items()) or "-"
-    return str(value)
+        value = ", ".join(f"{name} {count}" for name, count in value.items()) or None
+    elif isinstance(value, bool):
+        value = "yes" if value else "no"
+    text = "-" if value is None else str(value)
+    return Text(text, style=STYLES.get(text, ""))
 
 
 def time_text(seconds: float | None) -> str | None:

@@ -64,8 +64,8 @@ def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buck
     for first, last, step in _RANGES[phase]:
         stop = maximum if last is None else min(last, maximum)
         sizes.update(range(first, stop + 1, step))
-    top = _round_up(maximum, multiple_of)
-    rounded = {_round_up(size, multiple_of) for size in sizes}
+    top = round_up(maximum, multiple_of)
+    rounded = {round_up(size, multiple_of) for size in sizes}
     return Buckets(tuple(sorted({size for size in rounded if size < top} | {top})))
 
 
@@ -88,7 +88,7 @@ class Buckets(tuple[int, ...]):
             return default_buckets(phase, maximum, multiple_of=multiple_of)
         maximum = whole("the maximum", maximum, 1, ConfigError)
         multiple_of = whole("multiple_of", multiple_of, 1, ConfigError)
-        top = _round_up(maximum, multiple_of)
+        top = round_up(maximum, multiple_of)
         if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
             raise ConfigTypeError(
                 f"{phase} buckets must be a list of integers such as [1, 2, 8], got {brief(sizes)}"
@@ -144,7 +144,7 @@ def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int
     return value
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 

@@ -138,7 +138,7 @@ class _Plugin:
         from devgraph.api.errors import BackendError
 
         try:
-            self.backend(self.name).make_graph().close()  # raises if hooks are missing
+            self.backend(self.name).make_graph().close()  # Raises an error if hooks are missing.
         except BackendError as error:
             raise pytest.UsageError(f"--devgraph-backend {self.name}: {error}") from error
 

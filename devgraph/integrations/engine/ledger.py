@@ -1,4 +1,4 @@
-"""Counters of the graph layer in one engine process by mode, and their publication."""
+"""Counters of an engine's graph layer by mode, and their publication."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EagerReason:
 
 
 class ModeCount:
-    """Counters of one mode, as plain attributes for the hot path."""
+    """Counters of one mode; plain attributes keep the hot path fast."""
 
     __slots__ = ("_graphs", "_lock", "captures", "eager", "replays", "seconds")
 
@@ -113,7 +113,7 @@ def totals(memory: GraphMemory, counts: Mapping[str, ModeCount]) -> dict[str, An
 
 
 class Publisher:
-    """A publisher of counters: a log line after captures, and an optional file.
+    """A publisher that logs the counters after captures and can also write them to a file.
 
     The file ``DEVGRAPH_STATS_FILE`` is replaced atomically after captures, at exit, and every few
     seconds while counters change, so that it survives a killed process. It is Prometheus text if

@@ -31,13 +31,12 @@ class GraphMemory:
         self.limits: tuple[float, ...] = ()
         """Budgets for the executables of a pool. The lowest applies; see ``Pool.limit``."""
         self.releasable = False
-        """Whether new pools can be released, if the backend supports it."""
-        # Keys are (handle, releasable), because one of two engines in a process may sleep alone.
+        """Whether new pools are releasable, on backends that support it."""
+        # Keys are (handle, releasable), because only some engines of a process may use sleep mode.
         self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
 
     @property
     def backend(self) -> Backend:
-        """The backend of the engine's device."""
         if self.made is None:
             found = get_backend(self._name or "auto")
             kind = self._device_type()
@@ -110,8 +109,8 @@ class GraphMemory:
     def settle(self) -> None:
         """Return freed memory to the device, so that the engine measures the memory of graphs.
 
-        The engine collects garbage itself, once before all captures, because a collection walks
-        the whole heap and takes longer than a capture.
+        Garbage is not collected here: the engine does that once before all captures, and a
+        collection takes longer than a capture.
         """
         self.backend.synchronize()
         if torch.accelerator.is_available():

@@ -53,7 +53,6 @@ class Shared:
 
 @functools.cache
 def shared() -> Shared:
-    """Return the shared state of the backends of this process."""
     return Shared()
 
 
@@ -310,7 +309,7 @@ def updated_backend() -> Any:
             forward = layers.forward
 
             def step() -> Any:
-                # If a replay needs a new capture, SGLang has replaced ``forward`` by the replay.
+                # When a replay captures again, SGLang has already replaced ``forward``.
                 replaying, layers.forward = layers.forward, forward
                 try:
                     with self._whole.current():
@@ -322,7 +321,8 @@ def updated_backend() -> Any:
             return CapturedStep(captured, self._count), captured.outputs
 
         def replay(self, shape_key: Any, static_forward_batch: Any, **options: Any) -> Any:
-            # In SGLang, breaks wait for layers that are still being loaded.
+            # SGLang waits in its breaks for layers that are still being loaded. This graph has no
+            # breaks, so wait before the replay.
             loads = self._runner.model_runner.token_to_kv_pool.layer_transfer_counter
             if loads is not None and loads.consumer_index >= 0:
                 loads.wait_until(loads.num_layers - 1)

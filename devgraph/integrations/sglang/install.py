@@ -145,7 +145,7 @@ def install(*, mode: str | None = None, strict: bool = True) -> None:
     """Replace SGLang's full and breakable backends by those of devgraph.
 
     Call ``install`` in each process before the engine is created, or set DEVGRAPH_SGLANG=1.
-    Idempotent. Devices for which SGLang has special backends keep these backends.
+    Idempotent. On devices for which SGLang has special backends, SGLang still uses these backends.
 
     Args:
         mode: mode configuration as JSON; None means DEVGRAPH_MODE of the environment. Without

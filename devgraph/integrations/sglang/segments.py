@@ -35,10 +35,10 @@ def undifferentiated() -> contextlib.AbstractContextManager[Any]:
 
 
 def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the function inside ``body``, a break of SGLang, if it returned nothing at capture.
+    """Return the function that ``body`` wraps, if this function returned None at capture.
 
-    ``body`` would check the type of the missing result in each replay, which takes longer than a
-    graph launch.
+    ``body`` is a break of SGLang. In each replay it would check the type of the result, which takes
+    longer than a graph launch.
     """
     held = inspect.getclosurevars(body).nonlocals
     if held.get("captured_output", body) is not None:

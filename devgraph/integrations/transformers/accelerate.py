@@ -68,7 +68,7 @@ class Fallback(str, enum.Enum):
         return member
 
     text: str
-    """The part of the request that graphs do not serve."""
+    """Property of the request that graphs do not support, for messages."""
 
     MODE = "generation_mode", "a mode other than greedy and sampling, such as beam search"
     OUTPUTS = "outputs", "attentions or hidden states as outputs, or a tuple"
@@ -123,9 +123,8 @@ class _Deferral:
 
     Normally, the loop of ``generate`` checks in every step whether to stop, so that host and device
     wait for each other. The deferred check runs one step later, and the loop undoes the additional
-    step. transformers defers the check on one type of device only. Slots of keys and values can
-    undo a step, so the patch defers their checks, unless the additional step would draw random
-    numbers.
+    step. transformers supports this on one type of device only. The patch supports it for caches
+    whose slots can undo a step, unless the additional step would draw random numbers.
     """
 
     def __init__(self) -> None:
@@ -519,16 +518,16 @@ def accelerate(
 
     ``fuse=True``, the default, changes the model: weights of layers that receive the same tensor
     become views of one larger matrix, and they stay so after ``unaccelerate``. Their values do not
-    change. One product rounds differently from several. The last bit of the logits may differ,
-    which can change a token if its two best candidates are nearly equal. ``fuse=False`` leaves
-    the weights in place.
+    change. One large product rounds differently from several small ones, so the last bit of the
+    logits may differ, and so may a token whose two best candidates are nearly equal. ``fuse=False``
+    leaves the weights in place.
 
     The loop of transformers still runs, with its scores, streams and random numbers. Only the
     forwards of a generation are replaced. The first request captures the graphs. A request that
     graphs cannot serve runs transformers' own code. ``generate_stats`` counts such requests by
     reason, the first one of each reason logs a warning, and a decode mode with ``strict`` refuses
-    them. Rows of padding in a returned cache are zero, but in a cache of transformers they hold
-    keys that its masks hide.
+    them. In a returned cache, rows of padding are zero. transformers stores keys in these rows,
+    which its masks hide.
 
     ``generate_batch`` draws from one random stream for each request. Threads that run the same
     model, or models with common layers, wait for each other.

@@ -1,20 +1,14 @@
 """A cache at fixed addresses, and attention functions on it for captures.
 
-Each layer has one tensor of keys ``[kv_heads, slots * max_len + 1, head_dim]`` and one of values.
-A request owns the rows of its slot. Therefore one number, ``slot * max_len + position``, addresses
-a token. Graphs read this number from a device tensor. Padded tokens write to the last row, the
-scratch row, which is never read. The rows of one request and head are contiguous for the CPU.
+Each layer has one tensor of keys ``[kv_heads, slots * max_len + 1, head_dim]`` and one of values. A
+request owns the rows of its slot. Therefore one number, ``slot * max_len + position``, addresses a
+token. Graphs read this number from a device tensor. Padded tokens write to the last row, the
+scratch row, which is never read. The rows of one request and head are contiguous, because the CPU
+reads contiguous rows faster.
 
-``decode_bounded``
-    Every request has ``width`` query tokens, and row ``i`` of the batch reads slot ``i``. A mask,
-    computed from positions on the device, hides invalid rows. The host argument ``kv_len`` only
-    bounds the work. It is rounded so that few distinct values occur.
-``packed_exact``
-    Requests have any number of query tokens. A loop on the host reads exactly the rows of each
-    request.
-``varlen_*``
-    Lengths are in device tensors, and there are no host arguments. Both phases use these functions
-    if the device has a fused kernel for the dtype and head size.
+Decode steps call ``decode_bounded``, and packed steps call ``packed_exact``; both have lengths in
+host arguments. If the device has a fused kernel for the dtype and head size, ``varlen_*`` replace
+them and have lengths in device tensors.
 
 A row that no request wrote never affects a result. ``packed_exact`` and ``varlen_*`` do not read
 such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared.
@@ -74,11 +68,11 @@ BLOCK_ROWS = 256
 """Maximum number of query rows per mask in ``packed_exact``."""
 
 _WINDOW_STEP = 64
-"""Granularity of the first row that a windowed layer reads, so that views repeat."""
+"""Granularity of the first row that a windowed layer reads, so that few distinct views occur."""
 
 Scoring = tuple[float, float | None, int | None, bool]
-"""Scale, softcap or None, and window or None of a layer, and whether to call torch's fused
-attention, which not every device can capture."""
+"""Scale, softcap and window of a layer (the last two may be None), and whether to call torch's
+fused attention, which not every device can capture."""
 
 
 @attrs.frozen(kw_only=True)
@@ -236,7 +230,6 @@ class KVCache(Cache):  # type: ignore[misc]
         return self._length + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the number of rows in a slot."""
         return self.max_len
 
     # Name of get_max_length before transformers 5.18.
@@ -347,6 +340,8 @@ def decode_bounded(
     kv_from: int,
 ) -> None:
     """Compute attention of ``width`` tokens of each request over ``kv_len`` rows of its slot.
+
+    The mask hides all rows that a token may not read, so the host arguments only bound the work.
 
     Args:
         query: ``[1, heads, requests * width, head_dim]``.

@@ -85,7 +85,6 @@ class Completion:
 
     @classmethod
     def of(cls, request: Request) -> Completion:
-        """Return the completion of a request that has ended."""
         text = "" if request.stream is None else request.stream.text
         assert request.finish_reason is not None
         ids, reason = tuple(request.generated), request.finish_reason
@@ -121,21 +120,21 @@ class Engine:
             the default.
         backend: a backend or its name.
         max_requests: maximum number of running requests.
-        max_len: maximum length of a request, prompt and continuation; None means the limit of the
-            model, at most 2048.
+        max_len: maximum number of tokens of a request, including its prompt; None means the limit
+            of the model, but at most 2048.
         max_step_tokens: maximum number of tokens in a packed step; longer prompts run in chunks. A
             model that attends by itself (see ``engine.model.own``) runs one prompt at a time.
         eos_token_ids: tokens that end a request; None means the tokens of the model.
-        steps_per_launch: maximum number of decode steps in one launch. A launch takes several steps
-            if all running requests are greedy and one of them needs at least half of the steps, and
-            at least two. Tokens of a launch arrive together; waiting requests join after it.
+        steps_per_launch: number of decode steps in a launch while all running requests are greedy
+            and one of them needs at least half of these steps (and at least two). Other launches
+            have one step. Tokens of a launch are returned together; waiting requests join after it.
         fuse: whether to replace operations by fewer, larger kernels (see ``fusion``). This moves
             weights in memory and may change a token whose two best candidates are nearly equal.
             ``engine.model.fusion`` reports the replacements.
         layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send
             layers while later ones compute.
-        facts: facts for the compatibility rules; by default, whether the model has hooks.
-            ``traceable`` is always false, because steps replace attributes of the model.
+        facts: facts for the compatibility rules; by default, only whether the model has hooks.
+            ``traceable`` is always set to false, because steps replace attributes of the model.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
@@ -366,8 +365,8 @@ class Engine:
     ) -> Handoff:
         """Return the state of a running request, and hold the request.
 
-        The request must have its first token. A held request takes part in no step and counts
-        against ``max_requests`` until it is released, here or by a transport, or cancelled. A
+        The request must have its first token. A held request takes part in no step. It counts
+        against ``max_requests`` until it is cancelled, or released by ``release`` or a transport. A
         second call returns the same handoff.
 
         With ``layerwise``, the prompt must not have run. The step that completes the prompt fills
@@ -440,9 +439,8 @@ class Engine:
             for chunk in chunks
             if chunk.completes and chunk.request.id in self._exports
         ]
-        with contextlib.ExitStack() as stack:
-            if exports:
-                stack.callback(LayerStream(self.prefill.gates, exports).close)
+        stream = LayerStream(self.prefill.gates, exports) if exports else None
+        with contextlib.closing(stream) if stream else contextlib.nullcontext():
             yield
 
     def admit(self, handoff: Handoff, convert: bool = False, *, wait: bool = True) -> int:
@@ -454,7 +452,8 @@ class Engine:
 
         Args:
             handoff: the handoff. Its tensors must not change before the request has its slot.
-            convert: whether to convert tensors of another dtype, without a comparison of weights.
+            convert: whether to accept another dtype and convert the tensors. The weights of both
+                engines are then not compared.
             wait: whether the request may wait for a slot.
 
         Raises:
@@ -569,7 +568,6 @@ class Engine:
             del self._handoffs[request.id]
 
     def _state(self, request: Request) -> dict[str, Tensor]:
-        """Return copies of the state of a running request."""
         assert request.slot is not None
         return self.decode.export_state(request.slot) if self.model.states else {}
 
@@ -621,7 +619,6 @@ class Engine:
         return self._collected()
 
     def _collected(self) -> list[TokenEvent]:
-        """Return the pending events and clear them."""
         events, self._events = self._events, []
         return events
 
@@ -871,8 +868,8 @@ def has_hooks(model: PreTrainedModel) -> bool:
 def _with_defaults(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
     """Return ``phase`` with the engine's defaults for keys that were not set explicitly.
 
-    Graphs are captured when batches need them. Captures run without warm-up if all modules belong
-    to transformers and torch, whose modules keep no state of a first run (see ``tests/zoo``).
+    Graphs are captured lazily. If all modules are classes of transformers or torch, captures have
+    no warm-up runs, because such modules cache nothing in a first run (``tests/zoo`` tests this).
     """
     changes: dict[str, Any] = {}
     if not (phase.strict or phase.explicit & {"capture", "buckets", "max_bs"}):

@@ -54,11 +54,12 @@ from devgraph.integrations.transformers.probe import (
 from devgraph.integrations.transformers.requests import Piece
 from devgraph.integrations.transformers.state import Mixer, RecurrentLayers, run_packed
 from devgraph.runners.batch import Batch, StateViews
+from devgraph.runners.buckets import round_up
 from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
 ROW_MULTIPLE = 64
-"""Granularity of slots and of ``kv_len``, so that graphs need an update once in 64 steps."""
+"""Granularity of slots and of ``kv_len``, so that graphs need an update only once in 64 steps."""
 
 
 class _Step:
@@ -124,7 +125,7 @@ class CausalModel:
         self.fused = offered is None
         self.bounded = self.bounded and (self.fused or self.slotted is not None)
         multiple = self.slotted.row_multiple if self.slotted else ROW_MULTIPLE
-        self.max_len = _round_up(self.positions, multiple)
+        self.max_len = round_up(self.positions, multiple)
         self.cache = KVCache(
             self.shape.layers,
             max_requests,
@@ -250,7 +251,7 @@ class CausalModel:
             spans = ((slot, position, width) for slot, position in enumerate(positions))
             return {"spans": tuple(itertools.chain.from_iterable(spans))}
         longest = longest or max(positions) + width
-        high = _round_up(longest, ROW_MULTIPLE) if self.bounded else self.max_len
+        high = round_up(longest, ROW_MULTIPLE) if self.bounded else self.max_len
         for slot, position in enumerate(positions):
             self.cache.prepare(slot, position + width, high)
         if not self.bounded:
@@ -456,7 +457,7 @@ class CausalModel:
         Each text runs in two packed steps, and all texts in one decode step. If mixers cannot
         continue a state with several tokens at once, they continue with one token at a time.
         """
-        own = f"{self.own}; and its own attention" if self.own else "its code of recurrent layers"
+        own = f"{self.own}; and its own attention" if self.own else "its code for recurrent layers"
         generator = torch.Generator().manual_seed(0)
         texts = [
             torch.randint(self.shape.vocabulary, (n,), generator=generator, device="cpu").tolist()
@@ -474,7 +475,7 @@ class CausalModel:
                 spread = (want - want.mean(-1, keepdim=True)).norm()
                 if (self._logits(texts).float() - want).norm() <= limit * spread:
                     return
-                failure, cause = "gives other logits on whole slots", None
+                failure, cause = "gives different logits on whole slots", None
             except Exception as error:
                 failure, cause = f"fails on whole slots ({error})", error
         raise refusal(self.model, f"{own} {failure}") from cause
@@ -607,10 +608,6 @@ def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., Tensor]
         return embedded.reshape(-1, step.width, embedded.shape[-1])
 
     return forward
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _positions(shape: ModelShape, max_len: int | None) -> int:

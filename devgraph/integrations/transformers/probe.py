@@ -16,7 +16,6 @@ that write state to it are the *mixers*. The filled layers are the templates of 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import math
 import sys
@@ -29,13 +28,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from devgraph.api.errors import DeviceGraphError
+from devgraph.api.modes import OwnMode
 from devgraph.integrations.transformers.attention import LayerShape
 from devgraph.integrations.transformers.fusion import OperationTrace, model_lock, replaced
 from devgraph.integrations.transformers.names import NAMES
@@ -133,11 +133,11 @@ def eos_of(*configs: Any) -> list[int]:
 
 
 class _Refused(Exception):
-    """A property that keeps a model from running here."""
+    """An error with the reason why a model cannot run here."""
 
 
 class _Failed(_Refused):
-    """A first forward that raised an error."""
+    """The error of a first forward."""
 
 
 def refusal(model: PreTrainedModel, reason: object) -> UnsupportedModelError:
@@ -387,11 +387,11 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         register(name, attends_itself(model) if own else self.attention, self.mask)
         changes = overriding(model, _attn_implementation=name, **overrides)
         changes += [
-            (mixer.module, "forward", functools.partial(_constant, mixer.output))
+            (mixer.module, "forward", lambda *_, output=mixer.output, **__: output)
             for mixer in self.mixers
         ]
         try:
-            with _NoLists(), _NoHostReads():  # type: ignore[no-untyped-call]
+            with _NoLists(), _NoHostReads():
                 self.output = _first_run(model, body, self, changes)
         except _Failed as error:
             # An error between a cache write and the call of ``attention`` comes from the model's
@@ -561,10 +561,6 @@ def probe(model: PreTrainedModel) -> ModelShape:
         raise refusal(model, error) from error
 
 
-def _constant(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value
-
-
 def _overrides(model: PreTrainedModel) -> dict[str, Any]:
     # With a pad_token_id, some models search the ids for padding on the host.
     overrides: dict[str, Any] = {"pad_token_id": None}
@@ -666,18 +662,14 @@ class _NoLists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoHostReads(OwnMode):
     """A mode that refuses operations that read device data on the host."""
 
-    is_devgraph_mode = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads = torch.Tag.dynamic_output_shape in func.tags
         reads |= func is torch.ops.aten._local_scalar_dense.default
         if reads and func.overloadpacket is torch.ops.aten.index:
             reads = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         if reads:
             raise _Refused(f"{_HOST_READ} ({func.overloadpacket.__name__})")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""The cache of one ``model.generate``, held in the slots of an engine.
+"""The cache of one call of ``model.generate``, stored in the slots of an engine.
 
 A cache of transformers is a list of layers. *Seating* a cache replaces its layers by layers that
 read the slots of the engine: row ``b`` of the batch has slot ``b``. *Leaving* restores ordinary
 layers with copies of the rows. The cache object remains the caller's. Before an operation that
-slots do not support, such as a reordering of beams, the cache leaves. A copy of a seated cache has
-ordinary layers. An engine seats one cache at a time::
+slots do not support, such as a reordering of beams, the cache leaves its slots. A copy of a seated
+cache has ordinary layers. An engine seats one cache at a time::
 
     ordinary --enter--> seated --leave, or the cache is collected--> ordinary
 """
@@ -68,7 +68,7 @@ class Seat:
         self.assisted = False
         """Whether steps check proposed tokens, so that the cache must be able to crop."""
         self.records = False
-        """Whether the ordinary layers after leaving must be able to crop."""
+        """Whether the ordinary layers must be able to crop after the cache has left the slots."""
         self._engine = engine
         self._rows = engine.model.cache
         self._states = engine.model.states
@@ -77,7 +77,7 @@ class Seat:
         self._cache = weakref.ref(cache)
         self._next: Tensor | None = None
         self._accepted: int | None = None
-        """Number of accepted tokens if the last step ran several tokens; None means all."""
+        """Number of accepted tokens of the last step in the checking runner; None means all."""
         self._kind = cache.layer_class_to_replicate
         self._originals = list(cache.layers)
         for slot in range(len(pads)):

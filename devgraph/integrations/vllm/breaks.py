@@ -39,7 +39,7 @@ def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def _marks() -> Any:
-    """Return vLLM's thread-local object with the breakable capture."""
+    """Return vLLM's thread-local object, whose ``active`` is the current breakable capture."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 
     return BreakableCUDAGraphCapture._tls

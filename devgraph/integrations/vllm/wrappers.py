@@ -42,7 +42,6 @@ class _Graphs:
     runtime_mode: Any
 
     def _prepare(self, *, counts: dict[Any, str], checked: bool = True) -> None:
-        """Initialise the shared state."""
         from vllm.compilation.counter import compilation_counter
         from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
         from vllm.config import CUDAGraphMode

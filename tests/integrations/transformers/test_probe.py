@@ -184,7 +184,7 @@ def test_model_that_attends_itself_says_why_and_gives_its_own_logits(
         return torch.zeros(positions.shape[0], 1, positions.shape[1], rows.shape[0])
 
     monkeypatch.setattr(adapter, "mask_of", shown)
-    with pytest.raises(UnsupportedModelError, match="gives other logits on whole slots"):
+    with pytest.raises(UnsupportedModelError, match="gives different logits on whole slots"):
         CausalModel(model, max_requests=2, max_len=32)
 
 
