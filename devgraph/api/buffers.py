@@ -320,6 +320,8 @@ def term_of(entry: Entry) -> Term:
     read = "{}()"
     if isinstance(holder, types.CellType):
         read, place = "{}.cell_contents", (holder,)
+    elif entry.is_attribute and value is not ABSENT:
+        read, place = "getattr({}, {})", (holder, key)
     elif value is ABSENT and type(holder) is dict:
         return "{} not in {}", (key, holder)
     elif type(holder) in (dict, list):

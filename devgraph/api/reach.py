@@ -79,6 +79,12 @@ class Entry(NamedTuple):
         """Whether the place is an entry of a container and not an attribute."""
         return self.path.endswith("]")
 
+    @property
+    def is_attribute(self) -> bool:
+        """Whether the place is an attribute of an object that is not a class."""
+        others = (Mapping, list, deque, contextvars.ContextVar, type)
+        return self.key != _POSITION and not isinstance(self.holder, others)
+
     def now(self) -> Any:
         """Return the value that the place holds now."""
         return _read(self.holder, self.key)
