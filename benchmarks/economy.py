@@ -3,9 +3,9 @@
     python benchmarks/economy.py [--only NAME ...] [--models SHAPE ...] [--backend cuda] [--small]
                                  [--json FILE]
 
-memory      device memory of 36 decode and 30 prefill graphs of 540 nodes after a trace that uses a
-            quarter of them, with a budget for that quarter and with graphs captured by hand with
-            torch; time of replays with and without the budget
+memory      device memory of 36 decode and 30 prefill graphs of 540 nodes, of which a trace runs a
+            quarter: with a budget for that quarter, and with graphs captured by torch alone;
+            time of replays with and without the budget
 plan        ``plan(sample=True)`` of both runners of the transformers engine with default buckets,
             compared with the device memory that is used after each graph was launched once
 start       seconds of a capture of these buckets, by phase
@@ -327,7 +327,7 @@ def measure_start(device: Device, model: str | None, how: str) -> dict[str, Any]
 
 
 def measure_first(device: Device, model: str | None, how: str = "") -> dict[str, Any]:
-    """Measure the time of a cold engine to its first token and until its buckets are captured."""
+    """Measure the time of a new engine to its first token, and until its buckets are captured."""
     assert model is not None
     graphs = how == "background"
     engine, started = make_engine(

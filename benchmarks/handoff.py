@@ -63,7 +63,7 @@ def export(args: argparse.Namespace, store: Any) -> None:
             pass
         handoff = engine.export(request, timeout_s=3600)
         while store.queue_pop("want") == b"handoff":
-            # Each offer needs its own handoff, because the offer ends with the handoff.
+            # A released offer ends its handoff, so each offer needs its own handoff.
             offer = transport.offer(attrs.evolve(handoff, progress=fresh(handoff)))
             store.queue_push("offers", offer)
         store.queue_push("bye", "")

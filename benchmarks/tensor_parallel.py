@@ -6,7 +6,7 @@
 The step is that of ``examples/tensor_parallel.py``. Host time is the time of a call on an idle
 device. Contenders alternate. Results are medians on the slowest rank, in microseconds.
 
-decode    host time of a replay of one graph, captured by hand with torch, with
+decode    host time of a replay of one graph, captured with torch alone, with
           ``DeviceGraph.replay`` and with ``DecodeRunner.run``
 prefill   host time of a replay of several segments, in a bare loop over native graphs and eager
           attention, and with devgraph
@@ -227,7 +227,7 @@ def measure_vote(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_first(model: Model, world: World, how: str) -> dict[str, Any]:
-    """Measure the time of a cold engine to its first token and until its buckets are captured."""
+    """Measure the time of a new engine to its first token, and until its buckets are captured."""
     capture = {} if how == "disabled" else {"capture": how}
     overlay = {"policy": "breakable"} if world.backend.name == "cpu" else {}
     policies = {

@@ -241,7 +241,7 @@ def _replays(
         lengths[f"{name}, 4 lengths in turn"] = _in_turn(
             *(max(1, kv_len - i) for i in range(min(4, kv_len)))
         )
-        lengths[f"{name}, other length each step"] = lambda: fresh
+        lengths[f"{name}, new length in each step"] = lambda: fresh
     info = captured.info()
     figures = {
         "capture_seconds": captured.capture_seconds,

@@ -183,7 +183,7 @@ class OrderedText:
 
 @attrs.frozen(kw_only=True)
 class Task:
-    """The work of the engines, and the arguments for their creation."""
+    """The prompts to run, and the arguments for creating an engine."""
 
     args: argparse.Namespace
     """Options of the command line. Sizes are None if the prompts determine them."""

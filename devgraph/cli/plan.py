@@ -315,7 +315,7 @@ def _numbers(layer: Any) -> int:
     hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
     kv_heads = _size(layer, "num_key_value_heads", heads)
     head_dim = _size(layer, "head_dim", hidden // heads)
-    # Some older families omit the common factor from their configuration.
+    # Some older families have no intermediate_size in their configuration; 4 is the common factor.
     mlp = 3 * _size(layer, "intermediate_size", 4 * hidden)
     return 2 * hidden + max(2 * (heads + kv_heads) * head_dim, mlp)
 

@@ -1,4 +1,4 @@
-"""Pipelines of diffusers in device graphs; see docs/graphed.md.
+"""Device graphs for pipelines of the library diffusers; see docs/graphed.md.
 
 The module does not import diffusers: a pipeline is an object with a denoiser (``transformer`` or
 ``unet``) and, optionally, a ``vae``.

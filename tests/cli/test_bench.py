@@ -26,7 +26,7 @@ def test_every_policy_is_timed_on_the_same_work(capsys: pytest.CaptureFixture[st
         "eager",
         "full",
         "full, 4 lengths in turn",
-        "full, other length each step",
+        "full, new length in each step",
         "breakable",
     ]
     assert all(one["equal"] for one in rows.values())
@@ -104,7 +104,7 @@ def test_policy_with_other_results_than_eager_exits_with_1(
         "eager": True,
         "full": True,
         "full, 4 lengths in turn": True,
-        "full, other length each step": True,
+        "full, new length in each step": True,
         "breakable": False,
     }
 

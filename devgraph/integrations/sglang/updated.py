@@ -38,7 +38,7 @@ def require_updatable(model_runner: Any) -> None:
     window = getattr(model_runner.attn_backend, "use_sliding_window_kv_pool", False)
     for stands, reason in (
         (several_ranks(), "several ranks would have to capture together while serving"),
-        (window, "its sliding windows write to other rows in each batch"),
+        (window, "its sliding windows write to different rows in each batch"),
         (model_runner.model_config.is_encoder_decoder, "cross-attention reads additional lengths"),
         (model_runner.is_draft_worker, "it is a draft model, which was not tested"),
     ):
@@ -122,7 +122,7 @@ class WholeCapture:
 
 
 def with_region(marked: Any) -> Any:
-    """Return a ``RadixAttention._eager_attention`` that is a region inside a ``WholeCapture``."""
+    """Return a wrapper of ``_eager_attention`` that calls it as a region in a ``WholeCapture``."""
     from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
     from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 

@@ -1,4 +1,4 @@
-"""Replacement of a model's operations by fewer, larger kernels inside the steps of an engine.
+"""Fusion of a model's operations into fewer, larger kernels, for the steps of an engine.
 
 A decode step of a small model runs hundreds of kernels that each move a few kilobytes. Their number
 determines the speed of the step, even in a graph. Three replacements work for all model families:

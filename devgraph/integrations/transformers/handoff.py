@@ -329,7 +329,7 @@ def _digest(model: PreTrainedModel) -> str:
 def differences(
     handoff: Handoff, geometry: Mapping[str, Any], *, convert: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the header's fields that differ from the receiver's, as (in the handoff, here).
+    """Return the header's fields that differ, each with the handoff's and the receiver's value.
 
     With ``convert``, the dtypes may differ, and then the digests of weights are not compared.
     """

@@ -168,7 +168,7 @@ class FinishReason(str, enum.Enum):
     LENGTH = "length"
     """The model produced ``max_new_tokens`` tokens."""
     CANCELLED = "cancelled"
-    """The tokenizer raised an error."""
+    """The request was cancelled, or the tokenizer raised an error."""
 
 
 @attrs.define(eq=False)

@@ -51,11 +51,11 @@ def _flags(layer: Any) -> list[bool]:
 
 
 class Seat:
-    """The slots of one cache, and the steps over them.
+    """The request slots that hold one cache, and the steps that read and write them.
 
     Args:
-        engine: engine of the slots and runners.
-        cache: a cache that ``fits``.
+        engine: the engine that has the slots and the runners.
+        cache: a cache for which ``fits`` is true.
         pads: number of padding tokens at the left of each row of the batch.
     """
 

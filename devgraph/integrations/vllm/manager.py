@@ -66,7 +66,7 @@ def _is_current(stream: Any) -> bool:
 def own_pool(pool: Any, config: Any) -> Iterator[Any]:
     """Replace vLLM's ``capture_pool``, a separate pool for whole steps.
 
-    With devgraph, whole steps use the pool of the pieces, whose memory sleep mode can release.
+    With devgraph, whole steps and pieces share one pool, which sleep mode can release.
     """
     yield pool
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class _Graphs:
     """The common base of both wrapper classes, which implements vLLM's protocol.
 
-    * Without a forward context, or under another runtime mode, a call runs the runnable.
+    * Without a forward context, or under another runtime mode, a call runs the code without graphs.
     * A call with a new key is captured and returns its output.
     * A call with a known key replays its graph and returns the stored output.
 

@@ -365,7 +365,7 @@ HOST_READS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("policy", ["full", "breakable"])
 @pytest.mark.parametrize("read", ["item", "nonzero", "raise"])
 def test_error_of_a_capture_keeps_no_frame_of_its_step(kit: Kit, policy: str, read: str) -> None:
-    """Autograd nodes in such a frame would run later backward passes on the capture's stream."""
+    """Autograd nodes in a kept frame would run later backward passes on the capture's stream."""
 
     class Local:
         pass
