@@ -1,4 +1,4 @@
-"""Runners, which copy batches into static buffers and choose a bucket for each step."""
+"""Runners: they choose a bucket for each step, and copy the batch into static buffers."""
 
 from __future__ import annotations
 

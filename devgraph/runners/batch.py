@@ -96,8 +96,8 @@ class Batch:
 
     In a graph the tensors are static views of the bucket's size. In an eager step they have the
     real size. If a graph depends only on the number of tokens (breakable prefill), slots that count
-    requests are run slots: read them from the batch in a region, in a ``no_graph`` function or in
-    the tail.
+    requests are *run slots*, which change from run to run. Read them in a region, in a ``no_graph``
+    function or in the tail.
 
     The batch of an eager step is valid only in that step. Reading a stored batch
     (``self.batch = batch``) in a later step raises StateError.
@@ -190,7 +190,7 @@ def end_batch(batch: Batch) -> None:
 
 
 class HostArgs:
-    """The declared host arguments."""
+    """The declared host arguments; with ``partly``, runs may omit some of them."""
 
     def __init__(self, declared: Mapping[str, Any] | None, *, partly: bool = False) -> None:
         self.declared = declared_names(declared)
@@ -206,7 +206,7 @@ class HostArgs:
         self._kinds = {n: None if n in self._slots else type(v) for n, v in self.declared.items()}
 
     def at_capture(self, size: Size) -> dict[str, Any]:
-        """Return the declared values, with sequences of pad values for ``size``."""
+        """Return the declared values; a ``HostSlot`` becomes a sequence of pad values."""
         return {
             name: value.padded((), size) if isinstance(value, HostSlot) else value
             for name, value in self.declared.items()
@@ -215,9 +215,9 @@ class HostArgs:
     def resolve(
         self, given: Mapping[str, Any] | None, real: Size, padded: Size
     ) -> Mapping[str, Any]:
-        """Check host arguments and return them, with sequences padded from ``real`` to ``padded``.
+        """Check the host arguments of a run, and pad sequences from ``real`` to ``padded``.
 
-        If runs may omit names, the result contains only the given names.
+        The result has only the given names: ``prepare`` may return the others.
         """
         # Fast path for every step: values of exactly the declared types need no further check.
         if type(given) is dict:
@@ -247,7 +247,7 @@ class HostArgs:
     def completed(
         self, host: Mapping[str, Any], planned: Mapping[str, Any] | None, size: Size
     ) -> Mapping[str, Any]:
-        """Return ``host`` and the host arguments that ``prepare`` returned for a batch of ``size``.
+        """Return ``host`` with the host arguments ``planned`` that ``prepare`` returned.
 
         Raises the errors of ``resolve``, and HostArgumentError for arguments without a value.
         """

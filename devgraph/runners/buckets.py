@@ -82,7 +82,8 @@ class Buckets(tuple[int, ...]):
 
         Raises:
             ConfigError: A size is not positive, is above ``maximum``, or is not a multiple of
-                ``multiple_of``. ConfigTypeError: A size is not an integer.
+                ``multiple_of``.
+            ConfigTypeError: A size is not an integer.
         """
         if sizes is None:
             return default_buckets(phase, maximum, multiple_of=multiple_of)
@@ -114,7 +115,7 @@ class Buckets(tuple[int, ...]):
         return next(self.at_least(rows), None)
 
     def uncovered(self, capacity: int, max_padding: float) -> list[range]:
-        """Return the sizes up to ``capacity`` without a bucket within the padding factor."""
+        """Return the sizes up to ``capacity`` that need more padding than ``max_padding``."""
         gaps = []
         below = 0
         for size in self:
@@ -166,7 +167,7 @@ class ByTokens:
         return Size(self.requests, bucket)
 
     def size(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:
-        """Return the size of a real batch; None stands for an unknown number."""
+        """Return the size of a batch; a number that is None is derived from the other."""
         if tokens is None:
             raise InputError(f"{self.phase} needs the number of tokens: can_run(requests, tokens)")
         if requests is None:
@@ -176,7 +177,7 @@ class ByTokens:
         return Size(requests, tokens)
 
     def some(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
-        """Return the size of a batch with this many rows; ``index`` varies the other number."""
+        """Return the size of a batch with ``rows``; ``index`` varies the number of requests."""
         return Size(1 + index % min(self.requests, rows), rows)
 
     def variant(

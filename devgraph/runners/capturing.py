@@ -208,13 +208,13 @@ class CaptureScheduler:
                     break
                 done.append(graph)
             self._require_unwritten(done, before)
-        # For a tensor that was replaced after an earlier capture, keep the older address.
+        # If a tensor was replaced after an earlier capture, keep the address of that capture.
         self._step.places = {**addresses(self._step.tensors()), **self._step.places}
         self.pace = _measure_pace(self._backend)
         if self.pace is not None and self.pace.slow:
             logger.warning(
-                "%s: graphs of this process now take %.2f us from kernel to kernel instead of %.2f "
-                "before, because something launches kernels on more streams (docs/fast-replay.md)",
+                "%s: graphs of this process now take %.2f us from kernel to kernel, instead of "
+                "%.2f before: other launches slow them down (docs/fast-replay.md)",
                 self._name,
                 self.pace.microseconds,
                 self.pace.fastest,
@@ -581,7 +581,7 @@ def _measure_pace(backend: Backend) -> ReplayPace | None:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector in the block, because a collection may unload kernels."""
+    """Pause the garbage collector in the block; a collection could unload kernels."""
     with collector.paused():
         frozen = gc.get_freeze_count()
         # Collect recent garbage only: a full collection takes longer than capturing a small model.

@@ -129,7 +129,7 @@ def require_decision(decision: object) -> None:
         )
 
 
-_WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
+_REMEDIES: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.DISABLED: (ConfigError, "choose the policy 'full' or 'breakable' for this phase"),
     Reason.OVER_LARGEST_BUCKET: (InputError, "add a bucket of that size or split the batch"),
     Reason.OVER_MAX_REQUESTS: (InputError, "raise max_requests or split the batch"),
@@ -166,10 +166,10 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
 
 def refusal(decision: Decision, what: str, detail: Any = None) -> DeviceGraphError:
     """Return the error that a strict runner raises instead of running ``what`` eagerly."""
-    kind, way_out = _WAYS_OUT[decision.reason]
+    kind, remedy = _REMEDIES[decision.reason]
     why = decision.reason.value.replace("_", " ")
     more = f" ({detail})" if detail else ""
-    return kind(f"{what} cannot run in a graph: {why}{more}; {way_out}")
+    return kind(f"{what} cannot run in a graph: {why}{more}; {remedy}")
 
 
 UNLAUNCHED = (UpdateUnsupportedError, UpdateTopologyError, ExecutableError)

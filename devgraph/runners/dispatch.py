@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class Dispatcher:
-    """Runs the batches of a runner and counts eager ones by reason."""
+    """Runs the batches of a runner, and counts eager steps by reason."""
 
     _step: Step
     _steps: BoundSteps
@@ -62,7 +62,7 @@ class Dispatcher:
         require_decision(decision)
         if variant is None and decision is not None and decision.key is not None:
             variant = dict(decision.key.variant)
-        options = self._graphs.asked(variant)
+        options = self._graphs.checked_variant(variant)
         if inputs is None:
             return self._join_agreed_step(decision, options)
         shown = self._steps.measured(inputs)
@@ -157,7 +157,7 @@ class Dispatcher:
 
     def _empty(self, options: Mapping[str, Any]) -> Any:
         """Return the outputs of a batch without rows."""
-        options = self._graphs.of_pads(options)
+        options = self._graphs.pad_variant(options)
         return self._step.empty_result(options, self._graphs.counting.some(1, options))
 
     def _handle_empty_batch(self, options: Mapping[str, Any]) -> Any:
@@ -165,7 +165,7 @@ class Dispatcher:
         if not self._step.options.idle_dummy:
             self._counters.reasons[Reason.EMPTY_BATCH] += 1
             return self._empty(options)
-        options = self._graphs.of_pads(options)
+        options = self._graphs.pad_variant(options)
         variant = canonical_variant(options)
         usable = [graph for graph in self._graphs.captured if graph.key.variant == variant]
         if usable and not self._graphs.suspended:
@@ -177,7 +177,7 @@ class Dispatcher:
 
     def _join_agreed_step(self, decision: Decision | None, options: Mapping[str, Any]) -> None:
         """Run an agreed step on a rank without requests."""
-        options = self._graphs.of_pads(options)
+        options = self._graphs.pad_variant(options)
         if decision is None:
             raise InputTypeError(
                 "run(None) runs an agreed step on a rank without requests; pass the result of "

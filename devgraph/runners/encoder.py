@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 _TRIED = 4  # number of largest budgets for which packing is tried
 
 _ENCODED = "encoded"
-"""Tag of the exchange that precedes the exchange of outputs under ``data_parallel``."""
+"""Tag under which ranks of ``data_parallel`` report that their outputs are ready."""
 
-_PATIENCE_S = 1800.0
-"""Timeout of that exchange in seconds. It is long because a rank may have to capture graphs."""
+_TIMEOUT_S = 1800.0
+"""Timeout of these reports in seconds: a rank may have to capture graphs first."""
 
 _ITEM_IDS = InputSlot("item_ids", ("tokens",), torch.int32, pad=Pad.fill(-1))
 _OFFSETS = InputSlot("offsets", ("requests+1",), torch.int32, pad=Pad.last())
@@ -59,9 +59,9 @@ class EncoderRunner(Runner):
     graph has ``max_items + 1`` offsets; unused offsets repeat the last one. Items take the place of
     requests: ``batch.requests`` is the number of items that a pack can hold.
 
-    ``run`` packs by first fit, longest item first, into the budget with the fewest padded rows, and
-    never splits an item. An item above the largest budget runs alone and eagerly. To capture graphs
-    of the exact item sizes, list a budget for each size, and set ``max_items=1``,
+    ``run`` packs by first fit, longest item first, and chooses the budget with the fewest padded
+    rows. It never splits an item. An item above the largest budget runs alone and eagerly. To
+    capture graphs of the exact item sizes, list a budget for each size, and set ``max_items=1``,
     ``capture="lazy"``, ``max_padding=1`` and ``max_graphs``.
 
     Args:
@@ -163,10 +163,10 @@ class EncoderRunner(Runner):
             StateError, DeviceGraphError, DeviceLost: As in ``Runner.run``.
         """
         shares, results = self._shares, dict[int, Any]()
-        with contextlib.nullcontext() if shares is None else shares.heard():
+        with contextlib.nullcontext() if shares is None else shares.reporting():
             data = self._admitted(items)
             lengths = [length for length, _ in data]
-            options = self.graphs.asked(variant)
+            options = self.graphs.checked_variant(variant)
             mine = range(len(data)) if shares is None else shares.of(lengths)[shares.rank]
             if not data:  # An empty run is counted.
                 self._run_pack((), data, host_args, options)
@@ -286,12 +286,11 @@ def packed(
     *,
     max_padding: float,
 ) -> list[list[int]]:
-    """Return ``items`` in packs that each fit into a budget, in the order of the items.
+    """Divide ``items`` into packs that each fit into a budget.
 
     For each of the largest budgets, try first fit, longest item first. The best packing has the
-    fewest packs whose padding exceeds ``max_padding``, then the fewest rows. If there is such a
-    pack, also try to divide the items evenly among the packs. An item above the largest budget is
-    in a pack of its own.
+    fewest packs whose padding exceeds ``max_padding``, then the fewest rows. If it still has such
+    packs, also try to divide the items evenly. An item above the largest budget is a pack itself.
     """
     most = budgets[-1]
     order = sorted(items, key=lambda item: -lengths[item])
@@ -343,7 +342,7 @@ class _Shares:
         store = store_of(group)
         number = store.add(f"devgraph/encoders of {self.rank}", 1)
         own = PrefixStore(f"devgraph/encoder {number}", store)
-        self._ranks = RankGroup(own, self.rank, size=self._size, timeout_s=_PATIENCE_S)
+        self._ranks = RankGroup(own, self.rank, size=self._size, timeout_s=_TIMEOUT_S)
 
     def of(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the items of each rank: longest first, each to the rank with the fewest tokens.
@@ -361,7 +360,7 @@ class _Shares:
         return [share or order[-1:] for share in shares]
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Report an error in the block to the other ranks."""
         try:
             yield
@@ -372,7 +371,7 @@ class _Shares:
     def gathered(
         self, own: Mapping[int, Any], lengths: Sequence[int], outputs: OutputStore
     ) -> list[Any]:
-        """Return the output of every item, exchanged by one all-gather per tensor."""
+        """Return the output of every item; the ranks exchange each tensor by one all-gather."""
         texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
         odd = [rank for rank, text in enumerate(texts) if text != texts[self.rank]]
         if odd:

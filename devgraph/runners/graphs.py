@@ -38,7 +38,7 @@ class EmulatedGraph:
         self._gates = gates
 
     def run(self, host: Mapping[str, Any]) -> None:
-        """Run the step, which writes its outputs to the static buffers as a graph does."""
+        """Run the step eagerly; like a graph, it writes its outputs to the static buffers."""
         with self._gates.launch():
             self._step(**host)
 
@@ -82,7 +82,7 @@ class BucketGraph:
         self.wants = 0
         """Number of eager steps that needed this graph since it was last closed."""
         self.used = 0
-        """Time of the capture or the last run, by the runner's clock."""
+        """Time of the last run or the capture, as a count of the runner's runs."""
         self.hits = 0
         self.real_rows = 0
         self.bytes = 0
@@ -182,7 +182,7 @@ class Graphs:
         """Return the graph of the largest bucket of a variant."""
         return self._by_key[GraphKey(variant, self.buckets.maximum)]
 
-    def asked(self, variant: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    def checked_variant(self, variant: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Check the variant of a batch and return it; None becomes an empty mapping."""
         if variant is None:
             return {}
@@ -196,10 +196,10 @@ class Graphs:
         check_values(variant, InputError)
         return variant
 
-    def of_pads(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``options`` as the variant of a step without requests.
+    def pad_variant(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the variant of a step on pad values: ``options``, or the first declared variant.
 
-        Empty options become the first declared variant, unless ``{}`` itself is declared.
+        Empty options stay empty if ``{}`` is a declared variant.
         """
         return options if options or () in self.variants else next(iter(self.variants.values()))
 

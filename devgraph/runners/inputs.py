@@ -52,7 +52,7 @@ class InputArena:
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
-        """Return the buffers that another runner can use for its ``slots``, by name."""
+        """Return the buffers that another runner uses for its ``slots``, by name."""
         lent = {}
         for slot in slots:
             own = self.slots.get(slot.name)
@@ -81,7 +81,7 @@ class InputArena:
     def real_views(
         self, padded: Size, real: Size, names: frozenset[str]
     ) -> dict[str, torch.Tensor]:
-        """Return the real rows of the static view for ``padded``, for each slot of ``names``."""
+        """Return the real rows of each static view of a graph of size ``padded``."""
         return {
             name: view
             if (axis := self.slots[name].axis) is None
@@ -205,10 +205,10 @@ def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[st
 
 
 class StagingMemory:
-    """A block of memory on the host and one on the device, for the transfers of a runner.
+    """A block of memory on the host and one on the device, for all transfers of a runner.
 
-    Reuse is safe: the device block is written and read in stream order, and the host block is
-    copied into pinned memory of the allocator before a transfer starts.
+    Transfers may reuse the blocks: the device block is written and read in stream order, and the
+    host block is copied into pinned memory before a transfer starts.
     """
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
@@ -227,9 +227,9 @@ class StagingMemory:
 
 
 class Staging:
-    """A transfer that packs host tensors of fixed shapes and dtypes into one copy to the device.
+    """Sends host tensors of fixed shapes and dtypes to the device in one copy.
 
-    Each separate transfer would cost about 25 us of host time.
+    Each separate copy would take about 25 us of host time.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Loading of batches: inputs are copied into static buffers and padded in a few grouped launches.
 
 A ``CopyPlan`` prepares shapes, target views and pad templates once for each batch size, and
-``CopyPlan.load`` runs in every step. On a device, a launch takes about as much host time as
-reinterpreting six tensors. Therefore, if that saves time, slots of different dtypes are copied
-together as four-byte words.
+``CopyPlan.load`` runs in every step. A launch takes about as much host time as viewing six tensors
+in another dtype. Therefore, slots of different dtypes are copied in one launch, as four-byte words,
+if that saves time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from devgraph.runners.slots import InputSlot, Pad, Scalar, Size, raw, raw_dtype,
 
 _WORD = torch.int32
 _VIEWS_PER_LAUNCH = 6
-"""Number of tensors that can be reinterpreted (0.8 us each) in the host time of one grouped launch
-(5 us), measured on the host of an H200."""
+"""Number of tensors that can be viewed in another dtype (0.8 us each) in the host time of one
+grouped launch (5 us), measured on the host of an H200."""
 
 Values = tuple[torch.Tensor, ...]
 """The inputs of a batch, in the order of a plan's copies."""
@@ -80,7 +80,7 @@ class CopyPlan:
         """Transfers by the indices of inputs that come from the host; created on first use."""
         self._groups: list[_Group] = []
         self._fills: list[tuple[torch.Tensor, Scalar]] = []
-        """Padding without a template, and its value."""
+        """Padding without a template, each with its value."""
         self._repeats: list[torch.Tensor] = []
         """Padding that repeats the last real row; ``_repeated`` has that row at the same index."""
         self._repeated: list[torch.Tensor] = []
@@ -156,7 +156,7 @@ class CopyPlan:
     def _recognised(self, inputs: Mapping[str, Any]) -> Values | None:
         """Return the inputs in the order of the copies, or None if they need a full check.
 
-        They need no check if they match the last checked inputs and none is in the static buffers.
+        Inputs like the last checked inputs, outside of the static buffers, need none.
         """
         try:
             selected = self._select(inputs)

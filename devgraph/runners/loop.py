@@ -35,8 +35,8 @@ _HELD = InputSlot(
     real=False,
     sample=lambda shape, _: torch.ones(shape, dtype=torch.bool),
 )
-"""The slot that is true in proofs. Slots that a proof leaves at pad values (rows of a cache) are
-then padded again after each ``advance``, because a proof must not write real state."""
+"""The slot that is true in proofs. A proof must not write real state, so slots that it leaves at
+pad values (rows of a cache) are padded again after each ``advance``."""
 
 LOOP_SLOTS = (_RUNNING, _HELD)
 """Input slots that a loop adds to those of the engine."""
@@ -77,9 +77,9 @@ class Loop:
         done: ``done(batch, outputs)`` is called after ``advance`` and returns a bool tensor
             ``[requests]``, true for finished requests. Without it, every request takes all steps.
 
-    Host arguments and the plan of ``prepare`` apply to all steps of a launch. Keep values that grow
-    (lengths) on the device, and pass upper bounds for the last step as host arguments. Steps must
-    pass values to later steps in tensors that exist before the launch, never in Python objects,
+    Host arguments, including those of ``prepare``, apply to all steps of a launch. Keep values that
+    grow (lengths) on the device, and pass upper bounds for the last step as host arguments. Steps
+    must pass values to later steps in tensors that exist before the launch, not in Python objects,
     because the graph may contain a single step that the device repeats.
 
     Raises:
@@ -106,7 +106,7 @@ class Loop:
         *,
         ranks: bool,
     ) -> Callable[[Batch], LoopResult]:
-        """Return a callable that runs all steps. Set ``ranks`` if other ranks run them too."""
+        """Return a callable that runs all steps; ``ranks`` tells that other ranks run them too."""
         engine_slots = [slot for slot in slots.values() if slot.real is None]
         layouts: dict[tuple[int, int, Variant], Any] = {}
         """Layout of a step's outputs, by requests, tokens and variant of the batch."""

@@ -7,7 +7,7 @@ Limits on graphs; the first four are keys of the phase configuration:
 | ``graph_budget_bytes`` | bytes | captures and request state | the remaining buckets are dropped |
 | ``time_budget_s`` | seconds | captures | the remaining buckets are dropped |
 | ``executable_budget`` | bytes or share | executables | the least recently used are evicted |
-| ``miss_budget`` | recordings | new keys under ``full`` | steps with new keys run breakable |
+| ``miss_budget`` | recordings | new keys under ``full`` | steps with new keys run in segments |
 | ``max_graphs`` (option) | graphs | captures | the least recently used graph is closed |
 
 In ``dg.capture``, an ``UpdateBudget`` takes the place of ``miss_budget`` and also limits copies.
@@ -123,8 +123,8 @@ class Options:
     run raises StateError if a tensor was replaced, has moved or has another layout. Captures and
     proofs restore tensors within ``snapshot_limit`` and hash larger ones."""
     weights_epoch: Callable[[], Hashable] | None = None
-    """Callable whose result changes when weights are replaced. A graph is only used while the
-    result equals the result at its capture."""
+    """Callable whose result changes when weights are replaced. A graph is used only while the
+    result equals that at its capture."""
     state: Sequence[StateSlot] = ()
     """State of fixed size that each request carries from step to step, as ``StateSlot`` objects.
     ``run`` then takes ``state_slots``, and steps read and write ``batch.state``."""
@@ -132,10 +132,10 @@ class Options:
     """Number of request slots of the state; ``max_requests`` by default. Additional slots hold the
     state of waiting requests."""
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None = None
-    """Callable that plans a step on the host. It receives the padded batch, with all slots filled,
-    before every launch, warm-up run, capture and eager step. It may write bound tensors and slots
-    in place, and return host arguments, which callers then leave out of ``run``. Returned sequences
-    must have the length of the bucket."""
+    """Callable that plans a step on the host. Before every launch, warm-up run, capture and eager
+    step, it receives the padded batch with all slots filled. It may write bound tensors and slots
+    in place, and return host arguments, which callers of ``run`` then omit. Returned sequences must
+    have the length of the bucket."""
     share: Any = None
     """Runner whose pool and buffers this runner uses, for example that of the target model for a
     draft model. Input slots of equal name, dtype and row shape, and outputs of equal dtype and row
@@ -153,12 +153,12 @@ class Options:
 
     max_graphs: int | None = None
     """Maximum number of captured graphs with ``capture="lazy"``. A further capture closes the least
-    recently used graph, whose batches run eagerly until it is captured again. Use this for steps
-    with many sizes of which few occur at a time."""
+    recently used graph, whose batches run eagerly until it is captured again. Use this if few of
+    many sizes occur at a time."""
     snapshot_limit: int = DEFAULT_LIMIT
-    """Maximum bytes of copies from which ``capture`` restores bound tensors and the state of
-    requests. Padding must not write larger tensors, which is checked with hashes before the first
-    and after the last capture of a call."""
+    """Maximum bytes of the copies from which ``capture`` restores bound tensors and the state of
+    requests. Padding must not write larger tensors: ``capture`` hashes them before its first and
+    after its last graph, and raises if they differ."""
     gate_timeout: float | None = None
     """Seconds after which a closed gate makes a step invalid; None takes the environment variable
     DEVGRAPH_GATE_TIMEOUT, or 30."""

@@ -78,7 +78,7 @@ class OutputStore:
         self.shares = False
         self._layouts: dict[Variant, Layout] = {}
         self._shown: dict[Variant, Layout] = {}
-        """Structures of variants without ``learn``, for ``empty``."""
+        """Layouts of variants that were not captured, for ``empty``."""
         self.buffers: StaticBuffers | None = None
         """The buffers by position in the output tree; None before ``allocate``."""
 
@@ -231,7 +231,7 @@ class OutputStore:
             if leaf is not None and view is not None and leaf.slot.rows is not None:
                 view = view.narrow(leaf.slot.dim, 0, real.rows(leaf.slot.rows))
             leaves.append(view)
-        return _handing_out(pytree.tree_unflatten(leaves, layout.spec), leaves, layout.spec)
+        return _returning(pytree.tree_unflatten(leaves, layout.spec), leaves, layout.spec)
 
     def poison(self, fill: Callable[[torch.Tensor], None]) -> None:
         """Call ``fill`` with every output buffer of every variant, in the dtype of its output."""
@@ -268,8 +268,8 @@ def slots_by_leaf(slots: Any, result: Any) -> list[OutputSlot]:
         ) from None
 
 
-def _handing_out(tree: Any, leaves: list[torch.Tensor | None], spec: Any) -> Callable[[], Any]:
-    """Return a callable that returns ``tree``, with a fast path for the usual trees."""
+def _returning(tree: Any, leaves: list[torch.Tensor | None], spec: Any) -> Callable[[], Any]:
+    """Return a callable that returns ``tree``, each time with new mutable containers."""
     children = tree.values() if type(tree) is dict else tree
     if spec.is_leaf() or (type(tree) is tuple and _same(children, leaves)):
         return lambda: tree
@@ -308,7 +308,7 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
 
 
 class LeaseClock:
-    """A counter of the runs of one runner, or of runners that share outputs."""
+    """A counter of the runs of one runner, or of several that write the same outputs."""
 
     __slots__ = ("name", "now")
 
@@ -327,7 +327,7 @@ class LeaseClock:
 
 
 class LeasedTensor(torch.Tensor):
-    """A tensor that may be read until the next run of its runner."""
+    """An output that raises StaleOutputError if it is read after the next run of its runner."""
 
     _clock: LeaseClock
     _until: int

@@ -41,13 +41,13 @@ from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
 _ENOUGH = 4096
-"""Number of values that are drawn to find out whether real rows of a slot use its pad value."""
+"""Number of values drawn from a slot's sample to estimate whether real rows use its pad value."""
 
 _NAN = torch.tensor(float("nan"))
 _COLLISION = "rows within a batch (they write the same row of state)"
 
 Implied = Callable[[Size], Mapping[str, torch.Tensor]]
-"""Returns inputs that depend on each other, for a batch of a real size."""
+"""A function that returns interdependent inputs (ids and offsets) for a batch of a size."""
 
 
 class Proof:
@@ -87,8 +87,8 @@ class Proof:
         state = State(step.backend, leaves, step.roots(), limit=terms.snapshot_limit)
         now = step.tensors()
         names = replaced(step.places, addresses(now))
-        # A graph may still read the old memory of a replaced tensor and find equal contents there,
-        # so each case changes the contents of the new tensor.
+        # A graph may still read the old memory of a replaced tensor, which may have the same
+        # contents. Therefore each case changes the contents of the new tensor.
         self.renewed = [leaf for name, leaf in now if name in names and not terms.quick]
         self.compared = Comparison(
             state, step.backend, terms.near, with_state=terms.state, agreed=self._agreed
@@ -190,7 +190,7 @@ class Proof:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
         """Return inputs of a batch, its marks, and the slots without a source of legal data.
 
-        Marks are values of slots that have both ``real`` and ``sample``, which proofs vary.
+        Marks are the values of slots with both ``real`` and ``sample``.
         """
         step = self.step
         implied = self._implied(real) if self._implied else {}
@@ -268,7 +268,8 @@ class _CaseRun:
         snapshot, used = self._compared.state.snapshot, {pad for _, pad in self._used_pads()}
         snapshot.save_rows(self._named_rows())
         if case.padded:
-            # An earlier padded batch may have left in a row just what padding writes to it.
+            # An earlier batch may have left the values that padding writes now, which would hide
+            # the write.
             snapshot.disturb(proof.written, functools.partial(_positions, used))
         self._renewed = [(leaf, leaf.detach().clone()) for leaf in proof.renewed]
         for _, value in self._renewed:
@@ -353,8 +354,8 @@ class _CaseRun:
     def _equalize(self) -> None:
         """Give all rows equal data, including padded rows.
 
-        If several rows write the same row of state, the device may write them in any order. With
-        equal data, the order has no effect.
+        A device may write rows in any order. If several rows of the batch write the same row of
+        state, only equal data makes the result independent of that order.
         """
         self._has_equal_rows = True
         for name, slot in self._step.inputs.given.items():
@@ -426,7 +427,7 @@ class _CaseRun:
                 yield slot, self._inputs[name].flatten().tolist()
 
     def _named_rows(self) -> torch.Tensor:
-        """Return all values that integer slots get in the case as row numbers."""
+        """Return all values of integer slots in the case, each of which may be a row number."""
         ends = self._proof.extremes_of
         rows = {row for slot, data in self._integers() for row in [*data, int(slot.pad.value)]}
         rows.update(row for slot, _ in self._integers() for row in ends.get(slot.name, ()))
@@ -448,7 +449,7 @@ class _CaseRun:
                 yield slot, view.narrow(slot.axis, rows, view.shape[slot.axis] - rows)
 
     def _shared_values(self) -> tuple[set[int], set[int]]:
-        """Return pad values that occur in several rows, and the subset that no real row uses."""
+        """Return the pad values that several rows have, and those of them that no real row uses."""
         shared, scratch = set[int](), set[int]()
         for slot, data in self._integers():
             axis = slot.axis or 0
@@ -461,7 +462,7 @@ class _CaseRun:
         return shared, scratch
 
     def _collides(self, seen: RunResult) -> bool:
-        """Whether all real rows write the same row of state, because a slot has pad values only."""
+        """Whether all real rows write one row of state, because a slot has only pad values."""
         pads = {
             int(slot.pad.value)
             for slot, data in self._integers()
@@ -481,10 +482,9 @@ class _CaseRun:
                     yield slot, pad
 
     def _suspects(self, want: RunResult) -> Iterator[tuple[str, int, list[InputSlot]]]:
-        """Yield changed rows of state whose number is the pad value of a slot.
+        """Yield each changed row of state whose number is a pad value that real rows use.
 
-        Each comes with the name of the state and the slots, except slots whose real rows do not use
-        that value.
+        Each item has the name of the state, the row and the slots with that pad value.
         """
         for name, (now, saved, rows) in want.state.items():
             if not now.dim():
@@ -505,8 +505,7 @@ class _CaseRun:
     ) -> str | None:
         """Return the slot whose padding writes ``row`` of the state ``name``, or None.
 
-        With another legal value in the padding of that slot, the row must equal that of the
-        unpadded batch.
+        It is the slot for which the row becomes right if another legal value is its padding.
         """
         near = self._proof.terms.near
         now, saved, rows = want.state[name]
@@ -595,7 +594,7 @@ def _last_inputs(step: Step) -> Callable[[Size, torch.Generator], dict[str, torc
 def _rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
     """Return row counts of batches for this bucket: the largest, the smallest, and others.
 
-    A batch may be padded to ``most`` times its rows.
+    ``most`` is the padding factor.
     """
     bucket = graph.key.bucket
     below = max((size for size in buckets if size < bucket), default=0)

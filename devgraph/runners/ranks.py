@@ -1,9 +1,8 @@
 """Agreement between ranks, which capture the same graphs in lockstep and replay them together.
 
-Exchanges use a ``torch.distributed`` store, a gloo group or shared memory. If a rank is late or has
-exited, they raise an error that names the rank, whereas a device collective would hang. In an
-exchange, each rank posts its value under a tag and waits for the values of the others, with a
-timeout.
+In an *exchange*, each rank posts its value under a tag and waits for the values of the others, with
+a timeout. Exchanges use a ``torch.distributed`` store, a gloo group or shared memory. If a rank is
+late or has exited, they raise an error that names the rank; a device collective would hang.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.1  # seconds between checks for failures of other ranks while waiting
 
 _ROLL_CALL_S = 2.0
-"""Timeout of a roll call in seconds. Ranks in the same exchange answer within ``_LOOK_S``."""
+"""Timeout in seconds of a roll call, in which all waiting ranks answer. They look for a roll call
+every ``_LOOK_S``."""
 
 _NEUTRAL = 2**31  # the vote of a rank without a preference
 
@@ -168,7 +168,7 @@ class RankGroup:
             logger.warning("ranks vote over the process group: %s", problem)
 
     def _open_page(self, members: list[int], leaders: list[int], group: ProcessGroup | None) -> str:
-        """Open the page of this host on each rank; return the first problem of any rank, or ""."""
+        """Open this host's page of shared memory; return the first problem on any rank, or ""."""
         from devgraph.runners import votes  # needs a POSIX system
 
         path = problem = ""
@@ -263,7 +263,7 @@ class RankGroup:
         waiting = [rank for rank in range(self.size) if rank != self.rank]
         limit = self.timeout_s if timeout_s is None else timeout_s
         with self._reachable(tag):
-            for waited, look in _questions():
+            for waited, look in _polling():
                 waiting = [rank for rank in waiting if not self._has(f"{key}/{rank}")]
                 if not waiting:
                     break
@@ -414,7 +414,7 @@ class RankGroup:
                 the communicator.
         """
         everyone = [rank for rank in range(self.size) if rank != self.rank]
-        for waited, look in _questions():
+        for waited, look in _polling():
             if done():
                 return
             why = f"rank {self.rank} waited {waited:.3g} s for {what!r}"
@@ -452,7 +452,7 @@ class RankGroup:
         return bool(self._store.check([name]))
 
     def _posted(self, tag: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the keys of the ranks that posted to ``tag`` more often than this rank."""
+        """Return, by rank, the keys of posts to ``tag`` in the next round of this rank."""
         key = f"devgraph/{tag}/{self._round[tag] + 1}"
         return {rank: f"{key}/{rank}" for rank in ranks if self._has(f"{key}/{rank}")}
 
@@ -521,7 +521,7 @@ def store_of(group: ProcessGroup | None) -> Any:
     return dist.distributed_c10d._get_process_group_store(process_group)
 
 
-def _questions() -> Iterator[tuple[float, bool]]:
+def _polling() -> Iterator[tuple[float, bool]]:
     """Pace a polling loop: yield the seconds waited, and whether to check for failures now.
 
     Pauses begin after ``_SPIN_S`` and grow to 10 ms.

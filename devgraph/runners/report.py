@@ -22,7 +22,7 @@ by less than 2%; the two paces of Hopper differ by 18%."""
 
 @attrs.frozen(kw_only=True)
 class ReplayPace:
-    """Pace of replays, on a device on which graphs can become slower."""
+    """Pace of replays, on a device whose graphs can become slower."""
 
     microseconds: float
     """Time from one kernel to the next in a graph of tiny kernels."""
@@ -131,8 +131,8 @@ class RunnerStats:
     ) -> RunnerStats:
         """Return the snapshot of a runner.
 
-        ``estimates`` are the bytes of the largest graphs, for those that are not captured; the last
-        number also estimates all smaller graphs. ``facts`` are the remaining fields.
+        ``estimates`` has the bytes of graphs, largest first, for graphs that are not captured. Its
+        last number also applies to all smaller graphs. ``facts`` are the remaining fields.
         """
         sizes = estimates or (0,)
         buckets = tuple(

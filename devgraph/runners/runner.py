@@ -156,8 +156,8 @@ class Runner:
         self._busy: list[Runner] = [] if share is None else share._busy
         """The runner that is running a step, if any, among those that share buffers."""
         self._closed = False
-        # Without a weights epoch, a bound step needs no further decision, because the cache of
-        # bound steps is cleared whenever a decision could change.
+        # A bound step needs no further decision, because bound steps are dropped whenever a
+        # decision could change. A change of the weights epoch does not drop them.
         self._decide_always = options.weights_epoch is not None
         # Change the pool last, because an error above must leave a shared pool unchanged.
         if config.executable_budget is not None:
@@ -186,7 +186,7 @@ class Runner:
             InputTypeError: a number is not an int.
         """
         self._require_open("decide")
-        options = self.graphs.asked(variant)
+        options = self.graphs.checked_variant(variant)
         count = None if tokens is None else whole("tokens", tokens)
         size = self.graphs.counting.size(whole("requests", requests), count, options)
         return self.graphs.decide(size, options)
@@ -509,11 +509,11 @@ class Runner:
             self.buffers.rebind()
 
     def pin(self, *buckets: int, pinned: bool = True) -> None:
-        """Exempt the executables of buckets from eviction.
+        """Prevent the eviction of the executables of buckets.
 
         Args:
             *buckets: the bucket sizes; all by default.
-            pinned: False to end the exemption.
+            pinned: False to allow eviction again.
 
         Raises:
             InputError: there is no such bucket.
@@ -623,8 +623,8 @@ class Runner:
         """Return a snapshot of the counters.
 
         Args:
-            timing: include the device time of replays. The first such call starts the timers, which
-                add some microseconds to every later step.
+            timing: whether to include the device time of replays. The first such call starts the
+                timers, which add some microseconds to every later step.
         """
         if timing:
             with self._between_steps("time"):
@@ -639,8 +639,9 @@ class Runner:
         """Return ``stats()``, optionally with estimates of the memory that captures will need.
 
         Args:
-            sample: unless all graphs are captured, capture the two largest into a temporary pool
-                and estimate the others from them. Outputs of earlier runs are overwritten.
+            sample: whether to capture the two largest graphs into a temporary pool and estimate
+                the others from them (unless all graphs are captured). Outputs of earlier runs are
+                overwritten.
         """
         with self._between_steps("plan"):
             if not sample or len(self.graphs) == len(self.graphs.captured):

@@ -154,9 +154,9 @@ class InputSlot:
             runner writes the slot, and callers leave it out. Requires a named dim and a constant
             pad.
         sample: Callable that takes a shape and a ``torch.Generator`` and returns legal data on the
-            host, for proofs. Without ``sample``, floating-point slots get normal random numbers,
-            slots with a range get numbers of that range, and all others keep their pad value. In a
-            slot with ``real``, ``sample`` replaces the values of real rows in a proof.
+            host, for proofs. Without it, floating-point slots get normal random numbers, slots with
+            a range get numbers in that range, and all others keep their pad value. In a slot with
+            ``real``, it replaces the values of real rows in a proof.
         low: Smallest legal integer in real rows; 0 if only ``high`` is given.
         high: Exclusive upper bound of integers in real rows, as in ``torch.randint``.
 

@@ -79,7 +79,7 @@ class StateStore:
         self.earlier: StaticBuffers | None = None
         """Versions 0 to W - 1 of the state, by name."""
         self._steps: list[tuple[int, int]] = [(0, _NO_STEP)] * rows
-        """For each request slot, the version before its last step and the tokens of that step."""
+        """For each request slot, the version before its last step, and the tokens of that step."""
         self._unassigned = set(range(rows))
         """Request slots whose row was never cleared or loaded."""
         self._cached: dict[tuple[int, ...], torch.Tensor] = {}
@@ -161,7 +161,7 @@ class StateStore:
 
     @property
     def input(self) -> InputSlot:
-        """The input slot with the request slot of each row. Proofs take request slots in order."""
+        """The input slot for the request slot of each row. Proofs use request slots in order."""
 
         def in_order(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
             return torch.arange(*shape).clamp(max=self.rows)

@@ -87,7 +87,7 @@ class Step:
 
         Args:
             variant: variant of the graph.
-            anew: whether there is no other graph, so that earlier state does not matter.
+            anew: whether there are no other graphs, so that named state may differ from theirs.
 
         Raises:
             StateError: the state differs from the earlier captures.
@@ -142,9 +142,9 @@ class Step:
         """Run the block without gradients and with the autocast of captures, then restore state.
 
         Random generators, bound tensors, the state of requests and tensors that the engine's
-        functions reach get their old values back, also if the block fails. Parameters are not
-        restored. Tensors above the limit are hashed instead; ``require_unwritten`` of the yielded
-        snapshot checks them. An inner trial uses the snapshot of the outer trial.
+        functions reach are restored, even if the block fails; parameters are not. Tensors above the
+        limit are hashed instead; ``require_unwritten`` of the yielded snapshot checks them. An
+        inner trial uses the snapshot of the outer trial.
         """
         autocast = current_autocast() if self.autocast is None else self.autocast
         outer = self._saved
@@ -312,7 +312,7 @@ class Step:
     ) -> Any:
         """Call ``function`` with a batch that cannot be read after the call.
 
-        As in a graph, batches kept from earlier steps show the run slots of the current run.
+        Batches of graphs show the run slots of this run from now on.
         """
         run_slots = self.inputs.run_slots
         self.live.size = size
@@ -433,14 +433,14 @@ class GraphStep:
         return plan_and_replay
 
     def load(self, inputs: Mapping[str, Any]) -> None:
-        """Copy and pad the inputs after the pool's other work; eager bodies then see this run."""
+        """Copy and pad the inputs, after the pool's other work, and show them to eager bodies."""
         step = self._step
         step.pool.order()
         self._copy(inputs)
         step.live.size, step.live.tensors = self.real, self._run_tensors
 
     def loaded(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``inputs``, with static views in place of tensors that loading made invalid."""
+        """Return ``inputs``; static views replace tensors that loading has overwritten."""
         overlaps = self._step.inputs.buffers.overlaps
         return {
             name: self.tensors[name]
@@ -534,7 +534,7 @@ class BoundSteps:
 
 
 def _lead(arena: InputArena, *, by_requests: bool) -> tuple[str, int, int] | None:
-    """Return name, axis and extra rows of the slot whose rows count the tokens or requests."""
+    """Return the slot that counts tokens or requests: its name, axis and number of extra rows."""
     for slot in arena.given.values():
         if slot.axis is not None and slot.by_requests == by_requests:
             return slot.name, slot.axis, slot.shape(Size(0, 0))[slot.axis]

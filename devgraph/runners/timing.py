@@ -12,8 +12,7 @@ import attrs
 from devgraph.api.backend import Backend
 
 BOUNDS = tuple(base * 10.0**power for power in range(-5, 1) for base in (1, 2.5, 5))
-"""Upper bounds of the histogram bins in seconds, from 10 us to 5 s. A last bin counts longer
-replays."""
+"""Upper bounds of the histogram bins in seconds, from 10 us to 5 s; one more bin is unbounded."""
 
 MAX_UNREAD = 64
 """Maximum number of unread timing events."""
@@ -27,7 +26,7 @@ class ReplayTimes:
     seconds: float
     """Total device time."""
     bins: tuple[int, ...]
-    """Number of replays in each bin of ``BOUNDS`` and in the last bin."""
+    """Number of replays in each bin, including the unbounded one."""
 
 
 class ReplayTimer:

@@ -79,7 +79,7 @@ class SharedVotes:
         self._several_hosts = several_hosts
         self._begin_between_hosts = begin_between_hosts
         self._between: tuple[int, Finish] | None = None
-        """Epoch and vote of the last vote between hosts, which must not begin again after an
+        """Epoch and callable of the last vote between hosts, so that it is not begun twice after an
         interrupt."""
         self._epoch = 0  # of the last complete vote
         self._polls = _POLLS if size <= (os.cpu_count() or 1) else 1

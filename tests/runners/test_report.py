@@ -180,7 +180,7 @@ def test_captures_after_which_graphs_go_slower_are_told(caplog):
     stats = runner.stats()
     assert stats.replay_pace == ReplayPace(microseconds=1.1, fastest=0.93)
     assert stats.replay_pace.slow
-    assert "now take 1.10 us from kernel to kernel instead of 0.93 before" in caplog.text
+    assert "now take 1.10 us from kernel to kernel, instead of 0.93 before" in caplog.text
     assert re.search(r"replay_pace_microseconds\{.*\} 1\.1$", stats.to_prometheus(), re.M)
     runner.invalidate("weights")
     runner.capture()
