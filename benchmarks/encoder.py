@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 import devgraph as dg
 from devgraph.api.config.phase import RUNNER_POLICY
+from devgraph.api.errors import format_bytes
 from devgraph.api.policy import policies
 from devgraph.cli.arguments import DTYPES
 from devgraph.cli.bench import Contender, chart, time_in_turns
 from devgraph.cli.tables import print_table, ratio, time_text, write_file
-from devgraph.runners.report import format_bytes
 
 ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "siglip-base": {

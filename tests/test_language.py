@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,20 @@ def test_vague_words_are_rare_in_all_files_together(paths: list[Path], most: flo
     texts = [text for path in paths for text in language.texts_of(path)]
     vague, words = language.count(texts, {"docstring", "attribute", "comment", "document"})
     assert vague * 1000 <= most * words
+
+
+def test_numbers_take_the_singular_of_their_noun():
+    nouns = "requests|tokens|graphs|steps|segments|nodes|cases|failures|ranks|regions|recordings"
+    nouns += "|replays|inputs|arguments|entries|misses|captures|prompts|places|repeats|streams"
+    plural = re.compile(rf"\{{(?!_TOKENS|estimate\.phase)[^{{}}!]*[^{{}},]\}} (?:{nouns})\b")
+    found = [
+        f"{path}: {line}: use counted()"
+        for path in CODE
+        if "testing" not in path.parts
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if plural.search(line)
+    ]
+    assert found == []
 
 
 def test_forbidden_forms_are_found(tmp_path: Path):

@@ -24,6 +24,7 @@ from devgraph.api.errors import (
     ResourceError,
     StateError,
     brief,
+    counted,
     did_you_mean,
 )
 from devgraph.api.guard import Guard, Term
@@ -125,7 +126,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         count = math.prod(shape)
         if count > flat.numel():
             raise InputError(
-                f"buffer {name!r} has {flat.numel()} elements and cannot hold the shape "
+                f"buffer {name!r} has {counted(flat.numel(), 'element')} and cannot hold the shape "
                 f"{tuple(shape)}, which has {count}"
             )
         return flat[:count].view(tuple(shape))
@@ -261,8 +262,8 @@ class Bound:
         for holder, size, path in self._sizes:
             if len(holder) != size:
                 raise StateError(
-                    f"{path} has {len(holder)} entries and had {size} at capture, and the graph "
-                    f"uses the old entries. Capture again."
+                    f"{path} has {counted(len(holder), 'entry')} and had {size} at capture, and "
+                    f"the graph uses the old entries. Capture again."
                 )
         for name, *source in self._sources:
             if not _returns(*source):

@@ -832,7 +832,7 @@ class _Inference:
         return self._captured.prove(cases)
 
     def explain(self) -> str:
-        return self._captured.explain()
+        return self._captured.summary()
 
     def close(self) -> None:
         self._captured.close()

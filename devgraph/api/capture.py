@@ -23,7 +23,9 @@ from devgraph.api.errors import (
     NestedCaptureError,
     StateError,
     brief,
+    counted,
     did_you_mean,
+    format_bytes,
     note,
     whole,
 )
@@ -328,26 +330,23 @@ class Captured:
                 segment.pinned = pinned
 
     def explain(self) -> str:
-        """Return segments, regions and nodes as text."""
-        size = _counted(len(self.segments), "segment")
+        """Return segments, regions, nodes and memory as text."""
+        recordings = self.pool.recordings
+        memory = f"{format_bytes(recordings.bytes)} with executables"
+        pool = f"pool: {counted(len(recordings), 'recording')}, {memory}"
+        return f"{self.summary()}\n  {pool}, {counted(recordings.evictions, 'eviction')}"
+
+    def summary(self) -> str:
+        """Return the part of ``explain`` that does not concern other captures of the pool."""
+        size = counted(len(self.segments), "segment")
         lines = [f"policy {self.policy} on {self.backend.name}: {size}"]
         for index, segment in enumerate(self.segments):
-            if isinstance(segment, DeviceGraph):
-                first, *rest = _about(segment)
-                lines.append(f"  {index}: {first}")
-                lines.extend(f"  {line}" for line in rest)
-            else:
-                lines.append(f"  {index}: {segment!r}")
-        recordings = self.pool.recordings
-        lines.append(
-            f"  recordings: {len(recordings)} in the pool, {recordings.bytes} bytes with "
-            f"executables, {recordings.hits} hits, {recordings.misses} misses, "
-            f"{recordings.evictions} evictions"
-        )
+            about = _about(segment) if isinstance(segment, DeviceGraph) else [repr(segment)]
+            lines.append(f"  {index}: {about[0]}")
+            lines.extend(f"  {line}" for line in about[1:])
         spent = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
-        lines.append(f"  phases: {spent}")
-        lines.extend(f"  {name}: {value}" for name, value in self.stats().items())
-        return "\n".join(lines)
+        counts = ", ".join(f"{name} {value}" for name, value in self.stats().items() if value)
+        return "\n".join([*lines, f"  phases: {spent}", *[f"  counters: {counts}"] * bool(counts)])
 
     def _repr_html_(self) -> str:
         """Return the segments and counters as tables, for notebooks."""
@@ -356,7 +355,7 @@ class Captured:
             if isinstance(segment, DeviceGraph):
                 info = segment.info()
                 regions = ", ".join(call.mark.name for call in segment.calls)
-                rows.append((index, "graph", info.nodes, regions or None, info.bytes))
+                rows.append((index, "graph", info.nodes, regions or None, format_bytes(info.bytes)))
             else:
                 rows.append((index, repr(segment).strip("<>"), None, None, None))
         spent = [(name, f"{seconds:.3f} s") for name, seconds in self.phases.items()]
@@ -388,7 +387,7 @@ class Captured:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._job is None else _counted(len(self.segments), "segment")
+        state = "closed" if self._job is None else counted(len(self.segments), "segment")
         return f"<Captured {self.policy} on {self.backend.name}: {state}>"
 
     def __reduce__(self) -> Any:
@@ -560,15 +559,11 @@ def _require(name: str, value: object, fits: bool, wanted: str) -> None:
 def _about(graph: DeviceGraph) -> list[str]:
     """Return a line for the graph, and one for each region and each named range of nodes."""
     info = graph.info()
-    line = f"graph, {_counted(info.nodes, 'node')}, {info.bytes} bytes"
+    line = f"graph, {counted(info.nodes, 'node')}, {format_bytes(info.bytes)}"
     if graph.calls:
-        line += f", {_counted(info.recordings, 'recording')}"
+        line += f", {counted(info.recordings, 'recording')}"
     lines = [line]
     for call in graph.calls:
         nodes = "? nodes" if call.nodes is None else nodes_text(call.nodes.start, call.nodes.stop)
         lines.append(f"    region {call.index}: {call.mark.name}, {nodes}")
     return [*lines, *(f"    {'  ' * one.depth}{one}" for one in graph.ranges)]
-
-
-def _counted(number: int | None, noun: str) -> str:
-    return f"{'?' if number is None else number} {noun}{'' if number == 1 else 's'}"

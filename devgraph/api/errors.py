@@ -223,13 +223,29 @@ def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | No
 
     ``habits`` maps other common names to known names.
     """
-    names = sorted(known)
+    names = sorted(set(known))
     spellings = {word: valid for word, valid in (habits or {}).items() if valid in names}
     spellings |= {valid.lower(): valid for valid in names}
     close = difflib.get_close_matches(name.lower(), spellings, n=1)
     suggestion = spellings[close[0]] if close else name
     hint = f" Did you mean {suggestion!r}?" if suggestion != name else ""
     return f"Known: {', '.join(names) if names else '(none)'}.{hint}"
+
+
+def counted(number: float | None, noun: str) -> str:
+    """Return a number with its noun, such as ``"1 graph"``; None is an unknown number."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
+    return f"{'?' if number is None else number} {noun if number == 1 else plural}"
+
+
+def format_bytes(count: int) -> str:
+    """Return a byte count with a unit, for example ``"1.5 GiB"``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
 
 
 def whole(

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
+from devgraph.api.errors import (
+    HostArgumentError,
+    InputError,
+    InputTypeError,
+    brief,
+    counted,
+    did_you_mean,
+)
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.owned import Owned, require_place
 from devgraph.api.reach import PLAIN, Named, is_array
@@ -47,8 +54,8 @@ class Inputs:
         """Check the inputs of a replay; return the pairs to copy and the host arguments."""
         if len(given) > self._count:
             raise InputError(
-                f"{len(given)} inputs were given, and {self._count} arguments are bound. A replay "
-                f"takes new data for bound arguments in their order, and host arguments by name."
+                f"got {counted(len(given), 'input')} for {counted(self._count, 'bound argument')}; "
+                f"bound arguments take new data in their order, and host arguments by name."
             )
         pairs: list[Pair] = []
         for name, value in zip(self._names, given, strict=False):

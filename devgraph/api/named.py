@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from devgraph.api.buffers import AGAIN, Bound, is_equal, term_of
-from devgraph.api.errors import CaptureError, StateError, brief
+from devgraph.api.errors import CaptureError, StateError, brief, counted
 from devgraph.api.guard import Term, by_turns
 from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
 from devgraph.api.tensors import Memory
@@ -191,7 +191,9 @@ class NamedState:
                 _refuse(entry, f"is {brief(now)} and was {brief(entry.value)} at capture")
         for entry, content in self._contents:
             if isinstance(entry.value, list | deque) and len(entry.value) != content:
-                _refuse(entry, f"has {len(entry.value)} entries and had {content} at capture")
+                _refuse(
+                    entry, f"has {counted(len(entry.value), 'entry')} and had {content} at capture"
+                )
         spaces = {*map(id, named.spaces)}
         for entry in itertools.chain(*after.values()):
             is_read = named.is_named(entry) or entry.key in named.texts

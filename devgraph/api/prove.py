@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.backend import Backend, poison
-from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, whole
+from devgraph.api.errors import InputError, InputTypeError, brief, counted, did_you_mean, whole
 from devgraph.api.reach import Watch, entries, optimizer_state
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot, same_bytes
 from devgraph.api.tensors import has_place, unexpanded
@@ -175,8 +175,9 @@ class Report:
             notes.append(f"within tolerance, like two eager runs: {', '.join(self.near)}")
         if self.ok:
             how = "bit for bit" if self.exact else "within tolerance"
-            return "; ".join([f"{self.cases} cases: graphs equal eager {how}", *notes])
-        first = "; ".join([f"{len(self.failures)} failures in {self.cases} cases", *notes])
+            return "; ".join([f"{counted(self.cases, 'case')}: graphs equal eager {how}", *notes])
+        failures = counted(len(self.failures), "failure")
+        first = "; ".join([f"{failures} in {counted(self.cases, 'case')}", *notes])
         causes = (f"cause: {cause}" for cause in self.causes)
         return "\n".join([first, *causes, *map(str, self.failures)])
 
@@ -203,7 +204,7 @@ def _causes(report: Report) -> Iterator[str]:
     if filled and all(filled):
         names = sorted({name for names in filled for name in names})
         yield (
-            f"no real data: {', '.join(names)} holds pad values in {_count(report.failures)}. "
+            f"no real data: pad values in {', '.join(names)}, in {_count(report.failures)}. "
             f"Declare sample= or a range, or run batches of these sizes before the proof"
         )
     wavering = {failure.where for failure in unstable}
@@ -265,8 +266,7 @@ def _where(failures: Iterable[Failure]) -> str:
 
 
 def _count(failures: Iterable[Failure]) -> str:
-    number = len({failure.case for failure in failures})
-    return f"{number} case{'s' * (number != 1)}"
+    return counted(len({failure.case for failure in failures}), "case")
 
 
 def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -316,7 +316,7 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
     where = tuple((~same).nonzero()[0].tolist())
     one, other = f"{b[where]}", f"{a[where]}"
     said = f"{one} not {other}" if one != other else f"{one} with different bits"
-    return f"differs in {wrong} of {a.numel()} elements, first at {where}: {said}"
+    return f"differs in {wrong} of {counted(a.numel(), 'element')}, first at {where}: {said}"
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief
+from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief, counted
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.modes import autocast_cached
@@ -365,7 +365,7 @@ class TrainingGraphs:
 
     def explain(self) -> str:
         forward, backward = (graph.info().nodes for graph in (self._forward, self._backward))
-        return f"forward {forward} nodes, backward {backward} nodes"
+        return f"forward {counted(forward, 'node')}, backward {counted(backward, 'node')}"
 
     def close(self) -> None:
         self._outputs, self._tensors, self._differentiable = None, [], []

@@ -19,7 +19,7 @@ from torch import Tensor
 from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import CapabilityError, CaptureError, UpdateError
+from devgraph.api.errors import CapabilityError, CaptureError, UpdateError, counted, format_bytes
 from devgraph.api.policy import breaks, compiles, policies
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES, check_compilers
@@ -35,7 +35,6 @@ from devgraph.cli.tables import (
     write_file,
 )
 from devgraph.cli.timing import Timing, median, seconds_per_call
-from devgraph.runners.report import format_bytes
 
 _BUSY = 1.25
 """Ratio of the slowest to the fastest repeat above which the machine counts as busy."""
@@ -295,8 +294,9 @@ def _print(report: dict[str, Any]) -> None:
         numbers=("capture", "memory", "segments", "nodes"),
     )
     say(
-        f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "
-        f"call returns, wall: until the device has finished"
+        f"medians of {counted(report['repeats'], 'repeat')} of "
+        f"{counted(report['steps'], 'step')} each; host: until the call returns, wall: until the "
+        f"device has finished"
     )
     walls = {row["name"]: [repeat["wall"] for repeat in row["repeats"]] for row in rows}
     name = max(walls, key=lambda name: max(walls[name]) / min(walls[name]))

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from devgraph import __version__
-from devgraph.api.errors import did_you_mean
+from devgraph.api.errors import counted, did_you_mean
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import KINDS
 from devgraph.cli.tables import CommandError, print_json, print_lines, say
@@ -97,8 +97,7 @@ def _print(name: str, findings: Sequence[Mapping[str, Any]]) -> None:
         print_lines(f"    {finding['source']}")
     for text in advice:
         say(text)
-    things = "1 place" if len(findings) == 1 else f"{len(findings)} places"
-    say(f"{name}: {things} that a device capture would refuse or freeze")
+    say(f"{name}: {counted(len(findings), 'place')} that a device capture would refuse or freeze")
 
 
 def _github(finding: Mapping[str, Any]) -> str:

@@ -28,7 +28,9 @@ from devgraph.api.errors import (
     DeviceGraphError,
     HostReadError,
     UpdateUnsupportedError,
+    counted,
     did_you_mean,
+    format_bytes,
 )
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.api.policy import breaks, compiles, policies
@@ -42,7 +44,6 @@ from devgraph.api.registry import (
 )
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
 from devgraph.cli.timing import seconds_per_call
-from devgraph.runners.report import format_bytes
 
 # Distribution, purpose and installation command of each package.
 _PACKAGES = (
@@ -388,8 +389,8 @@ def _policy(backend: Backend, policy: str) -> str:
         _require_equal(captured)
         replay = seconds_per_call(captured.replay, backend, calls=20)
         return (
-            f"{len(captured.segments)} segments, capture {time_text(captured.capture_seconds)}, "
-            f"replay {time_text(replay.wall)}"
+            f"{counted(len(captured.segments), 'segment')}, capture "
+            f"{time_text(captured.capture_seconds)}, replay {time_text(replay.wall)}"
         )
 
 

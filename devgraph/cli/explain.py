@@ -13,6 +13,7 @@ import torch
 
 from devgraph.api import html
 from devgraph.api.capture import Captured, capture
+from devgraph.api.errors import counted, format_bytes
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.names import NodeRange, nodes_text
 from devgraph.api.registry import get_backend
@@ -20,7 +21,6 @@ from devgraph.cli.arguments import check_compilers
 from devgraph.cli.tables import print_json, print_table, say, time_text, write_file
 from devgraph.cli.target import Target, find_target, user_code
 from devgraph.cli.timing import median, seconds_per_call
-from devgraph.runners.report import format_bytes
 
 _RUNS = 10
 
@@ -166,11 +166,10 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
     for part in parts:
         for span in part.ranges:
             say(f"{part.index}: {'  ' * span.depth}{span}")
-    nodes = "an unknown number of" if info.nodes is None else info.nodes
     say(
-        f"{info.segments} segment{'s' * (info.segments != 1)}, {nodes} nodes, "
+        f"{counted(info.segments, 'segment')}, {counted(info.nodes, 'node')}, "
         f"captured in {time_text(info.capture_seconds)}, "
-        f"pool {format_bytes(captured.pool.bytes)}, {info.recordings} recordings "
+        f"pool {format_bytes(captured.pool.bytes)}, {counted(info.recordings, 'recording')} "
         f"({format_bytes(captured.pool.recordings.bytes)} with executables)"
     )
     if report is not None:
@@ -190,8 +189,7 @@ def _dot(target: Target, parts: list[_Part]) -> str:
     ]
     for part in parts:
         if part.kind == "graph":
-            nodes, color = "?" if part.nodes is None else part.nodes, "lightblue"
-            body = [part.name, f"{nodes} nodes", *part.regions]
+            body, color = [part.name, counted(part.nodes, "node"), *part.regions], "lightblue"
         else:
             body, color = [part.name], "lightyellow"
         label = json.dumps("\n".join([*body, str(time_text(part.seconds))]), ensure_ascii=False)

@@ -20,6 +20,7 @@ from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.config.resolve import resolve
+from devgraph.api.errors import format_bytes
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS, check_model
 from devgraph.cli.tables import (
@@ -42,7 +43,6 @@ from devgraph.integrations.transformers import (
     TokenEvent,
     load,
 )
-from devgraph.runners.report import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,14 +20,13 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.older_flags import MODE
 from devgraph.api.config.phase import MODE_VARIABLE, PHASES, PhaseConfig, phase_config
 from devgraph.api.config.resolve import Resolution, resolve
-from devgraph.api.errors import BackendUnavailableError, ConfigError
+from devgraph.api.errors import BackendUnavailableError, ConfigError, format_bytes
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
 from devgraph.cli.arguments import by_name, check_model
 from devgraph.cli.tables import CommandError, print_json, print_lines, print_table, ranges, say
 from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.options import settings_of
-from devgraph.runners.report import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:

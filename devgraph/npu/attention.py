@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from devgraph.api.errors import RegionError
+from devgraph.api.errors import RegionError, counted
 from devgraph.api.marks.marks import region
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ def lengths_of(
     ends = list(itertools.accumulate(new))
     if ends[-1] > tokens:
         raise RegionError(
-            f"attention received lengths of {ends[-1]} tokens for {tokens} query rows; pass a row "
-            f"for each new token"
+            f"attention received lengths of {counted(ends[-1], 'token')} for {tokens} query rows; "
+            f"pass a row for each new token"
         )
     return (*ends, tokens), (*keys, 0)
 

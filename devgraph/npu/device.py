@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from devgraph.api.device import acquiring, raise_if_lost
-from devgraph.api.errors import DeviceLost, ResourceError
+from devgraph.api.errors import DeviceLost, ResourceError, counted
 from devgraph.api.process import keep_forever
 from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.channel import UpdateChannel
@@ -144,7 +144,8 @@ class NpuDevice(TorchBackend):
     def streams_held(self) -> str:
         """The number of streams that graphs hold, as text."""
         counts = list(self.streams.values())
-        return f"{len(counts)} graphs hold {sum(counts)} of at most {self.stream_limit} streams"
+        held = f"{sum(counts)} of at most {counted(self.stream_limit, 'stream')}"
+        return f"{counted(len(counts), 'graph')} with {held}"
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
         if sum(list(self.streams.values())) >= self.stream_limit:

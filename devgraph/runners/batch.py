@@ -15,6 +15,7 @@ from devgraph.api.errors import (
     InputError,
     StateError,
     brief,
+    counted,
     did_you_mean,
 )
 from devgraph.api.marks.host_values import HostSpec, declared_names
@@ -272,7 +273,7 @@ def _checked(name: str, slot: HostSlot, values: Any, real: Size) -> Sequence[Any
         )
     if len(values) != real.rows(slot.dim):
         raise InputError(
-            f"host argument {name!r} has {len(values)} entries; expected {real.rows(slot.dim)} "
-            f"({slot.dim} of {real.requests} requests, {real.tokens} tokens)"
+            f"host argument {name!r} has {counted(len(values), 'entry')}; expected "
+            f"{real.rows(slot.dim)} ({slot.dim} of {real})"
         )
     return values

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import attrs
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief, whole
+from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief, counted, whole
 from devgraph.runners.decisions import Reason, Variant, canonical_variant
 from devgraph.runners.slots import Size
 
@@ -173,7 +173,9 @@ class ByTokens:
         if requests is None:
             requests = 1 if tokens else 0
         elif not requests and tokens:
-            raise InputError(f"the batch has {tokens} tokens but no requests. {_AS_MANY_ROWS}")
+            raise InputError(
+                f"the batch has {counted(tokens, 'token')} but no requests. {_AS_MANY_ROWS}"
+            )
         return Size(requests, tokens)
 
     def some(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
@@ -210,7 +212,7 @@ class ByRequests(ByTokens):
             assert tokens is not None
             if tokens % width:
                 raise InputError(
-                    f"{tokens} tokens are not a whole number of requests of {width} tokens "
+                    f"{counted(tokens, 'token')} cannot be divided into requests of {width} "
                     f"(variant {dict(options)}); run batches of mixed widths in a prefill runner"
                 )
             requests = tokens // width
@@ -218,8 +220,8 @@ class ByRequests(ByTokens):
             tokens = requests * width
         elif tokens < requests:
             raise InputError(
-                f"{requests} requests have only {tokens} tokens, but every request of a decode "
-                f"batch has at least one. {_AS_MANY_ROWS}"
+                f"only {counted(tokens, 'token')} for {counted(requests, 'request')}, but every "
+                f"request of a decode batch has at least one. {_AS_MANY_ROWS}"
             )
         if requests:
             width = tokens // requests if tokens % requests == 0 else None

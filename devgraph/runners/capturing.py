@@ -29,6 +29,8 @@ from devgraph.api.errors import (
     ResourceError,
     StateError,
     brief,
+    counted,
+    format_bytes,
 )
 from devgraph.api.executable import EXHAUSTED
 from devgraph.api.policy import compiles
@@ -42,7 +44,7 @@ from devgraph.runners.checks import GraphChecks
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, EmulatedGraph, Graphs
 from devgraph.runners.ranks import PeerFailed, RankGroup
-from devgraph.runners.report import Counters, ReplayPace, format_bytes
+from devgraph.runners.report import Counters, ReplayPace
 from devgraph.runners.step import BoundSteps, StaticBatch, Step
 
 logger = logging.getLogger(__name__)
@@ -482,7 +484,7 @@ class CaptureScheduler:
         free = f"{format_bytes(info[0])} of {format_bytes(info[1])} free, " if info else ""
         return (
             f"the device ran out of a resource while {self._name} captured bucket {graph.key} "
-            f"({free}{len(self._graphs.captured)} graphs captured, "
+            f"({free}{counted(len(self._graphs.captured), 'graph')} captured, "
             f"{format_bytes(self._pool.bytes)} in their pool): {error}"
         )
 

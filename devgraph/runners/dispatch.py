@@ -75,8 +75,8 @@ class Dispatcher:
         if decision.reason is Reason.EMPTY_BATCH:
             if not size.is_empty:
                 raise InputError(
-                    f"the decision is for an empty batch, but the batch has {size.requests} "
-                    f"requests and {size.tokens} tokens; pass a decision for this batch"
+                    f"the decision is for an empty batch, but the batch has {size}; pass a "
+                    f"decision for this batch"
                 )
             return self._handle_empty_batch(options)
         if self._step.options.idle_dummy and not decision.ok and size.is_empty:
@@ -87,9 +87,8 @@ class Dispatcher:
             bound = self._steps.get(shown, options, agreed, decision.key, size)
             return self.replay(bound, inputs, host_args, clone)
         if self._config.strict and decision.reason is not Reason.DISABLED:
-            batch = f"{self._name}: {size.requests} requests, {size.tokens} tokens"
             graph = self._graphs.get(decision.key)
-            raise refusal(decision, batch, graph.detail if graph else None)
+            raise refusal(decision, f"{self._name}: {size}", graph.detail if graph else None)
         return self._run_eager(inputs, host_args, size, options, decision, clone)
 
     def replay(

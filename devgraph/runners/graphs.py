@@ -51,7 +51,7 @@ class EmulatedGraph:
     def pin(self, pinned: bool) -> None:
         """Do nothing, because there is no executable."""
 
-    def explain(self) -> str:
+    def summary(self) -> str:
         return "emulated: the step runs eagerly, on the static buffers"
 
     def close(self) -> None:
@@ -264,8 +264,8 @@ class Graphs:
         )
         if not (is_variant and self.counting.fits(size) and self.rows(size) <= graph.key.bucket):
             raise InputError(
-                f"the decision is for bucket {graph.key}, but the batch has {size.requests} "
-                f"requests and {size.tokens} tokens of the variant {dict(options)}; decide again"
+                f"the decision is for bucket {graph.key}, but the batch has {size} of "
+                f"the variant {dict(options)}; decide again"
             )
 
     def _choose(self, variant: Variant, size: Size) -> Decision:

@@ -10,7 +10,13 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, did_you_mean
+from devgraph.api.errors import (
+    ConfigError,
+    InputError,
+    InputTypeError,
+    brief,
+    did_you_mean,
+)
 from devgraph.runners.outputs import LeasedTensor, released
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, Size, raw, raw_dtype, raw_value
 
@@ -158,8 +164,8 @@ class InputArena:
             wrong_dtype = value.dtype is not slot.dtype
             raise (InputTypeError if wrong_dtype else InputError)(
                 f"input {slot.name!r} is {brief(value)} ({value.layout}); expected {slot.dtype} "
-                f"{slot.shape(real)} on {self.device} (dims {slot.dims}, {real.requests} requests, "
-                f"{real.tokens} tokens)" + (f"; convert it with .to({slot.dtype})" * wrong_dtype)
+                f"{slot.shape(real)} on {self.device} (dims {slot.dims}, {real})"
+                + (f"; convert it with .to({slot.dtype})" * wrong_dtype)
             )
         if value.requires_grad:
             value = value.detach()

@@ -15,7 +15,15 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import CaptureError, ConfigError, ConfigTypeError, InputError, brief, whole
+from devgraph.api.errors import (
+    CaptureError,
+    ConfigError,
+    ConfigTypeError,
+    InputError,
+    brief,
+    counted,
+    whole,
+)
 from devgraph.api.marks.gates import turns
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.api.process import several_ranks
@@ -138,7 +146,8 @@ class Loop:
             if kind is not None and (repeat := repeater(why)) is not None:
                 if kind not in layouts:
                     raise CaptureError(
-                        f"a loop of {kind[0]} requests has not run yet; run it once before capture."
+                        f"a loop of {counted(kind[0], 'request')} has not run yet; run it once "
+                        f"before capture."
                     )
                 return _repeated(step, self.steps, batch.running, repeat, layouts[kind])
             each = range(self.steps) if kind is None else turns(self.steps)
@@ -164,7 +173,7 @@ class Loop:
         ):
             raise ConfigTypeError(
                 f"done of a loop must return a bool tensor with one entry for each of the "
-                f"{batch.requests} requests, got {brief(finished)}"
+                f"{counted(batch.requests, 'request')}, got {brief(finished)}"
             )
         return finished
 

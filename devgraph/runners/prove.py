@@ -128,7 +128,7 @@ class Proof:
             case = Case(
                 number=len(self.tried),
                 host_args=host,
-                bucket=f"bucket {graph.key}, {size.requests} requests, {size.tokens} tokens",
+                bucket=f"bucket {graph.key}, {size}",
                 padded=size != graph.size,
                 changed=changed,
                 updated=updated,

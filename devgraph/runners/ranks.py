@@ -31,6 +31,7 @@ from devgraph.api.errors import (
     ConfigTypeError,
     GateTimeoutError,
     brief,
+    counted,
     whole,
 )
 from devgraph.runners.decisions import Decision, GraphKey, Reason, Variant
@@ -83,9 +84,9 @@ class RankGroup:
     ) -> None:
         rank, size = whole("rank", rank, 0, ConfigError), whole("size", size, 1, ConfigError)
         if rank >= size:
-            raise ConfigError(f"rank {rank} is not in a group of {size} ranks")
+            raise ConfigError(f"rank {rank} is not in a group of {counted(size, 'rank')}")
         if store is None and size > 1:
-            raise ConfigError(f"a group of {size} ranks needs a store that they share")
+            raise ConfigError(f"a group of {counted(size, 'rank')} needs a store that they share")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise ConfigTypeError(f"timeout_s must be seconds, got {brief(timeout_s)}")
         if not timeout_s > 0:  # also true for nan

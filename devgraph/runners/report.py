@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from devgraph.api import html
+from devgraph.api.errors import counted, format_bytes
 from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import Graphs
@@ -257,16 +258,17 @@ class RunnerStats:
     def __str__(self) -> str:
         """Return a summary of a few lines; ``to_dict`` returns all statistics."""
         captured = [bucket for bucket in self.buckets if bucket.state == "captured"]
+        where = "emulated" if self.effective == "emulated" else "in graphs"
         pool = self.executables
         budget = "" if pool.budget_bytes is None else f" of {format_bytes(pool.budget_bytes)}"
         eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
         return "\n".join(
             [
-                f"{self.name}: {self.steps} steps, {self.graph_steps} in graphs "
+                f"{self.name}: {counted(self.steps, 'step')}, {self.graph_steps} {where} "
                 f"({100 * self.hit_ratio:.0f} %), padding {100 * self.padding_ratio:.0f} %"
                 + (f", eager: {eager}" if eager else ""),
-                f"  {self.requested} on {self.backend} (effective: {self.effective}), "
-                f"{len(captured)} of {len(self.buckets)} graphs captured in "
+                f"  policy: {self.requested} on {self.backend} (effective: {self.effective}), "
+                f"{len(captured)} of {counted(len(self.buckets), 'graph')} captured in "
                 f"{self.capture_seconds:.2f} s",
                 f"  memory: graphs {format_bytes(self.graph_bytes)}"
                 f"{' (estimated)' * self.estimated}, inputs "
@@ -309,13 +311,3 @@ class Page:
 
 def _escape(value: str) -> str:
     return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def format_bytes(count: int) -> str:
-    """Return a byte count with a unit, for example ``"1.5 GiB"``."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

@@ -21,6 +21,7 @@ from devgraph.api.errors import (
     NestedCaptureError,
     StateError,
     brief,
+    counted,
     whole,
 )
 from devgraph.api.gates import Gates
@@ -583,7 +584,7 @@ class Runner:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "suspended" if self.graphs.suspended else ""
-        graphs = f"{len(self.graphs.captured)} of {len(self.graphs)} graphs captured"
+        graphs = f"{len(self.graphs.captured)} of {counted(len(self.graphs), 'graph')} captured"
         return (
             f"<{type(self).__name__} {self._name}: {state or self._config.policy} on "
             f"{self.backend.name}, {graphs}>"
@@ -678,7 +679,7 @@ class Runner:
             detail = f": {graph.detail}" if graph.detail else ""
             lines.append(f"  bucket {graph.key}: {graph.state}{detail}")
             if graph.captured is not None:
-                lines += [f"    {line}" for line in graph.captured.explain().splitlines()]
+                lines += [f"    {line}" for line in graph.captured.summary().splitlines()]
         return "\n".join(lines)
 
     def prove(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean, whole
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, counted, did_you_mean, whole
 
 Dim = int | str
 Scalar = int | float | bool
@@ -101,6 +101,9 @@ class Size:
     requests: int
     tokens: int
     width: int | None = None
+
+    def __str__(self) -> str:
+        return f"{counted(self.requests, 'request')}, {counted(self.tokens, 'token')}"
 
     @property
     def is_empty(self) -> bool:

@@ -23,6 +23,7 @@ from devgraph.api.errors import (
     InputError,
     InputTypeError,
     brief,
+    counted,
     whole,
 )
 from devgraph.runners.batch import Batch, StateViews
@@ -225,8 +226,8 @@ class StateStore:
             raise InputTypeError(f"accepted must be a list of integers or None: {brief(accepted)}")
         if len(accepted) != len(slots):
             raise InputError(
-                f"accepted has {len(accepted)} entries, but needs one for each of the "
-                f"{len(slots)} requests in state_slots"
+                f"accepted has {counted(len(accepted), 'entry')}, but needs one for each of the "
+                f"{counted(len(slots), 'request')} in state_slots"
             )
         versions = dict(zip(slots, map(self._version, slots, accepted), strict=True))
         for slot, tokens in zip(slots, accepted, strict=True):
@@ -254,9 +255,9 @@ class StateStore:
         before, tokens = self._steps[slot]
         if whole(f"accepted of request slot {slot}", accepted) > tokens:
             raise InputError(
-                f"{accepted} tokens were accepted in request slot {slot}, but only "
-                f"{max(tokens, 0)} tokens of its last step can be rolled back; pass None for a "
-                f"request without such a step"
+                f"request slot {slot} has {counted(accepted, 'accepted token')}, but only "
+                f"{counted(max(tokens, 0), 'token')} of its last step can be rolled back; pass "
+                f"None for a request without such a step"
             )
         return before + accepted
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.errors import brief
+from devgraph.api.errors import brief, counted, did_you_mean
 from devgraph.runners import HostSlot
 
 
@@ -180,6 +180,12 @@ def test_value_that_cannot_work_is_a_value_error_of_devgraph(name: str):
     with pytest.raises(ValueError, match=told) as caught:
         call()
     assert isinstance(caught.value, dg.DeviceGraphError)
+
+
+def test_a_number_has_its_noun_in_singular_or_plural_and_a_list_no_name_twice():
+    said = [counted(number, "entry") for number in (0, 1, 2, None)]
+    assert said == ["0 entries", "1 entry", "2 entries", "? entries"]
+    assert did_you_mean("row", ["rows", "x", "x"]) == "Known: rows, x. Did you mean 'rows'?"
 
 
 def test_a_message_tells_of_a_tensor_what_it_is_and_none_of_its_data():

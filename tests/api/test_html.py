@@ -22,7 +22,7 @@ def test_text_is_escaped_and_none_is_a_dash():
 
 def test_captures_runners_statistics_and_plans_have_tables():
     with dg.capture(lambda x: x * 2, torch.ones(3), backend="cpu") as captured:
-        assert {"graph", "capture"} <= {*_cells(captured._repr_html_())}
+        assert {"graph", "capture", "2.0 KiB"} <= {*_cells(captured._repr_html_())}
     runner = dg.DecodeRunner(
         lambda batch: batch.x * 2,
         [dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero())],
@@ -34,6 +34,7 @@ def test_captures_runners_statistics_and_plans_have_tables():
     runner.capture()
     runner.run({"x": torch.ones(2)})
     assert _cells(runner._repr_html_()).count("captured") == 2
+    assert {"decode", "policy", "memory"} <= {*_cells(runner._repr_html_())}
     assert runner._repr_html_() == runner.stats()._repr_html_()
     runner.close()
     config = dg.DeviceGraphConfig()

@@ -377,7 +377,7 @@ def test_shortage_says_who_holds_the_streams_that_the_driver_refused(
     graphs = [Graph() for _ in range(34)]
     backend.streams.update(dict.fromkeys(graphs, 2))
     said = backend.shortage(RuntimeError("error code is 207008"))
-    assert "34 graphs hold 68 of at most 1800 streams" in said
+    assert "34 graphs with 68 of at most 1800 streams" in said
     assert "fewer buckets" in said
     assert "207008" in said
     assert backend.shortage(RuntimeError("error code is 107030")) is None

@@ -42,8 +42,8 @@ def test_slots_that_disagree_about_the_batch_are_refused():
     runner = _decode(_scaled)
     runner.capture()
     for rows, requests, text in (
-        (3, 4, "4 requests have only 3 tokens"),
-        (0, 4, "4 requests have only 0 tokens"),
+        (3, 4, "only 3 tokens for 4 requests"),
+        (0, 4, "only 0 tokens for 4 requests"),
         (3, 0, "the batch has 3 tokens but no requests"),
     ):
         with pytest.raises(dg.InputError, match=text):

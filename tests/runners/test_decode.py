@@ -68,7 +68,7 @@ def test_requests_are_read_from_slots_of_requests_only():
 
 def test_tokens_that_are_no_whole_number_of_requests_are_refused():
     runner = double_runner(variants=[{"width": 4}], outputs=dg.OutputSlot(rows="tokens"))
-    with pytest.raises(dg.InputError, match="6 tokens are not a whole number of requests of 4"):
+    with pytest.raises(dg.InputError, match="6 tokens cannot be divided into requests of 4"):
         runner.run({"x": rows_of_x(6)}, variant={"width": 4})
     assert runner.run({"x": rows_of_x(8)}, variant={"width": 4}).shape == (8, 3)
     assert runner.stats().graph_steps == 1

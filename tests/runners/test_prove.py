@@ -86,7 +86,7 @@ def test_data_of_no_real_batch_is_named_as_a_cause():
     runner.capture()
     report = runner.prove()
     assert "eager differs from itself" in report.causes[0]
-    assert "no real data: starts holds pad values in" in report.causes[-1]
+    assert "no real data: pad values in starts, in" in report.causes[-1]
     assert not any("another bucket" in cause for cause in report.causes)
 
 

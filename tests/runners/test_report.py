@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devgraph as dg
+from devgraph.api.errors import format_bytes
 from devgraph.cpu.backend import CpuBackend
-from devgraph.runners.report import ReplayPace, format_bytes
+from devgraph.runners.report import ReplayPace
 from tests.support.runner_steps import (
     CacheStep,
     X,
@@ -151,6 +152,13 @@ def test_explain_names_segments_reasons_and_counters():
         "eager: over_largest_bucket 1",
     ):
         assert part in text
+    assert "pool:" not in text  # The summary has the executables of the pool.
+
+
+def test_emulated_steps_are_not_called_steps_in_graphs():
+    runner = double_runner(config={"buckets": [2], "emulate": True})
+    runner.run({"x": rows_of_x(2)})
+    assert "1 step, 1 emulated (100 %)" in str(runner.stats())
 
 
 @pytest.mark.parametrize(

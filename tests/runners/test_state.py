@@ -126,7 +126,7 @@ def test_rollback_that_cannot_be_is_refused_before_anything_changed():
         wide: dict[str, Any] = {"variant": {"width": 3}}
         rows(runner, 1, 1, 1, state_slots=[0], **wide)
         for accepted, text in (
-            ([4], "4 tokens were accepted in request slot 0, but only 3"),
+            ([4], "slot 0 has 4 accepted tokens, but only 3"),
             ([1, 1], "accepted has 2 entries, but needs one for each of the 1"),
             ([-1], "must be at least 0"),
             ([1.5], "must be an int"),

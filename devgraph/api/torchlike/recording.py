@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import attrs
 
-from devgraph.api.errors import UpdateError, UpdateTopologyError
+from devgraph.api.errors import UpdateError, UpdateTopologyError, counted
 from devgraph.api.executable import Executable, Recording
 from devgraph.api.torchlike.node_calls import (
     EMPTY,
@@ -98,10 +98,11 @@ class RegionPattern:
             spans.append(nodes[start:stop])
             if stop - start != len(region.nodes):
                 raise UpdateTopologyError(
-                    f"region {region.name} (number {number}) needs {stop - start} nodes for these "
-                    f"host arguments but had {len(region.nodes)} at capture. Reduce the argument "
-                    f"to values that run the same kernels, or use dg.capture with policy='full', "
-                    f"which captures a copy for the other topology."
+                    f"region {region.name} (number {number}) needs "
+                    f"{counted(stop - start, 'node')} for these host arguments but had "
+                    f"{len(region.nodes)} at capture. Reduce the argument to values that run the "
+                    f"same kernels, or use dg.capture with policy='full', which captures a copy "
+                    f"for the other topology."
                 )
             start = stop
         self._check_edges(graph, nodes, spans)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from devgraph.api.capture import Captured
+from devgraph.api.errors import counted, format_bytes
 from devgraph.api.graph import DeviceGraph
 from devgraph.integrations.engine.memory import GraphMemory
-from devgraph.runners.report import Page, format_bytes
+from devgraph.runners.report import Page
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +175,8 @@ def _replace(path: Path, text: str) -> None:
 def summary(engine: str, stats: Mapping[str, Any]) -> str:
     """Return a one-line summary of ``stats``."""
     modes = ", ".join(
-        f"{name} {count['graphs']} graphs ({count['segments']} segments, {count['replays']} "
-        f"replays, {count['capture_seconds']:.1f} s)"
+        f"{name} {counted(count['graphs'], 'graph')} ({counted(count['segments'], 'segment')}, "
+        f"{counted(count['replays'], 'replay')}, {count['capture_seconds']:.1f} s)"
         for name, count in stats["modes"].items()
         if count["captures"]
     )

@@ -24,6 +24,7 @@ from devgraph.api.errors import (
     InputTypeError,
     StateError,
     brief,
+    counted,
     finite,
     note,
     whole,
@@ -396,8 +397,8 @@ class Engine:
             state = "has run; export it without layerwise"
             if not layerwise:
                 state = (
-                    f"has not run: {request.to_go} tokens are left; call step() until the request "
-                    f"has its first token"
+                    f"has not run ({counted(request.to_go, 'token')} to go); call step() until the "
+                    f"request has its first token"
                 )
             raise StateError(f"the prompt of request {request.id} {state}")
         handoff = Handoff.allocated(
@@ -474,8 +475,8 @@ class Engine:
         self._expire()
         if not wait and self._scheduler.free <= len(self._scheduler.waiting):
             raise HandoffError(
-                f"no slot is free: {len(self._scheduler.running)} requests run, "
-                f"{len(self._scheduler.waiting)} wait and {len(self._scheduler.held)} are held; "
+                f"no slot is free: {counted(len(self._scheduler.running), 'request')} running, "
+                f"{len(self._scheduler.waiting)} waiting, {len(self._scheduler.held)} held; "
                 f"retry after a request has ended",
                 retriable=True,
             )
@@ -490,7 +491,7 @@ class Engine:
         self._check_ids(tokens)
         if not 0 < handoff.prompt_length <= handoff.cached == len(tokens) - 1:
             raise HandoffError(
-                f"the handoff caches {handoff.cached} of {len(tokens)} tokens, "
+                f"the handoff caches {handoff.cached} of {counted(len(tokens), 'token')}, "
                 f"{handoff.prompt_length} of them in the prompt; it must cache the prompt and all "
                 f"tokens but the last"
             )
@@ -737,7 +738,8 @@ class Engine:
             sampling = [sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise InputError(
-                f"{len(sampling)} sampling parameters for {len(prompts)} prompts; pass one for each"
+                f"got {counted(len(sampling), 'SamplingParams object')} for "
+                f"{counted(len(prompts), 'prompt')}; pass one for each"
             )
         requests = [
             self._request(prompt, max_new_tokens, params, stop_token_ids)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from devgraph.api.errors import GateError, GateTimeoutError, HandoffError, brief
+from devgraph.api.errors import GateError, GateTimeoutError, HandoffError, brief, counted
 from devgraph.api.gates import Gates
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.requests import SamplingParams
@@ -251,7 +251,7 @@ class Handoff:
                 wrong[name] = str(error)
         for name in GEOMETRY[2:]:
             if name in values and len(values[name]) != given["layers"]:
-                wrong[name] = f"{len(values[name])} entries for {given['layers']} layers"
+                wrong[name] = f"{counted(len(values[name]), 'entry')} for {given['layers']} layers"
         if wrong:
             raise HandoffError(
                 "the header of a handoff has wrong fields:"

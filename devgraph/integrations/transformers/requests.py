@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from devgraph.api.errors import InputError, InputTypeError, brief, finite, whole
+from devgraph.api.errors import InputError, InputTypeError, brief, counted, finite, whole
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -265,7 +265,7 @@ class Scheduler:
         if whole("max_step_tokens", max_step_tokens) < slots:
             raise InputError(
                 f"max_step_tokens is {max_step_tokens}, which cannot hold one token for each of "
-                f"{slots} requests; raise it to at least {slots}"
+                f"{counted(slots, 'request')}; raise it to at least {slots}"
             )
         self.max_step_tokens = max_step_tokens
         self._alone = alone

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from devgraph.api.errors import StateError
+from devgraph.api.errors import StateError, counted
 from devgraph.integrations.transformers.engine import Engine
 from devgraph.integrations.transformers.requests import Piece
 from devgraph.integrations.transformers.state import state_tensors
@@ -211,8 +211,8 @@ class Seat:
         if self._states:
             if self._accepted is None or removed > self._accepted:
                 raise StateError(
-                    f"a cache with recurrent state cannot remove {removed} tokens here: only "
-                    f"tokens of the last step can be removed, if it ran several tokens"
+                    f"a cache with recurrent state cannot remove {counted(removed, 'token')} here: "
+                    f"only tokens of the last step can be removed, if it ran several tokens"
                 )
             self._accepted -= removed
         self.length, self._next = length, None

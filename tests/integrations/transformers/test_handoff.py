@@ -239,7 +239,7 @@ def test_handoff_waits_for_a_slot_or_is_refused_until_there_is_one() -> None:
         request, tokens = begin(first)
         handoff = travelled(first.export(request))
         begin(second, max_new_tokens=5)
-        with pytest.raises(dg.HandoffError, match="no slot is free: 1 requests run") as raised:
+        with pytest.raises(dg.HandoffError, match="no slot is free: 1 request running") as raised:
             second.admit(handoff, wait=False)
         assert raised.value.retriable
         queued = second.admit(handoff)
@@ -381,7 +381,7 @@ def test_only_a_request_with_a_token_can_be_exported() -> None:
     with make_engine(make_model("llama")) as engine:
         request = engine.add_request(prompts(1, shortest=20, longest=20)[0])
         for left in (20, 4):
-            with pytest.raises(StateError, match=f"{left} tokens are left"):
+            with pytest.raises(StateError, match=f"{left} tokens? to go"):
                 engine.export(request)
             engine.step()
         engine.step()
