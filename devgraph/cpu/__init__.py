@@ -1,7 +1,7 @@
-"""The CPU reference backend, an executable form of the contract that is stricter than devices.
+"""The CPU reference backend: an executable specification that is stricter than devices.
 
 A capture runs the Python code once and records its operations on a tape without executing them. A
-replay runs the tape in the same memory. Engines can be written and tested without a device.
+replay executes the tape in the same memory. Engines can be written and tested without a device.
 """
 
 from __future__ import annotations

@@ -241,8 +241,8 @@ class CpuBackend(Backend):
         try:
             yield
         except BaseException as error:
-            # An inference_mode block that ends with an exception after the recording enables
-            # Python dispatch on this thread again. Leaving a mode disables Python dispatch.
+            # If an inference_mode block of the step ends only now, its exit enables Python dispatch
+            # for this thread, although no mode is active. Leaving a mode disables it again.
             with TorchDispatchMode():  # type: ignore[no-untyped-call]
                 pass
             if isinstance(error, RuntimeError) and is_shortage(error):
@@ -278,9 +278,9 @@ class CpuBackend(Backend):
 
         Violations are in order of execution, one for each line and kind. The Python code of the
         step runs twice, because the first run may initialize state, but no operation is executed.
-        Tensors that the step creates in objects of torch, such as the state of an optimizer, stay
-        there without data. After a violation, the check continues with an assumed value: a host
-        read returns 1, and a mask selects every element. The check ends if no value can be assumed.
+        Tensors that the step stores in objects of torch, such as optimizer state, remain there
+        without data. After a violation, the check continues with an assumed value: a host read
+        returns 1, and a mask selects every element. The check ends if no value can be assumed.
         Functions marked ``no_graph`` are not checked. ``fn`` receives ``host_args`` as tracked
         values.
         """

@@ -1,4 +1,4 @@
-"""The check of a step: a recording that lists violations instead of ending at the first one."""
+"""The check of a step: a recording that lists all violations and does not end at the first."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_step(
         note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
     except Exception as error:
         is_known = isinstance(error, CaptureError | ResourceError) or is_shortage(error)
-        # Ignore other errors after a violation, whose assumed value may have caused them.
+        # After a violation, ignore other errors: its assumed value may have caused them.
         if not violations and not is_known:
             raise
         logger.info("the check ended early", exc_info=True)
@@ -108,7 +108,7 @@ class _CheckedRun(Scope):
         self._host: dict[Mark, dict[str, Any]] = {}
         self._is_muted = False
         self._changes: list[Change] = []
-        """Attributes and items whose tensor the step replaced."""
+        """Attributes and items whose tensors the step replaced, added or removed."""
         self._state: dict[str, str] = {}
         """Descriptions of changed plain values, by path."""
         reached, generators = owned.reached()
@@ -133,7 +133,7 @@ class _CheckedRun(Scope):
             outputs = self._fn(*self._args, **self._kwargs, **host)
             refuse_host_values(outputs)
             self._recorder.note_outputs(tensors_in(outputs))
-        outputs = without_history(outputs)  # Gradient history would keep other results alive.
+        outputs = without_history(outputs)  # Autograd history would keep other results alive.
         self._note_changes()
         for name, state in host_random().items():
             if numbers.get(name, state) != state:

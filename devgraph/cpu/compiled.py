@@ -1,4 +1,4 @@
-"""Compiled pieces of the policy ``piecewise``, each of which is one operation of a recording."""
+"""Compiled pieces of the policy ``piecewise``, recorded as one operation each."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class CompiledPiece:
     """A compiled function of tensors and numbers that a recording treats as one operation.
 
     The machine code bypasses torch's dispatcher. Therefore the recording allocates flat storages
-    for the results, and the piece returns views of these storages or of its inputs, with the
-    layouts of ``source``.
+    for the results. The piece returns views of these storages or of its inputs, with the layouts
+    that ``source``, the uncompiled piece, returns.
     """
 
     def __init__(self, run: Callable[..., Any], source: torch.fx.GraphModule) -> None:

@@ -1,8 +1,8 @@
-"""The memory of CPU graphs: blocks that are freed and reused like those of a device's pool.
+"""The memory of CPU graphs, in blocks that are freed and reused as in a device's pool.
 
-A tensor of a capture owns its block. When the last tensor on the block is freed, later allocations
-of the pool may reuse the block, in this capture or another. A graph only holds aliases, which do
-not own blocks, so a program that reads freed memory fails here as it does on a device.
+The tensors of a capture own their blocks. When the last tensor on a block is freed, the pool may
+reuse the block, in this capture or another. A graph holds only aliases, which own no blocks, so a
+program that reads freed memory fails here as it does on a device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Block:
     address: int
     bytes: int
     storage_id: int
-    """Identity of the owning storage; aliases have another storage at the same address."""
+    """The id of the owning storage; aliases have another storage at the same address."""
     shared: torch.UntypedStorage
     """A storage of the same bytes that does not own the block."""
     origin: Any
@@ -111,7 +111,7 @@ _PRIVATE: dict[str, int] = (
 
 
 class _Slab:
-    """A contiguous reservation, which is kept while any tensor uses it."""
+    """A contiguous reservation of memory, which lives as long as a tensor uses it."""
 
     def __init__(self, size: int) -> None:
         try:
@@ -144,9 +144,8 @@ class Hold:
 class BlockPool:
     """Blocks of CPU memory for the tensors of captures. Thread-safe.
 
-    New blocks are poisoned with NaN, huge integers or True, except in memory that was allocated
-    before the current recording and freed during it, because recorded operations still read that
-    memory.
+    New blocks are poisoned with NaN, huge integers or True. Memory from before the current
+    recording that was freed during it is not poisoned, because recorded operations still read it.
     """
 
     def __init__(self) -> None:
@@ -162,7 +161,7 @@ class BlockPool:
         self._unread = _Ranges()  # older memory that was freed during the current recording
 
     def begin_recording(self) -> None:
-        """Begin a recording, which never reads memory that is free now."""
+        """Begin a recording. Memory that is free now may be poisoned from now on."""
         with self._lock:
             self._change(self._begin)
 
@@ -199,7 +198,7 @@ class BlockPool:
     def empty(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, *, origin: Any = None
     ) -> torch.Tensor:
-        """Return a poisoned tensor in a new block, which stores ``origin``."""
+        """Return a poisoned tensor in a new block; ``origin`` is stored with the block."""
         extent = 1
         for length, step in zip(size, stride, strict=True):
             if length == 0:
@@ -224,8 +223,8 @@ class BlockPool:
         owner, other = slab.window[start : start + window], slab.window[start : start + window]
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
         shared = torch.frombuffer(other, dtype=torch.uint8).untyped_storage()
-        # When the storage is freed, so is the window, and the block is queued. This may happen at
-        # any time in any thread, so the callback must not take the lock.
+        # When the storage is freed, so is its window, and the callback queues the block. This may
+        # happen at any time in any thread, so the callback must not take the lock.
         gone = _Owner(owner, self._dead.append)
         gone.address = address
         self._live[address] = Block(

@@ -72,7 +72,7 @@ map_layouts = functools.partial(_map, kind=Layout)
 
 
 _NORMS = ("batch", "group", "layer")
-"""Norms whose statistics have the dtype of the weights, but in fake results that of the input."""
+"""Norms whose statistics have the dtype of the weights; fake results have that of the input."""
 
 _UNFAITHFUL = {
     "aten::mkldnn_rnn_layer",
@@ -127,19 +127,19 @@ class Metadata:
 
     @functools.cached_property
     def _mode(self) -> FakeTensorMode:
-        """The mode, created on first use, because importing torch's compiler takes seconds."""
+        """The mode of fake tensors, made on first use: importing torch's compiler takes seconds."""
         return FakeTensorMode()
 
     @property
     def modes(self) -> tuple[FakeTensorMode, ...]:
-        """The mode of the fake tensors, if it exists."""
+        """The mode of fake tensors, if it was made."""
         return (self._mode,) if "_mode" in vars(self) else ()
 
     def infer(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the operation with a ``Layout`` in place of each tensor.
 
-        Raises DataDependentError or OtherDeviceError, or UnrecordableError if the operation resizes
-        an argument, if a tensor is not dense, or if torch cannot determine the result.
+        Raises DataDependentError, OtherDeviceError, or UnrecordableError (the operation resizes an
+        argument, a tensor is not dense, or torch cannot determine the result).
         """
         named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
         with_grad = plan.depends_on_grad and torch.is_grad_enabled()
@@ -291,10 +291,7 @@ def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
-    """Return a tensor like ``tensor`` filled with ``fill``, or with 0 if its elements are integers.
-
-    Zeros are legal indices.
-    """
+    """Return a tensor like ``tensor`` filled with ``fill``; integers are 0, a legal index."""
     scratch = _new(Layout.of(tensor))
     # Elements of expanded tensors share memory, so write through a flat view.
     count = scratch.untyped_storage().nbytes() // scratch.itemsize

@@ -1,7 +1,7 @@
 """Interception of torch by two modes at the bottom of the calling thread's mode stacks.
 
-User code may enter and leave modes at any time, also across the start and end of a recording. The
-two modes stay below all of them, so that they see the same calls as a device.
+User code may enter and leave modes at any time, even across the start and end of a recording. The
+two modes stay below all others, so they see the calls that would reach a device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from devgraph.api.marks.source import user_line
 from devgraph.api.modes import FAKE, PROXY, STACKS, Stack, tracer
 
 Report = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Takes a call, its arguments and its keyword arguments, and returns the result of the call."""
+"""Receives a function, its arguments and keyword arguments, and returns the result of the call."""
 
 
 class _BottomMode:
@@ -38,9 +38,9 @@ class _BottomMode:
         self._report = report
         self.recorder = recorder  # the owner of the method ``report``
         self.is_over = False
-        """Whether the mode was removed. torch takes a mode off its stack while the mode runs and
-        puts it back afterwards. A mode that is removed in the meantime stays on the stack and only
-        forwards calls, until the next recording of the thread removes it."""
+        """Whether the mode was removed. torch pops a mode while its handler runs, and pushes it
+        afterwards. A mode that is removed by its handler is therefore pushed again. It then only
+        forwards calls, until the next recording of the thread clears it from the stack."""
 
     def install(self) -> None:
         """Put this mode on the stack, below all modes except that of a default device."""
@@ -141,7 +141,7 @@ class Functions(_BottomMode, TorchFunctionMode):
 
 
 class _Stance:
-    """The stance of torch.compile, except that recording threads run compiled functions eagerly.
+    """A stance of torch.compile that runs compiled functions eagerly on recording threads.
 
     Compiled code bypasses the dispatcher, so no mode would see its writes.
     """
@@ -157,7 +157,7 @@ class _Stance:
 
 
 def _refuse_machine_code(frame: FrameType) -> None:
-    """Refuse a function compiled with ``fullgraph`` by Inductor: an eager run differs from it."""
+    """Refuse a function that Inductor compiled with ``fullgraph``: an eager run may differ."""
     callback, caller = frame.f_locals.get("callback"), frame.f_back
     if caller is None or not getattr(caller.f_locals.get("self"), "fullgraph", False):
         return
@@ -177,9 +177,9 @@ _has_torch_function = torch.overrides.has_torch_function
 
 
 def _has_override(values: Any) -> bool:
-    """Return the result that ``torch.overrides.has_torch_function`` has on a device.
+    """Replace ``torch.overrides.has_torch_function``, ignoring the mode of the recording.
 
-    The fast paths of torch.nn's transformer layers require that no mode is active, as on a device.
+    torch.nn's transformer layers take their fast paths, as on a device, only if no mode is active.
     """
     stack = Functions.stack.read()
     if len(stack) == 1 and isinstance(stack[0], Functions):

@@ -58,7 +58,7 @@ class OpPlan:
     seeded: bool
     """Whether the operation may draw random numbers."""
     depends_on_grad: bool
-    """Whether enabled gradients change the values and the number of results."""
+    """Whether grad mode changes the values and the number of results."""
 
     def generator(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the random generator among the arguments, or None."""
@@ -225,7 +225,7 @@ _COPIES = {"aten::clone", "aten::_to_copy"}
 
 
 class Binder:
-    """A factory of a tape's calls, which caches torch's function for each call. Thread-safe."""
+    """Makes the calls of tapes, and caches the fastest function for each. Thread-safe."""
 
     def __init__(self) -> None:
         self._chosen: dict[Any, Callable[..., Any]] = {}
@@ -265,7 +265,7 @@ class Binder:
 
 
 def _pattern(value: Any) -> Any:
-    """Return the properties of arguments on which torch's choice of an overload may depend."""
+    """Return the properties of arguments that may decide which overload torch chooses."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.dim() == 0)
     if isinstance(value, (list, tuple)):

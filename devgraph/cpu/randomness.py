@@ -1,4 +1,4 @@
-"""The random generators of a recording, which records their draws and changes of their state."""
+"""The random generators of a recording: recorded draws, and recorded changes of their states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _claim: dict[str, int] = {}
 def _claimed() -> bool:
     """Claim the default generator for this thread unless another live thread has claimed it.
 
-    A thread records one step at a time, so its existing claim is left over from an interrupt.
+    A claim of this thread is left over from an interrupt, because threads record one step at a
+    time.
     """
     here = threading.get_ident()
     holder = _claim.setdefault("default", here)
@@ -43,7 +44,7 @@ def _address(generator: torch.Generator) -> int:
 class Position:
     """A state of a generator between two draws of a recording.
 
-    If the recorded code restores this state, a replay saves its own state here.
+    If the recorded code restores this state later, each replay saves its own state here first.
     """
 
     generator: torch.Generator
@@ -76,12 +77,12 @@ class _Draw:
 
 
 class Sequence:
-    """The random numbers that a recording takes from one generator.
+    """The draws of a recording from one generator.
 
     A recording executes no draw, but advances the generator at each draw. If the code later sets a
-    state, as ``torch.utils.checkpoint`` does, the state therefore identifies the draw. States must
-    be unique in a session, because a backward pass may set states of its forward pass. A recording
-    therefore continues from the ``earlier`` positions of the session.
+    state, as ``torch.utils.checkpoint`` does, the state identifies the draw. A backward pass may
+    set a state of its forward pass, so states must be unique in a session. Therefore a recording
+    continues from the ``earlier`` positions of the session.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Sequence:
         return _Draw(run, before, self.now)
 
     def follow(self) -> None:
-        """Record a change that the code made to the state since the last draw."""
+        """If the code has changed the state since the last draw, record the change."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             state = self._generator.get_state()
             if torch.equal(state, self.now.state):
@@ -143,7 +144,7 @@ class Sequence:
         return [*self._earlier, *self.positions]
 
     def _leave(self) -> None:
-        """Record a save of the current position, which no later draw will save."""
+        """Record a save of the current position, because no later draw will save it."""
         self._record(SAVED, self.now.save)
 
     def _advance(self) -> None:
@@ -202,15 +203,15 @@ class Randomness:
         self._objects[_address(generator)] = generator
 
     def _is_held(self, address: int) -> bool:
-        """Whether the user's code still references a generator, which the step did not create."""
+        """Whether the user's code holds a generator, so that the step has not created it."""
         # Generators of torch 2.11 do not support weak references.
         return address not in self._objects or sys.getrefcount(self._objects[address]) > 2
 
     def source(self, generator: torch.Generator | None) -> torch.Generator:
-        """Return the generator from which replays draw instead of ``generator``.
+        """Return the generator from which replays draw: ``generator`` itself or a stand-in.
 
-        If nothing has drawn from ``generator`` since it was seeded, return a stand-in that every
-        replay seeds. If the caller, not the step, seeded the original, ``follow`` raises an error.
+        If nothing has drawn from ``generator`` since it was seeded, replays seed the stand-in. If
+        the caller, not the step, seeded the original, ``follow`` raises an error.
         """
         if generator is None or _address(generator) == _address(torch.default_generator):
             return torch.default_generator

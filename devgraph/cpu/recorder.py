@@ -61,8 +61,8 @@ class Recorder:
     """Records the operations of the current thread between ``__enter__`` and ``__exit__``.
 
     No operation is executed and no random number is drawn. Outputs are poisoned tensors of the
-    pool, which every replay writes. Views are created immediately, because they are only aliases.
-    Python code runs once, so its control flow and its numbers are frozen.
+    pool, which every replay writes. Views are created at once, because they are only aliases.
+    Python code runs once, so replays repeat its control flow and its numbers.
 
     Args:
         pool: memory of outputs.
@@ -73,7 +73,8 @@ class Recorder:
         reached: further tensors of the caller that the code may use.
         generators: random generators of the caller.
         continues: whether this recording follows others of the same step.
-        positions: states of random generators in these other recordings; the new states are added.
+        positions: states of random generators in the earlier recordings, to which this recording
+            adds its own.
         on_violation: called for every violation. The recording then continues with assumed values
             and cannot be replayed. By default, violations raise errors.
     """
@@ -103,11 +104,11 @@ class Recorder:
         self._bound = bound
         self._arguments, self._reached, self._generators = arguments, reached, generators
         self._versions: list[tuple[torch.Tensor, int]] = []
-        """The caller's tensors with their versions before the recording."""
+        """The caller's tensors with their version counters before the recording."""
         self._writes: Counter[int] = Counter()
         """Number of recorded writes, by the address of the memory."""
         self._made: dict[int, int] = {}
-        """The version of the last tensor that was created at an address."""
+        """Version counter of the last tensor that was created at each address."""
         self._continues = continues
         self._pool = pool
         self._pools = (pool, *others)
@@ -166,7 +167,7 @@ class Recorder:
                 raise
 
     def _finish(self) -> None:
-        """Complete a recording whose code did not fail, or refuse it."""
+        """Check a recording whose code did not fail, and refuse unsupported work."""
         try:
             if self._random is not None:
                 self._random.follow()
@@ -216,10 +217,7 @@ class Recorder:
         self.open_span = None
 
     def loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        """Record ``body`` as one entry that repeats it while ``going`` is true.
-
-        Return the number of operations in the body.
-        """
+        """Record ``body`` as one entry that repeats while ``going`` is true; return its length."""
         outer, pool, op = self.parts, self._pool, self._op("a loop")
         # Use another pool, because the next turn may read older memory that this turn frees.
         self.parts, self._pool = [], self._pools[1]
@@ -334,7 +332,7 @@ class Recorder:
                 self._alias_of(tensor)
 
     def _require_own_writes(self, tensor: torch.Tensor, version: int) -> None:
-        """Refuse a tensor with more writes since ``version`` than the recording contains."""
+        """Refuse a tensor that was written since ``version`` more often than recorded."""
         # Some operations increase the version twice.
         if tensor._version - version > 2 * self._writes[memory_of(tensor)]:
             raise UnrecordableError(
@@ -359,9 +357,9 @@ class Recorder:
         return view
 
     def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
-        """Refuse to change the layout of a tensor that outlives the step.
+        """Refuse to change the layout of a tensor that outlives the step, which replays would not.
 
-        Replays would not repeat the change. Tensors of the capture and empty tensors may change.
+        Tensors of the capture and empty tensors may change.
         """
         is_argument = any(tensor is argument for argument in self._arguments)
         if not is_argument and (
@@ -447,7 +445,7 @@ class Recorder:
 
     def _index(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        # A write of one host value to a mask, as in x[mask] = 0, is a fill of known shape.
+        # A write of one host value, as in x[mask] = 0, needs no data-dependent shape.
         if masks and not (plan.writes and self._function == "__setitem__" and args[2].numel() == 1):
             self._refusal.shape(f"indexing with a boolean mask ({plan.name})", known=True)
             args = (args[0], [self._as_if_all(i) for i in args[1]], *args[2:])

@@ -29,7 +29,7 @@ class Op:
 
 @attrs.frozen
 class Entry:
-    """A pre-bound call of a tape and its operation."""
+    """A pre-bound call of a tape, and the operation that it runs."""
 
     run: Callable[[], object]
     op: Op
@@ -56,7 +56,7 @@ def _flat(
 
 
 class Tape:
-    """Recorded work with its claims on the pools whose memory it uses."""
+    """Recorded work, with claims on the memory that it uses."""
 
     def __init__(self, parts: Sequence[Entry | Span], holds: Sequence[Hold]) -> None:
         self._parts = tuple(parts)
@@ -90,7 +90,7 @@ class Tape:
         self._calls = None
 
     def replay(self) -> None:
-        """Run every entry once, in order, independently of the modes of the calling thread."""
+        """Run every entry once, in order. Modes of the calling thread have no effect."""
         if self._calls is None:
             raise StateError("the launch target of this tape was dropped")
         calls = iter(self._calls)
@@ -125,9 +125,9 @@ class Tape:
 
 
 def check_topology(span: Span, entries: Sequence[Entry]) -> None:
-    """Raise UpdateTopologyError unless ``entries`` run the operations of ``span`` in order.
+    """Raise UpdateTopologyError unless ``entries`` run the same operations as ``span``, in order.
 
-    Arguments may differ. Devices have the same restriction, because they cannot exchange nodes.
+    Arguments may differ. Devices have this restriction, because they cannot replace nodes.
     """
     old = [entry.op.name for entry in span.entries]
     new = [entry.op.name for entry in entries]

@@ -1,4 +1,4 @@
-"""The CUDA backend: capabilities and differences from other torch namespaces."""
+"""The CUDA backend: capabilities, and the code that other torch-like backends do not need."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class CudaBackend(NodeBackend):
 
     def join(self, current: Any, side: Any) -> None:
         super().join(current, side)
-        # Engines run warm-ups on the current stream, often a new stream that they then abandon.
-        # That stream slows graphs down as well, so recover it too.
+        # Engines run warm-ups on the current stream, often a new one that they then abandon. It
+        # slows graphs down too, so recover the pace on both streams.
         for stream in (side, current):
             self.recover_pace(stream)
 
@@ -125,9 +125,9 @@ class CudaBackend(NodeBackend):
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
         if _FREES_WORKSPACES:
-            # When a capture ends, torch frees the stream's cuBLAS workspace, even an older one that
-            # the graph uses. End an empty capture first, so that this capture allocates a workspace
-            # in its pool.
+            # At the end of a capture, torch frees the stream's cuBLAS workspace, even one from
+            # before the capture that the graph uses. End an empty capture first, so that this
+            # capture allocates a workspace in its pool.
             empty = self.make_native_graph()
             empty.capture_begin(capture_error_mode=mode)  # The empty graph frees its own pool.
             self.end_native(empty)

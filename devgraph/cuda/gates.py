@@ -1,4 +1,4 @@
-"""Gates on CUDA, as batched memory operations that share graph nodes."""
+"""Gates on CUDA: memory operations, batched so that several share one graph node."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class DeviceGates(FlagGates):
                 self._runtime.call("StreamBatchMemOp", stream, len(batch), addressof(batch), 0)
 
     def record(self, stream: int, ops: list[Op]) -> None:
-        """Add ``ops`` to the previous node if it contains memory operations, or to a new node.
+        """Add ``ops`` to the previous node if it has memory operations, else to a new node.
 
-        Thus a signal and the wait of the next layer share a node.
+        Therefore a signal and the wait of the next layer share a node.
         """
         capture = self._runtime.capture_of(stream)
         if capture is not None and self._last is not None:
@@ -94,7 +94,7 @@ class DeviceGates(FlagGates):
 
 
 def _batch(ops: Sequence[Op]) -> Any:
-    """Return the operations in the driver's format, without flags for writes."""
+    """Return the operations in the driver's format."""
     array = (MemOp * len(ops))()
     for item, (kind, address, value) in zip(array, ops, strict=True):
         item.operation = _WRITE_VALUE if kind == WRITE else _WAIT_VALUE

@@ -1,9 +1,9 @@
 """The pace of graphs: the device's time from one kernel of a graph to the next.
 
-On Hopper, all graphs of a process are slower per kernel while too many of the last launches on its
-streams were ordinary launches. Every capture leaves such launches on its stream. Empty kernels that
-are launched there with programmatic serialization restore the pace. docs/fast-replay.md describes
-the experiments.
+On Hopper, ordinary launches slow down all graphs of the process: if too many of the last launches
+on a stream were ordinary, each kernel of a graph starts later. Every capture leaves such launches
+on its stream. Empty kernels, launched on that stream with programmatic serialization, restore the
+pace. docs/fast-replay.md describes the experiments.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from devgraph.cuda.runtime import LaunchConfig, Runtime
 logger = logging.getLogger(__name__)
 
 LAUNCHES = 8
-"""Number of empty kernels per recovery. Eight always restored the pace if the process had used only
-one stream in addition to the engine's; four did not (one H200, driver 580.159)."""
+"""Number of empty kernels per recovery. In processes that used one stream besides the engine's,
+eight always restored the pace, and four did not (one H200, driver 580.159)."""
 
 _KERNELS = 128
 """Number of kernels in the timed graph: 0.93 us each at full pace, 1.10 us at the slower pace."""
@@ -51,10 +51,7 @@ class PaceKeeper:
         self._works = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def recover(self, stream: int) -> None:
-        """Restore the pace of graphs by launches of empty kernels on ``stream``.
-
-        If the driver refuses them, log a warning.
-        """
+        """Launch empty kernels on ``stream`` to restore the pace; log a warning on failure."""
         if not self._works:
             return
         try:

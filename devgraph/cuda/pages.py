@@ -1,7 +1,7 @@
 """Releasable memory of pools, through ``pages.c``, which is compiled on first use.
 
-torch holds the lock of its allocator when it calls functions of ``pages.c``. A thread that frees a
-tensor may wait for that lock while it holds the GIL, so the functions must not run Python code.
+torch calls the functions of ``pages.c`` under the lock of its allocator. A thread that frees a
+tensor may wait for that lock while it holds the GIL, so these functions must not need the GIL.
 """
 
 from __future__ import annotations

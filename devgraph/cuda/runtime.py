@@ -1,4 +1,4 @@
-"""CUDA's node calls: the differences between the driver and the table common to all vendors."""
+"""CUDA's graph calls, as far as they differ from the table for all vendors (``node_calls``)."""
 
 from __future__ import annotations
 
@@ -129,11 +129,11 @@ FillParams = structure(
 
 
 class Runtime(NodeRuntime):
-    """The node calls of the driver's library.
+    """The graph calls of the driver's library.
 
-    CUDA's runtime library may not return parameters of kernels that the driver loaded (Triton,
-    cuBLAS), so this class calls the driver. Driver calls need a current context, which a new thread
-    gets when its first call fails.
+    CUDA's runtime library does not always return parameters of kernels that the driver loaded
+    (Triton, cuBLAS), so this class calls the driver. Driver calls need a current context. A new
+    thread has none: its first call fails, and ``recovers`` sets the context.
     """
 
     prefix = "cu"
@@ -261,7 +261,7 @@ class Runtime(NodeRuntime):
 
     @contextlib.contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """Allow allocations and module loads of this thread during a capture."""
+        """Allow this thread to allocate and to load modules in the block, during a capture."""
         mode = c_int(_RELAXED)
         self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
         try:
@@ -270,13 +270,13 @@ class Runtime(NodeRuntime):
             self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
 
     def _captured(self, stream: int) -> tuple[int, list[int]]:
-        """Return the graph into which ``stream`` captures, and the nodes that its work follows."""
+        """Return the graph of the capture on ``stream``, and the nodes its next work depends on."""
         capture = self.capture_of(stream)
         assert capture is not None, "a loop outside of a capture"
         return capture[1:]
 
     def _launch_set_going(self, stream: int, handle: int, going: int) -> None:
-        """Launch a kernel that copies the byte at ``going`` to a conditional node's handle."""
+        """Launch a kernel that sets a conditional node's handle to the byte at ``going``."""
         config = LaunchConfig((1, 1, 1), (1, 1, 1), 0, stream)
         values = c_uint64(handle), c_uint64(going)
         arguments = (c_void_p * 2)(*map(addressof, values))
@@ -285,7 +285,7 @@ class Runtime(NodeRuntime):
     def copy_attributes(self, source: int, target: int) -> None:
         super().copy_attributes(target, source)  # The driver takes the target first.
 
-    # Changes that a node of an executable accepts.
+    # Checks of whether an executable accepts new parameters.
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         if kind == KERNEL:

@@ -1,8 +1,8 @@
 """torch_npu's fused attention with host lengths, over a cache of request slots.
 
 One operator serves prefill, chunked prefill and decode. Packed queries (layout ``TND``) attend to a
-paged cache, whose block table is fixed because a slot is a row of blocks. Only two lists of lengths
-depend on the host. The operator reads the lists when it is issued, so an update replaces only them.
+paged cache. Its block table is constant, because each slot is a row of blocks. Only two lists of
+lengths depend on the host, and an update replaces only them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _NAMES = {
 def lengths_of(
     spans: Sequence[int], slots: int, tokens: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return for each slot the end of its queries in the packed queries, and its number of keys.
+    """Return for each slot the end of its packed queries, and its number of keys.
 
-    The last entry of both tuples is for padding. The operator writes zeros there, because padding
-    has no keys.
+    The last entry of both tuples stands for padding, which has no keys, so the operator writes
+    zeros there.
     """
     new, keys, last = [0] * slots, [0] * slots, -1
     for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
@@ -87,7 +87,7 @@ fused_slot_attention.__devgraph_mark__.raises_before_launch = True  # type: igno
 class FusedSlotAttention:
     """Attention over request slots through ``version`` 1 or 2 of the operator.
 
-    All calls use the same block table and mask. Instances are compared by identity.
+    The calls of one instance share a block table and a mask.
     """
 
     row_multiple = BLOCK

@@ -1,4 +1,4 @@
-"""The Ascend backend: identity, capabilities and differences from other torch namespaces."""
+"""The Ascend backend: capabilities, installation checks, and fused attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from devgraph.npu.gates import ValueGates, gate_calls
 from devgraph.npu.graph import NpuGraph, NpuPool
 
 NEWEST = "2.14"
-"""Newest version of torch with a published torch_npu (PyPI, 2026)."""
+"""Newest version of torch for which PyPI has a torch_npu (2026)."""
 
 
 class NpuBackend(NpuDevice):

@@ -1,13 +1,13 @@
-"""Updates concurrent with replays, by one thread and one stream per device.
+"""Updates that run concurrently with replays, on one thread and one stream per device.
 
-In a replay, each region waits on the device for its event. In the meantime, the update thread runs
-the region's host code again in update mode and records the event. All graphs of a device share the
-thread, the stream and the queue, whose jobs are in launch order. A replay waits only for jobs
-queued with it or before, and a job waits only for earlier replays, so neither can wait forever.
+In a replay, each region waits on the device for its event, while the update thread runs the
+region's host code again in update mode and then records the event. All graphs of a device share the
+thread, the stream and a queue of jobs in launch order. A replay waits only for its own and earlier
+jobs, and a job waits only for earlier replays, so there is no deadlock.
 
-The update stream bypasses torch_npu's task queue, so that an operator that the driver refuses
-raises at its call. A refusal in the task queue would end the thread of the queue, and torch_npu
-would silently drop every later launch of the process.
+The update stream bypasses torch_npu's task queue. If the driver refuses an operator, its call
+raises. In the task queue, a refusal would end the queue's thread, and torch_npu would silently drop
+every later launch of the process.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _IDLE_SECONDS = 1.0  # interval at which the idle thread looks for overdue repla
 
 
 class Job:
-    """Host work for the update stream, run once even if it is queued again.
+    """Host work for the update stream. It runs once, even if it is queued twice.
 
-    The work must not reference a graph, because the update thread must never drop the last
-    reference to a graph.
+    The work must not reference a graph, because the update thread must not drop the last reference
+    to a graph.
     """
 
     __slots__ = ("_held", "done", "error", "work")
@@ -77,7 +77,7 @@ class UpdateChannel:
         self._index = index
         self.timeout = timeout
         self.order = threading.RLock()
-        """Held while a replay is launched and its job is queued: jobs must be in launch order."""
+        """A lock that is held while a replay is launched and its job is queued, for their order."""
         self.stream: Any = None
         self.rescue_stream: Any = None
         """Stream on which the events of an overdue replay are recorded again."""
@@ -86,17 +86,16 @@ class UpdateChannel:
         # Thread.is_alive() may be wrong after an interrupt, so the thread itself reports its end.
         self._running = False
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        # An iteration over a set that another thread changes would raise and end the thread.
+        # Guards ``_watched``: iteration would raise if another thread changed the set.
         self._watching = threading.RLock()
         self._launching = False
         self._last: Job | None = None
 
     @property
     def quiet(self) -> bool:
-        """Whether no replay waits, or will wait, for host work.
+        """Whether no replay waits, or will wait, for host work. The caller must hold ``order``.
 
-        Only then may a thread that holds the GIL wait for the device. The caller must hold
-        ``order``.
+        Only then may a thread that holds the GIL wait for the device.
         """
         last = self._last
         if self._launching or not (last is None or last.done):
@@ -118,7 +117,7 @@ class UpdateChannel:
         """Create the streams and start the thread. Idempotent."""
         if self._thread is not None:
             return
-        # At exit, wait for replays while the update thread still runs: torch_npu waits later.
+        # At exit, wait for replays while the update thread still runs; torch_npu waits too late.
         atexit.register(_settle_at_exit, weakref.ref(self), identity.token)
         self.stream = self._namespace.SyncLaunchStream(self._index)
         self.rescue_stream = self._namespace.SyncLaunchStream(self._index)
@@ -176,7 +175,7 @@ class UpdateChannel:
         return threading.current_thread() is self._thread
 
     def watch(self, regions: Any) -> None:
-        """Start to check periodically whether the last replay of ``regions`` has ended."""
+        """Check periodically, until ``unwatch``, whether the last replay of ``regions`` is over."""
         with self._watching:
             self._watched.add(regions)
 

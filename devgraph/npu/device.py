@@ -1,11 +1,11 @@
 """The resources that graphs share on one NPU: events, streams, update channel, deferred frees.
 
-A captured graph holds every hardware stream on which it was captured.
+A captured graph holds every hardware stream on which it was captured. CANN does not document
+whether a running graph may be destroyed, so a graph is kept until its last replay has ended.
 
-Whether a graph may be destroyed while it runs is not documented, so a graph is kept until its last
-replay has ended. When torch_npu frees a pool's memory, it holds the GIL and waits for the device.
-The wait is not allowed in a capture, and would never end while a replay waits for an update,
-because the update thread needs the GIL.
+torch_npu frees a pool's memory while it holds the GIL and waits for the device. This wait is not
+allowed in a capture. It would be a deadlock while a replay waits for an update, because the update
+thread needs the GIL. Therefore frees are deferred until they are safe.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from devgraph.npu.task_groups import TaskGroups
 logger = logging.getLogger(__name__)
 
 GRAPH_STREAMS = 2048 - 248
-"""Number of device streams available to graphs. The 910 series has 2048, according to reports of
-captures that ran out of streams. torch_npu's stream pools take 70, and each communicator takes
-several."""
+"""Number of device streams that graphs can use. According to reports of captures that ran out of
+streams, the 910 series has 2048. torch_npu's stream pools use 70, and each communicator several."""
 
 _CURE = (
     "Capture fewer buckets, or fewer segments per bucket: a breakable capture holds a stream for "
@@ -44,7 +43,7 @@ _CURE = (
 
 
 class _Retired:
-    """An unused captured graph that must be destroyed, with its regions."""
+    """A closed graph that waits to be destroyed, with its regions."""
 
     def __init__(
         self, native: Any, regions: TaskGroups | None, fence: Callable[[], Callable[[], bool]]
@@ -64,15 +63,15 @@ class NpuDevice(TorchBackend):
     """The part of the backend that ``NpuGraph`` uses."""
 
     replay_first: bool = True
-    """Launch a replay before its update, so that both overlap. Devices that are shared in software
-    slices need the reverse order."""
+    """Whether a replay is launched before its update, so that both overlap. Devices that software
+    divides into slices need the reverse order."""
     try_new_values: bool = True
-    """Apply new host values before the replay is launched, so that the call raises a refusal before
-    anything runs. If False, new values are applied during the replay: a refusal makes the result
-    invalid and the graph dirty, and the next call of the graph raises it."""
+    """Whether new host values are applied before the replay is launched, so that a refusal raises
+    before anything runs. If False, they are applied during the replay. A refusal then makes the
+    result invalid and the graph dirty, and the next call of the graph raises it."""
     stream_limit: int = GRAPH_STREAMS
-    """Maximum number of streams that graphs may hold. Below the limit, the driver decides. A
-    refusal is not final, because other work and destroyed graphs release streams."""
+    """Maximum number of streams that graphs may hold. The driver may have fewer free streams; a
+    later capture can succeed when other work or destroyed graphs have released some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,9 +92,8 @@ class NpuDevice(TorchBackend):
     def take_event(self) -> Any:
         """Return an external event that is not recorded and has no waiters.
 
-        torch_npu never frees the memory of an external event, so a graph returns its events for
-        reuse when it is destroyed. An event can be reused after finished replays have consumed all
-        of its records.
+        torch_npu never frees the memory of an external event, so events of destroyed graphs are
+        reused if finished replays have consumed all of their records.
         """
         if self._events:
             return self._events.pop()
@@ -108,9 +106,9 @@ class NpuDevice(TorchBackend):
         return event
 
     def count_nodes(self, native: Any) -> int | None:
-        """Return the number of tasks in a finished capture, or None if the driver reports none.
+        """Return the number of tasks in a finished capture, or None if unknown.
 
-        Also store in ``streams`` how many streams the graph holds.
+        Store in ``streams`` how many streams the graph holds.
         """
         with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
             path = Path(folder) / "graph.json"
@@ -128,9 +126,9 @@ class NpuDevice(TorchBackend):
         return len(task_streams)
 
     def drain(self) -> None:
-        """Wait until torch_npu's launch thread has passed all earlier work to the driver.
+        """Wait until torch_npu's launch thread has passed all queued work to the driver.
 
-        The update stream bypasses the task queue, so its waits could overtake queued records.
+        Otherwise waits of the update stream, which bypasses the queue, could overtake records.
         """
         # torch_npu drains the task queue when the driver's handle of a stream is read.
         _ = self.namespace.current_stream(self._device).npu_stream
@@ -162,9 +160,9 @@ class NpuDevice(TorchBackend):
         try:
             self.native_module._npu_endAllocateToPool(self._device.index, pool.handle)
         except Exception:
-            return  # The call that begins the capture was refused before it changed the allocators.
+            return  # The driver refused the capture before torch_npu changed its allocators.
         self.release_pool(pool)
-        # The allocator of pinned memory cannot be restored, and from now on refuses this handle.
+        # The allocator of pinned memory cannot be restored, and refuses this handle from now on.
         pool.renew(None)
 
     def release_pool(self, pool: TorchPool) -> None:
@@ -179,7 +177,7 @@ class NpuDevice(TorchBackend):
         self.free_buried()
 
     def bury_memory(self, owners: list[Any]) -> None:
-        """Drop ``owners`` of a pool's memory, last first, when no replay waits for the host."""
+        """Free the ``owners`` of a pool's memory, last first, when no replay waits for the host."""
         self._memories.append(owners)
         self.free_buried()
 
@@ -188,7 +186,7 @@ class NpuDevice(TorchBackend):
         keep_forever(*self._memories)
 
     def free_buried(self) -> None:
-        """Free retired graphs and buried memory where this is safe; never during a capture."""
+        """Free retired graphs and buried memory, if that is safe now; never during a capture."""
         waiting = self._retired or self._memories
         if not waiting or self.capture_lock.is_held_here or self.channel.on_thread():
             return

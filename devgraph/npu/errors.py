@@ -1,6 +1,6 @@
-"""The driver's error codes that matter for graphs.
+"""Error codes of the driver that concern graphs.
 
-CANN defines the numbers (``acl/error_codes/rt_error_codes.h``). torch_npu reports them in the text
+CANN defines the numbers in ``acl/error_codes/rt_error_codes.h``. torch_npu reports them in the text
 of a RuntimeError.
 """
 
@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 
 NO_RESOURCE = frozenset({207005, 207007, 207008, 207009, 207010, 207012})
-"""A failed allocation of a resource; no free event, stream, notify or model; an exceeded limit."""
+"""Codes for an exhausted resource: memory, events, streams, notifies, models, or a limit."""
 
 OTHER_KERNELS = frozenset({107033, 107034, 107040, 207019})
-"""An interrupted task group, a task group in the wrong state, a failed or unsupported update."""
+"""Codes for an update that needs other kernels: the task group was interrupted or is in a wrong
+state, or the update failed or is not supported."""
 
 UNJOINED = 107025
-"""The capture contains a stream that was not joined to the original one."""
+"""Code for a captured stream that was not joined to the original one."""
 
 HOST_READS = frozenset({107027, 107030})
-"""A synchronization with a captured stream, or another call that a capture forbids."""
+"""Codes for calls that a capture forbids, such as a wait for a captured stream."""
 
 STICKY = frozenset(
     {
@@ -31,8 +32,8 @@ STICKY = frozenset(
 )
 """Codes after which every later call of the process fails."""
 
-# After the first failure, torch_npu ends the thread that launches operators, reports this text
-# once, and then silently drops every launch.
+# If a launch fails, torch_npu ends its launch thread, reports this text once, and silently drops
+# all later launches.
 _QUEUE_ENDED = "The process exits for this inner error"
 
 _CODE = re.compile(r"error code(?: is|:)\s*(\d+)")

@@ -1,6 +1,6 @@
-"""Gates on Ascend, as waits for values and writes of values in device memory.
+"""Gates on Ascend, by streams that write values to device memory and wait for them.
 
-A stream can only write device memory, so each write of a word for the host is followed by a copy.
+Streams cannot write host memory, so each write of a word for the host is followed by a copy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ValueGates(FlagGates):
                 self._call("aclrtValueWait", address, value, kind, stream)
 
     def _publish(self, stream: int, address: int, size: int) -> None:
-        """Copy words to the host after earlier work of a stream."""
+        """Copy words to the host, after earlier work of the stream."""
         host = self._words.data_ptr() + address - self._published
         self._call("aclrtMemcpyAsync", host, size, address, size, _TO_HOST, stream)
 

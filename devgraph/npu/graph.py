@@ -34,7 +34,7 @@ class _Recording(Recording):
 
 
 class NpuPool(TorchPool):
-    """A pool that frees its memory in an order and at a time that torch_npu supports."""
+    """A pool that defers frees of its memory, and orders them as torch_npu requires."""
 
     backend: NpuDevice
 
@@ -52,9 +52,9 @@ class NpuPool(TorchPool):
         take = self.__dict__.pop
         try:
             if "_memory" in self.__dict__:  # absent if the constructor failed
-                # The last entry is freed first, because the allocator frees a pool's memory with
-                # the pool object only if nothing else uses the memory. Pass a list, because a
-                # caller's frame may keep its arguments alive until the call ends, as under Dynamo.
+                # The last entry is freed first: the pool object frees its memory only if nothing
+                # else uses the memory. Pass a list, because a caller's frame may keep arguments
+                # alive until the call ends, as under Dynamo.
                 keys = ("_stuck", "_memory", "_region_memory", "keeper")
                 self.backend.bury_memory([take(key, None) for key in keys])
         except Exception:  # At interpreter exit, modules are gone.
@@ -104,8 +104,8 @@ class NpuGraph(TorchGraph):
         if self._regions is None:
             return executable
         self._regions.applied = self._regions.planned = self._wanted = self._host
-        # Use the compiled method: after an interrupt in torch_npu's Python method replay(), it
-        # would be unknown whether the graph was launched.
+        # Call the compiled replay() of the base class: after an interrupt in torch_npu's Python
+        # method, it would be unknown whether the graph was launched.
         self._launched = super(self.backend.native_class, self._native).replay
         return Call(call_weakly(self._launch_and_signal))
 
@@ -121,8 +121,8 @@ class NpuGraph(TorchGraph):
         self._drop_regions()
 
     def _recover(self, native: Any) -> None:
-        # torch_npu ends the routing of allocations before it reports the failure, but leaves an
-        # additional use of the pool, which would keep the memory forever.
+        # torch_npu has restored its allocator before it reports the failure, but it leaves one use
+        # too many of the pool, which would keep the memory forever.
         while self.pool.uses > self._uses:
             self.backend.release_pool(self.pool)
 
@@ -158,10 +158,10 @@ class NpuGraph(TorchGraph):
         return _Recording(self._host)
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> _Recording:
-        """Apply new values; if a region raises an exception, restore the old values and re-raise.
+        """Apply new values now; if a region raises, restore the old values and re-raise.
 
-        If ``backend.try_new_values`` is false, or if all regions raise before any launch as the
-        backend's attention does, leave the values to the launch.
+        The launch applies them instead if ``backend.try_new_values`` is false, or if all regions
+        raise before they launch anything, as the backend's attention does.
         """
         regions = self._settled()
         if self.backend.try_new_values and not all(mark.raises_before_launch for mark in host):
@@ -203,7 +203,7 @@ class NpuGraph(TorchGraph):
         regions.launched(job, host, stream)
 
     def _issue(self, regions: TaskGroups, job: Job) -> None:
-        """Issue the event records of the next replay, and wait until they are issued.
+        """Record the events of the next replay, and wait until the records are issued.
 
         If the replay is not launched afterwards, the state of the events is unknown.
         """
@@ -221,7 +221,7 @@ class NpuGraph(TorchGraph):
             raise
 
     def _settled(self) -> TaskGroups:
-        """Wait until the last update was issued, re-raise its exception, and return the regions."""
+        """Wait until the last update was issued and re-raise its exception; return the regions."""
         regions, job = self._regions, self._job
         assert regions is not None
         if job is not None:
@@ -237,7 +237,7 @@ class NpuGraph(TorchGraph):
         return regions
 
     def _refuse_broken(self, regions: TaskGroups) -> None:
-        """Raise the failure of broken regions once, and afterwards the error of a dirty graph."""
+        """Raise the failure of the regions, if any; after the first time, that of a dirty graph."""
         if regions.failure is not None:
             self._leave_for(GraphState.DIRTY)
             self.backend.channel.unwatch(regions)

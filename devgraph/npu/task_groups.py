@@ -1,4 +1,4 @@
-"""The updatable regions of one graph: task groups, their events and their current values."""
+"""The updatable regions of one graph, as CANN task groups with events and current values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Host = Mapping[Mark, dict[str, Any]]
 
 @attrs.frozen
 class Group:
-    """A captured region: its call, the event for which it waits, the handle of its task group."""
+    """A captured region: its call, the event it waits for, and the handle of its task group."""
 
     call: MarkedCall
     event: Any
@@ -34,8 +34,8 @@ class Group:
 class TaskGroups:
     """Task groups in capture order, with their values and the replays that use them.
 
-    An instance must not reference a graph, so that the update thread never drops the last reference
-    to a graph.
+    An instance must not reference a graph, because the update thread must not drop the last
+    reference to a graph.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class TaskGroups:
         self._job: Job | None = None
         self._times = [0.0, 0.0]
         self.applied: Host = {}
-        """Values of the groups after the jobs that have run."""
+        """The current values of the groups."""
         self.planned: Host | None = {}
-        """Values of the groups after all queued jobs, or None if unknown."""
+        """The values that the groups will have after all queued jobs, or None if unknown."""
         self.failure: BaseException | None = None
-        """The exception after which the state of the groups is unknown."""
+        """An exception that left the groups in an unknown state."""
         self.lost: UpdateError | None = None
-        """The failure if a replay never received its records; no call has raised it yet."""
+        """The failure, if a replay never received its event records; ``synchronize`` raises it."""
 
     def free_events(self) -> list[Any]:
-        """Return the events that another graph may use after the last replay has ended.
+        """Return the events that another graph may use, after the last replay has ended.
 
-        The list is empty after a failure, because an event may still be recorded. It is also empty
-        if the graph was never launched, because torch_npu refuses a second wait for an event that
-        was not recorded after the first wait.
+        There are none after a failure, because an event may still be recorded, and none if the
+        graph was never launched, because torch_npu refuses to wait again for an event that was not
+        recorded in between.
         """
         if not self._launches or self.failure is not None:
             return []
@@ -77,24 +77,24 @@ class TaskGroups:
     # Called on the launching thread, in this order.
 
     def try_values(self, host: Host, what: str) -> None:
-        """Update to ``host`` and wait until the update is issued; undo it if a region raises."""
+        """Apply ``host`` and wait until the update is issued; undo it if a region raises."""
         self.planned = None  # After an interrupt, the thread still finishes the job.
         job = self._channel.submit(self._work(host, signal=False))
         self._channel.finish(job, what)
         self.planned = host
 
     def signal(self, host: Host) -> Job:
-        """Return a job, to be queued by the caller, that records the events of the next replay.
+        """Return a job, for the caller to queue, that records the events of the next replay.
 
-        The job first updates the groups to ``host``, unless they will have these values already.
+        The job first applies ``host``, unless earlier jobs do so.
         """
         changed = None if host is self.planned else host
         return Job(self._work(changed, signal=True))
 
     def launched(self, job: Job, host: Host, stream: Any) -> None:
-        """Queue ``job`` for a replay, launched with ``host`` on ``stream``, and watch the replay.
+        """Queue ``job`` for a replay launched with ``host`` on ``stream``, and watch the replay.
 
-        After an interrupt, the call must be repeated.
+        After an interrupt, repeat the call.
         """
         self._channel.queue(job)
         now = time.monotonic()
@@ -115,7 +115,7 @@ class TaskGroups:
             time.sleep(0.00005)
 
     def settled(self) -> bool:
-        """Whether the last replay has ended or is overdue. An overdue replay is released."""
+        """Whether the last replay has ended, or was overdue and has been released."""
         last, older = self._launches % 2, (self._launches + 1) % 2
         if not self._launches or self._done[last].query():
             return True

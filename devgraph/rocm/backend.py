@@ -1,4 +1,4 @@
-"""The ROCm backend: capabilities, and workarounds for undocumented behavior of HIP."""
+"""The ROCm backend: capabilities, and workarounds for HIP."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class RocmBackend(NodeBackend):
     def reopen_capture(self) -> None:
         stream = self.current_stream_id()
         if self.runtime.capture_of(stream) is not None:
-            # On HIP 7.2, the process crashes if the capture begins or ends again.
+            # On HIP 7.2, beginning or ending this capture again crashes the process.
             raise RuntimeError(f"the capture on stream {stream:#x} could not be ended")
         super().reopen_capture()
 

@@ -1,4 +1,4 @@
-"""Gates on HIP, as waits for values and writes of values, if the runtime can capture them."""
+"""Gates on HIP, by streams that write and wait for values, if the runtime can capture that."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def queue(runtime: NodeRuntime, stream: int, ops: Sequence[Op]) -> None:
 
 
 def captures_values(runtime: NodeRuntime, device: torch.device) -> bool:
-    """Whether a captured wait and write become nodes that a launch runs.
+    """Whether the runtime captures waits and writes as nodes, tested with one of each.
 
-    The test waits for the current value of a word, so that a runtime that does not capture the wait
-    cannot hang. If the capture fails, the stream may still be capturing, so it is not destroyed.
+    The test waits for the current value of a word, so it cannot hang if the wait is not captured.
+    If the capture fails, the stream may still be capturing, so it is not destroyed.
     """
     if runtime.missing & GATE_CALLS:
         return False

@@ -21,15 +21,15 @@ _READS = frozenset(
 """Operations whose result, or its shape, depends on device data that the host must read."""
 
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
-"""Operations whose second argument is a list of indices. For a mask, the host counts its hits."""
+"""Operations whose second argument is a list of indices. The host counts the hits of a mask."""
 
 
 class HostReadGuard(OwnMode):
     """A mode that refuses host reads of device data by this thread while it is ``on``.
 
-    Before HIP 7.14 such a read in a capture raises no error: the host reads the previous content of
-    the memory, and the graph is wrong. The guard stays below the modes of user code. It adds a few
-    microseconds per operation to a capture, but nothing to replays.
+    Before HIP 7.14, such a read in a capture raises no error: the host reads the previous contents,
+    and the graph is wrong. The guard stays below the modes of user code. It adds a few microseconds
+    per operation to a capture, and nothing to replays.
     """
 
     def __init__(self, is_device: Callable[[torch.Tensor], bool]) -> None:

@@ -1,4 +1,4 @@
-"""HIP's node calls: the differences between libamdhip64 and the table common to all vendors."""
+"""HIP's graph calls, as far as they differ from the table for all vendors (``node_calls``)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from devgraph.api.torchlike.node_calls import (
 _NAME = re.compile(r"/libamdhip64[^/]*\.so[.\d]*$")
 
 _COPY_ATTRIBUTES = "hipGraphKernelNodeCopyAttributes"
-"""A function that release 5.2 lacks and 6.4 has. Without it, updated kernels keep the launch
-attributes of the capture."""
+"""A function that HIP 5.2 lacks and 6.4 has. Without it, updated kernels keep the launch attributes
+of the capture."""
 
 GATE_CALLS = frozenset({"hipStreamWaitValue32", "hipStreamWriteValue32"})
-"""Functions without which marks of gates break a capture."""
+"""Functions for gates inside graphs. Without them, gate marks cause breaks."""
 
 _TEXT = ("GetErrorName", "GetErrorString")
 
@@ -118,18 +118,18 @@ def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
 
 
 class Runtime(NodeRuntime):
-    """The node calls of libamdhip64.
+    """The graph calls of libamdhip64.
 
-    ``hipGraphExecUpdate`` is not used. In releases up to 7.14, it returns success although the
-    executable keeps old packets (ROCm/rocm-systems pull request 10714), and its time is quadratic
-    in the number of nodes (11069). Nodes are written one at a time instead, which reports errors.
-    ``hipGraphUpload`` is not used either, because it has no effect where it is supported.
+    Nodes are written one at a time, which reports errors. ``hipGraphExecUpdate`` is not used: up to
+    HIP 7.14, it returns success although the executable keeps old packets (ROCm/rocm-systems pull
+    request 10714), and its time is quadratic in the number of nodes (11069). ``hipGraphUpload`` is
+    not used, because it has no effect.
     """
 
     prefix = "hip"
     suffixes: ClassVar[Mapping[str, str]] = {
         "StreamGetCaptureInfo": "_v2",
-        # Of a captured copy, HIP reliably reports only the addresses.
+        # HIP reports only the addresses of a captured copy reliably.
         "GraphMemcpyNodeSetParams": "1D",
         "GraphExecMemcpyNodeSetParams": "1D",
     }
@@ -215,7 +215,7 @@ class Runtime(NodeRuntime):
                 f"kernel (index_copy_, or an operation with out=) into a tensor that the region "
                 f"receives, because returned tensors are copied too, or use policy='breakable'."
             )
-        # A flat copy is one range of bytes, for which HIP does not set positions.
+        # A flat copy is one range of bytes; HIP does not set its positions.
         flat = (
             params.kind in _COPY_KINDS
             and (params.extent.height, params.extent.depth) == (1, 1)

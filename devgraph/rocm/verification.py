@@ -2,8 +2,8 @@
 
 After its regions, a graph contains an additional node, which writes the number of the recording
 into a word of the pool. The word is checked after the first launch of an updated or rebuilt
-executable. An old number means that the runtime ignored the new parameters and the launch was
-wrong. The check covers an executable but not each of its nodes (see docs/rocm.md).
+executable. An old number means that the runtime ignored the new parameters, so the results are
+wrong. The check tests the executable as a whole, not each node (see docs/rocm.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ every 32nd update, so that rebuilds of 2-3 ms add less than 0.1 ms per update.""
 
 
 class Verification:
-    """A test, run once, of whether a runtime's updates work, and the words of all pools."""
+    """Tests once whether a runtime's updates work, and holds the words of all pools."""
 
     def __init__(self, runtime: Runtime, current_stream: Callable[[], int]) -> None:
         self.runtime = runtime
@@ -100,7 +100,7 @@ class Verification:
 
 
 class VerifiedUpdates(UpdateStrategy):
-    """Updates that are counted, verified, and avoided if the runtime ignores them."""
+    """A strategy that verifies updates, and stops using them if the runtime ignores them."""
 
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
@@ -108,7 +108,7 @@ class VerifiedUpdates(UpdateStrategy):
         """Bytes that updates of the graph's own executable may have leaked since it was built."""
         self._own: _VerifiedLaunch | None = None
         self._seen: weakref.WeakSet[NodeRecording] = weakref.WeakSet()
-        """Recordings that the graph's own executable has verifiably run."""
+        """Recordings whose first launch by the graph's own executable was verified."""
 
     def prepare(self, graph: NodeGraph) -> None:
         if not (graph.spec.declared or marked_with_context):
