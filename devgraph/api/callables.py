@@ -183,9 +183,12 @@ class Graphed:
     def _fn(self) -> Callable[..., Any]:
         """The function to run. For a graphed module, the current ``forward`` of its class."""
         module = self._module
-        if module is not None and self._is_method and vars(module).get("forward") is self:
+        if self._is_method and module is not None and self._is_forward_of(module):
             return types.MethodType(type(module).forward, module)
         return self._given
+
+    def _is_forward_of(self, module: torch.nn.Module) -> bool:
+        return getattr(vars(module).get("forward"), "__dict__", None) is vars(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function in a graph if its key has one."""
@@ -735,6 +738,20 @@ class Graphed:
         return self.__deepcopy__(None)
 
 
+class _GraphedModule(Graphed):
+    """A graphed module, whose calls run its hooks and then ``forward``."""
+
+    def __init__(self, forward: Graphed) -> None:
+        self.__dict__ = vars(forward)  # one state for both
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        module = self._module
+        if module is None or not self._is_forward_of(module):
+            return super().__call__(*args, **kwargs)
+        return module(*args, **kwargs)
+
+
 _OTHER = object()
 """Returned by a ``repeat`` for a call with another key."""
 
@@ -925,7 +942,7 @@ def graphed(
         step._is_method = own is not None and getattr(step._given, "__func__", None) is own
         fn_or_module.forward = step
         step._watch_weights()  # after the assignment of ``forward``
-        return step
+        return _GraphedModule(step)
     receiver = getattr(fn_or_module, "__self__", None)
     module = receiver if isinstance(receiver, torch.nn.Module) else None
     return Graphed(fn_or_module, module, options)

@@ -97,7 +97,7 @@ class Captured:
             ("{}() is None", (current_scope,)),
             ("not {}()", (torch._C._len_torch_dispatch_stack,)),
         )
-        named = job.owned.watch_named(regions=self.policy == "full")
+        named = job.owned.watch_named(regions=job.regions)
         self.gradients = Gradients(job.owned.gradients)
         """The gradients that replays accumulate."""
         self._guard = Guard([*self._watched, *named], outside)
@@ -511,6 +511,7 @@ def capture(
         warmup=warmup,
         snapshot_limit=snapshot_limit,
         recaptures=recaptures,
+        regions=policy == "full",
     )
     try:
         plan, seconds = _planned(job, policy, gates)
@@ -528,12 +529,15 @@ def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> t
     with (
         entered_gates(gates),
         session(job.pool, mode=job.capture_error_mode) as recording,
-        owned.kept(job.backend, job.snapshot_limit, weights=weights) as require_places,
+        owned.kept(
+            job.backend, job.snapshot_limit, weights=weights, regions=job.regions
+        ) as require_places,
     ):
         with job.phase("warm-up"):
             ready = chosen.warm_up(job, job.warmup)
             job.backend.synchronize()
             require_places()
+        owned.rewind()
         hooked = names.hooked() if names and not compiles(policy) else contextlib.nullcontext()
         with job.phase("capture"), hooked:
             plan = chosen.capture(ready, recording)

@@ -87,7 +87,7 @@ class Inputs:
         values |= {name: value for name, value in named.items() if name in self._arguments}
         others = {}
         for name, value in values.items():
-            if any(path.startswith(name) for path in self._moved):
+            if any(path.startswith((f"{name}.", f"{name}[")) for path in self._moved):
                 continue
             try:
                 self._pairs(name, self._arguments[name], value)

@@ -44,6 +44,7 @@ class NamedState:
         roots: pairs of a name and an object from which the search starts.
         is_changed: returns whether the step itself changed a place. Such places are not compared.
         regions: whether regions are part of the graph.
+        found: an earlier search, which is used if it has the same result now.
 
     Attributes:
         modules: the modules in the places.
@@ -58,10 +59,11 @@ class NamedState:
         is_changed: Callable[[Entry], bool] = lambda _: False,
         *,
         regions: bool = False,
+        found: Named | None = None,
     ) -> None:
         self._walk, self._own = functools.partial(Named, [*roots], regions=regions), set[Any]()
         self._added = set[Any]()
-        named = self._walk()
+        named = found if found is not None and found.is_current() else self._walk()
         self._own = {_key(entry) for entry in self._places(named) if is_changed(entry)}
         """The places that the step itself changed."""
         self._settle(named)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import operator
 import random
 import re
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
@@ -42,9 +44,10 @@ from devgraph.api.guard import Term, Watched, by_turns
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.marks.source import is_machinery_module
-from devgraph.api.modes import FAKE, PROXY, tracer
+from devgraph.api.modes import FAKE, PROXY, OwnMode, tracer
 from devgraph.api.named import NamedState, content_of, text_of_changes
 from devgraph.api.reach import (
+    ABSENT,
     PLAIN,
     Change,
     Entry,
@@ -60,6 +63,8 @@ from devgraph.api.reach import (
 from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import Memory, has_place, is_size
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
+
+logger = logging.getLogger(__name__)
 
 _TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -118,6 +123,8 @@ class Owned:
         """Names and objects from which the search for state of the step starts."""
         self.written: set[int] = set()
         self._state: dict[str, tuple[Any, Any]] = {}
+        self._added: dict[str, Any] = {}
+        """Plain values that the first run added."""
         self._watch: Watch | None = None
         """Watches the places that the step can reach, during a run in a scope."""
         self._refuse: Callable[[list[Change]], None] = raise_rebinding
@@ -130,10 +137,18 @@ class Owned:
         self._keeper: Callable[[Iterable[tuple[str, torch.Tensor]]], Snapshot] | None = None
         """Saves the tensors that the first run made, and restores the state before that run."""
         self._after_first: Snapshot | None = None
+        self._first: Watch | None = None
+        """The places before the first run, if that run made state for later runs."""
+        self._unwritten: list[tuple[torch.Tensor, int]] = []
+        """The tensors that the first run made, with their versions after it."""
+        self._saved: tuple[Snapshot, ...] = ()
+        """The state before the first run, while a capture is made."""
         self._weights: list[tuple[torch.Tensor, int]] = []
         """Parameters and their version counters before the first run."""
         self._before: set[int] = set()
         """The ``id`` of each tensor that the step could reach before the first run."""
+        self._named: Named | None = None
+        """The search for named places before the first run."""
         self._values: dict[tuple[int, Any], tuple[Any, Any]] = {}
         """Value and content of each named place before the first run, by holder and key."""
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -202,7 +217,7 @@ class Owned:
             if watch:
                 # Runs in a scope note no plain values, because eager bodies hide some changes.
                 notes = (self._note_state,) if scope is None else ()
-                changes = [*before_bodies, *watch.changes(*notes)]
+                changes = [*before_bodies, *watch.changes(*notes, empty=True)]
             if watch and self._settings:
                 self._require_settings(watch)
         finally:
@@ -216,7 +231,9 @@ class Owned:
         if is_first and not captured:
             self._created = {p: t for item in changes for p, t in item.tensors}
             if self._created and self._keeper is not None:
-                self._after_first = self._keeper(self._created.items())
+                self._after_first, self._first = self._keeper(self._created.items()), watch
+                versioned = (t for t in self._created.values() if not t.is_inference())
+                self._unwritten = [(tensor, tensor._version) for tensor in versioned]
                 self.is_unsettled = True
             changes = [item for item in changes if strict and item.verb != "adds"]
         elif not captured and not strict:  # a run that checks a compiled step
@@ -226,6 +243,55 @@ class Owned:
             change = change or change_in(item, self._note_state)
         if change is not None:
             raise CaptureError(rebinding(*change))
+
+    def rewind(self) -> None:
+        """Restore the state before the first run, so that each run begins from it."""
+        for saved in self._saved if self._created is not None else ():
+            self.written |= {id(t) for t in saved.written(self.given) if t.is_inference()}
+            saved.restore()
+
+    def require_independent(self, host: Mapping[str, Any], *, regions: bool) -> None:
+        """Raise CaptureError if tensors that the first run made depend on its inputs.
+
+        Replays would not make such tensors again for new inputs. After the second run, the first
+        run is repeated to find the tensors, unless the second run made or wrote them as well.
+        """
+        before = self._first
+        if before is None or self.is_unsettled:
+            return
+        self._first, named = None, Named(self.roots, regions=regions)
+        tables = (
+            t for m in (*named.modules, self._owner) if m for t in (m.parameters(), m.buffers())
+        )
+        read = {*map(id, itertools.chain((entry.value for entry in named.places), *tables))}
+        kept = {id(t) for t, version in self._unwritten if t._version == version} & read
+        created = (self._created or {}).items()
+        made = {path for path, t in created if id(t) in kept and id(t) not in self._before}
+        held = {path: tensor for change in before.changes() for path, tensor in change.tensors}
+        if not made or held.keys() != dict(created).keys():
+            return
+        after = Watch(self.roots)
+        before.put_back(plain=True)
+        found: list[str] = []
+        try:
+            copies: dict[int, Copied] = {}
+            copied = [own_copy(name, value, copies) for name, value in self.arguments.items()]
+            kwargs = dict(zip(self._kwargs, copied[self.count :], strict=True))
+            with Origins(self.given) as origins:
+                self._fn(*copied[: self.count], **kwargs, **host)
+            made_now = [pair for change in before.changes() for pair in change.tensors]
+            found = [path for path, t in made_now if path in made and origins.include(t)]
+        except Exception as error:  # of a step that cannot repeat its first run
+            logger.debug("the first run was not repeated: %s", error)
+        finally:
+            after.put_back(plain=True)
+            self.rewind()
+        if found:
+            raise CaptureError(
+                f"the first run of the step computes {found[0]} from its inputs, and later runs "
+                f"reuse it, so replays would use the value for the inputs of the capture. Compute "
+                f"it in each run, or run the step once with real inputs before the capture."
+            )
 
     @contextlib.contextmanager
     def eager_body(self, mark: Mark, args: tuple[Any, ...]) -> Iterator[None]:
@@ -287,7 +353,16 @@ class Owned:
             )
 
     def _note_state(self, path: str, old: Any, new: Any) -> None:
-        self._state[path] = (self._state.get(path, (old,))[0], new)
+        if old is ABSENT:  # a value that the first run added may change in later runs
+            old = self._added.setdefault(path, new)
+        if new is not ABSENT and not same_value(old, new):
+            self._state[path] = (self._state.get(path, (old,))[0], new)
+
+    @property
+    def _owner(self) -> torch.nn.Module | None:
+        """The module that is the step, or whose method is the step."""
+        owner = getattr(self._fn, "__self__", self._fn)
+        return owner if isinstance(owner, torch.nn.Module) else None
 
     @property
     def moved(self) -> Collection[str]:
@@ -302,11 +377,12 @@ class Owned:
 
     @contextlib.contextmanager
     def kept(
-        self, backend: Backend, limit: int | None, *, weights: bool = False
+        self, backend: Backend, limit: int | None, *, weights: bool = False, regions: bool = False
     ) -> Iterator[Callable[[], None]]:
         """Restore tensors and random generators after the block, also on failure.
 
-        With ``weights``, parameters and the state of optimizers are restored as well.
+        With ``weights``, parameters and the state of optimizers are restored as well. ``regions``
+        says whether regions are part of the graph.
 
         Yields a function that raises CaptureError if the step changed the memory or the layout of
         a tensor.
@@ -337,11 +413,11 @@ class Owned:
             snapshot.restore()
             return saved
 
-        self._keeper = keeper
-        named = Named(self.roots, regions=True)
+        self._keeper, self._saved = keeper, (snapshot, parameters)
+        self._named = Named(self.roots, regions=regions)
         self._values = {
             (id(entry.holder), entry.key): (entry.value, content_of(entry.value))
-            for entry in named.places
+            for entry in self._named.places
         }
         numbers = host_random()
         try:
@@ -362,7 +438,7 @@ class Owned:
                 note(error, f"the contents of the arguments could not be restored: {lost}")
             raise
         finally:
-            self._keeper = None  # frees the copies of the snapshot
+            self._keeper, self._saved = None, ()  # frees the copies of the snapshot
         self.gradients = [
             (leaf, leaf.grad)
             for (leaf, grad), version in zip(leaves, versions, strict=True)
@@ -377,7 +453,7 @@ class Owned:
                 zero_gradient(leaf.grad)
         for saved in (snapshot, parameters):
             saved.require_unwritten()
-        watch.changes(self._note_state)
+        watch.changes(self._note_state, empty=True)
         for name, state in host_random().items():
             if numbers.get(name, state) != state:
                 self._note_state(name, numbers[name][-1], state[-1])
@@ -411,12 +487,7 @@ class Owned:
         named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
         given: list[Watched] = [Bound(named[:count], owners, values=True, weights=False)]
         found: list[Watched] = []
-        owner = (
-            self._fn
-            if isinstance(self._fn, torch.nn.Module)
-            else getattr(self._fn, "__self__", None)
-        )
-        if isinstance(owner, torch.nn.Module):
+        if (owner := self._owner) is not None:
             modules.append(owner)
             found.append(Bound((), {"self": owner}, values=True, weights=False))
         if self._bound:
@@ -438,7 +509,8 @@ class Owned:
         Args:
             regions: whether regions are part of the graph.
         """
-        state = NamedState(self.roots, self._has_changed, regions=regions)
+        found, self._named = self._named, None
+        state = NamedState(self.roots, self._has_changed, regions=regions, found=found)
         named = watched_in(state)
         if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
             reached = {id(e.value): e.value for e in entries(self.roots)}.values()
@@ -447,7 +519,7 @@ class Owned:
 
     def _has_changed(self, entry: Entry) -> bool:
         """Whether the step changed or made the value of a place; False for tensors."""
-        before = self._values.get((id(entry.holder), entry.key), (_ABSENT, None))
+        before = self._values.get((id(entry.holder), entry.key), (ABSENT, None))
         if isinstance(entry.value, torch.Tensor):
             return False
         return not is_equal(before[0], entry.value) or before[1] != content_of(entry.value)
@@ -716,9 +788,6 @@ def _report_assignments() -> None:
     register_module_module_registration_hook(count)
 
 
-_ABSENT = object()
-
-
 class _Arrays:
     """NumPy arrays, whose values are constants of the graph."""
 
@@ -747,6 +816,43 @@ def host_random() -> dict[str, tuple[Any, ...]]:
         _, keys, position, *rest = sys.modules["numpy"].random.get_state()
         states["the position of numpy.random"] = (keys.tobytes(), *rest, position)
     return states
+
+
+class Origins(OwnMode):
+    """A mode that finds tensors whose contents are computed from ``tensors``."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._memory: dict[int, Any] = {}
+        """References that keep the numbers of the memory, but not the memory itself."""
+        self._has_read = False
+        self._add(tensors)
+
+    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in filter(has_place, tensors):
+            memory: Any = tensor.untyped_storage()
+            kept: Any = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+            self._memory[kept.cdata] = kept
+
+    def include(self, tensor: torch.Tensor) -> bool:
+        return has_place(tensor) and tensor.untyped_storage()._cdata in self._memory
+
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, name = func(*args, **kwargs), func._schema.name
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_tensor(leaf)]
+        needs_data = not name.startswith("aten::new_") and not name.endswith("_like")
+        is_of_host = not given or name == "aten::lift_fresh"
+        if (any(map(self.include, given)) and needs_data) or (self._has_read and is_of_host):
+            arguments = func._schema.arguments
+            named = {**kwargs, **dict(zip([a.name for a in arguments], args, strict=False))}
+            written = [named.get(a.name) for a in arguments if a.is_write]
+            self._add(leaf for leaf in pytree.tree_leaves((result, written)) if is_tensor(leaf))
+            self._has_read |= name == "aten::_local_scalar_dense"
+        return result
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _is_written(named: Iterable[tuple[str, torch.Tensor]]) -> bool:

@@ -563,11 +563,20 @@ class Named:
         self._receivers = {id(v.__self__) for _, v in roots if isinstance(v, types.MethodType)}
         """The ``id`` of each object whose method is a root. Its special methods are not searched
         unless the code names them."""
-        self._search(roots, frozenset())
-        if self._is_complete:
-            self._search(roots, _INSTANCE)
-            if not self._is_complete:
-                self._search(roots, frozenset())
+        methods = (v for _, v in roots if isinstance(v, types.MethodType))
+        self._inside = {id(v.__self__) for v in methods if v.__name__ == "forward"}
+        """The ``id`` of each module whose ``forward`` is a root. Its hooks run outside the step."""
+        self._search(roots, _INSTANCE)
+        if not self._is_complete:
+            self._search(roots, frozenset())
+        held = [entry.value for entry in self.places if isinstance(entry.value, list | deque)]
+        self._sizes = [(holder, len(holder)) for holder in (*self.spaces, *held)]
+
+    def is_current(self) -> bool:
+        """Whether no place and no number of places in an object changed since the search."""
+        return all(entry.now() is entry.value for entry in self.places) and all(
+            len(holder) == size for holder, size in self._sizes
+        )
 
     def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
         """Search; if the step names a class, assume that it calls the methods ``called``."""
@@ -655,7 +664,8 @@ class Named:
                 yield Entry(name, space, name, ABSENT)
         elif isinstance(value, torch.nn.Module):
             self._use(getattr(type(value), "forward", None))
-            own = ((m._forward_pre_hooks, m._forward_hooks) for m in value.modules())
+            called = (m for m in value.modules() if id(m) not in self._inside)
+            own = ((m._forward_pre_hooks, m._forward_hooks) for m in called)
             for table in itertools.chain(_OF_ALL_MODULES, *own):
                 yield from (Entry(path, None, None, hook) for hook in table.values())
         elif isinstance(value, types.ModuleType):

@@ -194,6 +194,8 @@ class TrainingGraphs:
         self._leaf_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._input_grads: list[torch.Tensor | None] = []
         """Gradient of each input; an input that occurs twice has it at the first position."""
+        self._used_by: list[set[int]] = []
+        """For each differentiable output, the ``id`` of each wanted tensor that it depends on."""
         self._weight_grads: list[torch.Tensor | None] = []
         self._epoch = 0
         """Number of forward replays, negated after the backward of the last one."""
@@ -224,6 +226,9 @@ class TrainingGraphs:
 
     def capture_backward(self, held: Any) -> None:
         grads: list[torch.Tensor | None] = [None] * len(self._wanted)
+        wanted = {id(self._leaves.get(id(tensor), tensor)): id(tensor) for tensor in self._wanted}
+        leaves = [*map(_leaves_below, self._differentiable)]
+        self._used_by = [{wanted[leaf] for leaf in below & wanted.keys()} for below in leaves]
         if self._differentiable:
             with held.recording(GraphScope(self._backward)):
                 held.begin(self._backward, arguments=tuple(self._output_grads))
@@ -321,8 +326,20 @@ class TrainingGraphs:
                 else:
                     overwrite(target, grad)
             self._backward.replay()
-            inputs = [None if grad is None else grad.clone() for grad in self._input_grads]
-            weights = [None if grad is None else grad.detach() for grad in self._weight_grads]
+            used = {
+                leaf
+                for grad, ids in zip(given, self._used_by, strict=True)
+                if grad is not None
+                for leaf in ids
+            }
+            inputs = [
+                grad.clone() if grad is not None and id(tensor) in used else None
+                for tensor, grad in zip(self.static_inputs.tensors, self._input_grads, strict=True)
+            ]
+            weights = [
+                grad.detach() if grad is not None and id(parameter) in used else None
+                for parameter, grad in zip(self._parameters, self._weight_grads, strict=True)
+            ]
             return inputs + weights
 
     # Reports.
@@ -423,6 +440,21 @@ class _Final(torch.autograd.Function):
         )
 
 
+def _leaves_below(output: torch.Tensor) -> set[int]:
+    """Return the ids of the leaf tensors on whose gradients a backward from ``output`` adds."""
+    if output.grad_fn is None:
+        return {id(output)}
+    todo, seen, leaves = [output.grad_fn], set(), set()
+    while todo:
+        node: Any = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo.extend(function for function, _ in node.next_functions)
+            if type(node).__name__ == "AccumulateGrad":
+                leaves.add(id(node.variable))
+    return leaves
+
+
 def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:
     leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
     vars(leaf).update(vars(parameter))
@@ -452,7 +484,9 @@ def capture_steps(steps: Sequence[TrainingGraphs], warmup: int) -> None:
                 stack.enter_context(step.owned.kept(backend, DEFAULT_LIMIT))
             for step in steps:
                 for _ in range(warmup):
+                    step.owned.rewind()
                     step.warm_up()
+                    step.owned.require_independent({}, regions=True)
             backend.synchronize()
             for step in steps:
                 step.capture_forward(held)

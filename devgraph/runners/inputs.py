@@ -167,6 +167,7 @@ class InputArena:
                 f"{slot.shape(real)} on {self.device} (dims {slot.dims}, {real})"
                 + (f"; convert it with .to({slot.dtype})" * wrong_dtype)
             )
+        require_start(slot, value)
         if value.requires_grad:
             value = value.detach()
         plain = value if type(value) is torch.Tensor else value.as_subclass(torch.Tensor)
@@ -192,6 +193,16 @@ class InputArena:
         if tensor.device == self.device:
             return _copy(tensor)
         return self.backend.pin(tensor.contiguous()).to(self.device, non_blocking=True)
+
+
+def require_start(slot: InputSlot, tensor: torch.Tensor) -> None:
+    """Raise InputError if cumulative offsets on the host do not begin with their start."""
+    if slot.start is not None and tensor.is_cpu and (first := tensor[0].item()) != slot.start:
+        raise InputError(
+            f"input {slot.name!r} has cumulative offsets that begin with {first}, so the rows "
+            f"before that belong to no request. Begin with {slot.start}, or declare another start "
+            f"with pad=Pad.last(start)."
+        )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

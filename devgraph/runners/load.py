@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from devgraph.api.tensors import alike_to
-from devgraph.runners.inputs import InputArena, Staging
+from devgraph.runners.inputs import InputArena, Staging, require_start
 from devgraph.runners.slots import InputSlot, Pad, Scalar, Size, raw, raw_dtype, raw_value
 
 _WORD = torch.int32
@@ -71,6 +71,7 @@ class CopyPlan:
         """Whether inputs match the last checked inputs in shapes, strides, dtypes and devices, and
         require no gradients."""
         self._on_host: tuple[int, ...] = ()  # indices of the inputs that come from the host
+        self._offsets = [(i, s) for i, s in enumerate(self._order) if s.start is not None]
         self._reinterpreted = [
             (index, copy_dtype(slot))
             for index, slot in enumerate(self._order)
@@ -168,6 +169,8 @@ class CopyPlan:
         start, stop = self._arena.buffers.start, self._arena.buffers.stop
         if any(start <= value.data_ptr() < stop for value in values):
             return None
+        for index, slot in self._offsets:
+            require_start(slot, values[index])
         return values
 
     def _admitted(self, inputs: Mapping[str, Any]) -> Values:

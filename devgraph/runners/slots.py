@@ -26,6 +26,7 @@ _RESERVED = frozenset({"host", "real", "requests", "tokens", "variant", "width"}
 
 _COPIED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LEAST = -(2**63)
+_REQUIRED: Any = None
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -81,7 +82,8 @@ class Pad:
     def last(cls, start: Scalar = 0) -> Pad:
         """Repeat the last real row. In cumulative offsets, padded requests then have the length 0.
 
-        Without a real row (in a capture, on an idle rank) every row holds ``start``.
+        Without a real row (in a capture, on an idle rank) every row holds ``start``. Offsets on the
+        host must begin with ``start``.
         """
         return cls("last", start)
 
@@ -170,7 +172,7 @@ class InputSlot:
     name: str
     dims: tuple[Dim, ...] = attrs.field(converter=as_dims)
     dtype: torch.dtype
-    pad: Pad = attrs.field(kw_only=True)
+    pad: Pad = attrs.field(default=_REQUIRED, kw_only=True)
     real: Scalar | None = attrs.field(default=None, kw_only=True)
     sample: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] | None = attrs.field(
         default=None, kw_only=True, eq=False
@@ -272,6 +274,12 @@ class InputSlot:
         """Whether the slot grows with the number of requests."""
         return self.row_dim in ("requests", "requests+1")
 
+    @property
+    def start(self) -> Scalar | None:
+        """The first value of cumulative offsets, or None for other slots."""
+        are_offsets = self.dims == ("requests+1",) and self.pad.kind == "last"
+        return self.pad.value if are_offsets else None
+
     def shape(self, size: Size) -> tuple[int, ...]:
         return tuple(size.rows(dim) if isinstance(dim, str) else dim for dim in self.dims)
 
@@ -290,7 +298,7 @@ class HostSlot:
     """
 
     dim: str
-    pad: Pad = attrs.field(kw_only=True)
+    pad: Pad = attrs.field(default=_REQUIRED, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         _require_rows("dim", self.dim, "a host slot")

@@ -954,3 +954,27 @@ def test_argument_that_the_step_makes_require_gradients_is_copied() -> None:
         x = torch.randn(3)
         same(step(x), 2 * x)
     assert step.stats()["replays"] == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_a_graphed_module_run_in_calls_of_the_callable(when: str) -> None:
+    module, seen = nn.Linear(4, 4), list[int]()
+
+    def register() -> None:
+        module.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+        module.register_forward_hook(lambda _, args, output: (seen.append(1), output * 2)[1])
+
+    if when == "before":
+        register()
+    step = graphed(module)
+    if when == "after":
+        register()
+    with torch.no_grad():
+        for calls in range(1, 5):
+            x = torch.randn(2, 4)
+            same(step(x), nn.functional.linear(x + 1, module.weight, module.bias) * 2)
+            assert len(seen) == calls
+    assert step.stats()["replays"] == 3
+    dg.ungraphed(module)
+    with pytest.raises(dg.StateError, match="closed"):
+        step(x)

@@ -404,3 +404,41 @@ def test_gates_are_recorded_again() -> None:
             with pytest.warns(DeviceGraphWarning) if changes else contextlib.nullcontext():
                 assert torch.equal(captured.replay(), module(x) * gain)
             captured.gates["done"].wait(timeout=5)
+
+
+def test_name_may_begin_another_name_of_changed_state(cap: Any) -> None:
+    class Counter:
+        n = 0
+
+    counter = Counter()
+
+    def step(x: Any, c: float, counter: Counter) -> Any:
+        counter.n += 1
+        return x * c
+
+    x = torch.randn(3)
+    with pytest.warns(DeviceGraphWarning, match=r"counter\.n from 1 to 3"):
+        captured = cap(step, x, 2.0, counter)
+    moved = pytest.warns(DeviceGraphWarning, match=r"counter\.n")
+    with moved, pytest.warns(DeviceGraphWarning, match=AGAIN):
+        got = captured.replay(x, 3.0, counter)
+    assert torch.equal(got, x * 3)
+
+
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_each_run_of_a_new_capture_begins_from_the_same_state(cap: Any, warmup: int) -> None:
+    table, position, gain = torch.arange(4.0), torch.tensor([0]), {"g": 1.0}
+
+    def step(x: Any) -> Any:
+        page = table.index_select(0, position)
+        position.add_(1)
+        return x * gain["g"] + page
+
+    x = torch.randn(3)
+    captured = cap(step, x, warmup=warmup)
+    for page in range(3):
+        assert torch.equal(captured.replay(), x + page)
+    gain["g"] = 2.0
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured.replay(), x * 2 + 3)
+    assert position.item() == 4

@@ -374,3 +374,34 @@ def test_result_with_a_spent_history_runs_eagerly() -> None:
             x = torch.full((3,), float(index))
             step(x)
             same(weight.grad, 2 * x.square())
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.other, self.unused = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.first(x)
+        return hidden.relu(), self.second(hidden) * 2, self.other(y), x
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (3,), (0, 2), (0, 1, 2, 3)])
+def test_gradients_of_unused_outputs_are_none_as_in_eager(used: tuple[int, ...]) -> None:
+    module, plain = _Branches(), _Branches()
+    plain.load_state_dict(module.state_dict())
+    graphed(module)
+    for _ in range(4):
+        pair = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+        found = []
+        for one in (module, plain):
+            leaves = [*one.parameters(), *pair]
+            for leaf in leaves:
+                leaf.grad = None
+            outputs = one(*pair)
+            torch.stack([outputs[index].sum() for index in used]).sum().backward()
+            found.append([leaf.grad for leaf in leaves])
+        for ours, eager in zip(*found, strict=True):
+            assert (ours is None) is (eager is None)
+            if ours is not None and eager is not None:
+                same(ours, eager)

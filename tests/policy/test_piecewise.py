@@ -1325,3 +1325,21 @@ def test_hook_that_was_added_after_a_capture_runs(compiler: str):
         finally:
             hook.remove()
         check()
+
+
+def test_code_of_earlier_captures_keeps_no_hooks(bench):
+    def captured_with_hook():
+        module = torch.nn.Linear(WIDTH, WIDTH, device=bench.device)
+
+        def hook(module, args, output):
+            return output * 2
+
+        module.register_forward_hook(hook)
+        x = bench.randn(4, WIDTH)
+        with torch.no_grad():
+            assert torch.equal(bench.capture(module, x).replay(), module(x))
+        return weakref.ref(hook)
+
+    hook = captured_with_hook()
+    gc.collect()
+    assert hook() is None

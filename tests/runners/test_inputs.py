@@ -173,3 +173,20 @@ def test_a_step_that_writes_its_inputs_finds_pad_values_at_each_warm_up():
     assert all(rows.eq(31).all() for rows in seen)
     assert runner.run({"ids": tokens(1, 2), "rows": tokens(5, 6)}).tolist() == [106, 108]
     assert runner.run({"ids": tokens(1, 2), "rows": tokens(5, 6)}).tolist() == [106, 108]
+
+
+@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("where", ["graph", "eager"])
+def test_offsets_on_the_host_begin_with_their_start(start, where):
+    """Rows before the first offset would belong to no request."""
+    slots = [X, InputSlot("starts", ("requests+1",), torch.int64, pad=Pad.last(start))]
+    runner = decode_of(lambda b: b.x + b.starts[:-1, None], slots, config={"buckets": [2]})
+    if where == "eager":
+        runner.suspend()
+    for shift in (0, 1, 0, 2):  # checked, then recognised
+        inputs = {"x": torch.ones(2, 3), "starts": tokens(0, 1, 2) + start + shift}
+        if shift:
+            with pytest.raises(dg.InputError, match=rf"begin with {start + shift}, so .* {start},"):
+                runner.run(inputs)
+        else:
+            assert runner.run(inputs)[:, 0].tolist() == [1 + start, 2 + start]

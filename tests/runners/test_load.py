@@ -132,6 +132,8 @@ def test_mixed_slots_of_any_layout_arrive_whole(join, data):
     given_inputs, expected = {}, {}
     for slot in slots:
         values = torch.randint(50, slot.shape(real)).to(slot.dtype)
+        if slot.start is not None:
+            values[0] = slot.start
         if data.draw(st.booleans()):  # not contiguous
             values = torch.stack([values, values], dim=-1)[..., 0]
         given_inputs[slot.name] = values

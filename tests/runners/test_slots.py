@@ -59,8 +59,10 @@ def test_a_slot_name_that_is_no_identifier_is_refused(name):
 
 
 def test_the_pad_rule_is_mandatory():
-    with pytest.raises(TypeError, match="pad"):
+    with pytest.raises(dg.ConfigTypeError, match=r"'x' needs pad=Pad\.zero\(\)"):
         InputSlot("x", ("tokens",), torch.int64)
+    with pytest.raises(dg.ConfigTypeError, match=r"a host slot needs pad=Pad\.zero\(\)"):
+        dg.HostSlot("tokens")
     with pytest.raises(dg.ConfigTypeError, match="needs pad="):
         InputSlot("x", ("tokens",), torch.int64, pad=0)
 

@@ -91,6 +91,8 @@ class Job:
     """Maximum bytes of copies of the state."""
     recaptures: int
     """Maximum number of new captures in replays because of changed state."""
+    regions: bool
+    """Whether regions are part of the graph."""
     again: bool = False
     """Whether this job is a new capture in a replay."""
     phases: dict[str, float] = attrs.field(factory=dict)
@@ -126,7 +128,8 @@ class Job:
             return self.call(self.spec.tracked(asked))
 
     def warmed_up(self) -> None:
-        """Call ``after_warmup``, if any."""
+        """Check the tensors that warm-up runs made, and call ``after_warmup``, if any."""
+        self.owned.require_independent(self.spec.declared, regions=self.regions)
         if self.after_warmup is not None:
             self.after_warmup()
 
@@ -172,6 +175,7 @@ class Policy(Protocol):
         """
         while runs > 0 or job.owned.is_unsettled:
             runs -= 1
+            job.owned.rewind()
             job.outputs.hold(job.call(job.spec.declared))
             job.warmed_up()
         return job

@@ -625,6 +625,7 @@ class _CompiledStep:
             )
         if self.build is not before:
             with self.job.phase("compile"):
+                self.job.owned.rewind()
                 for eager, compiled in zip(*map(tensors_in, (self._check(), result)), strict=False):
                     _refuse_lost_class(type(eager), type(compiled))
 
@@ -712,7 +713,7 @@ class _Piecewise(Policy):
     def __init__(self) -> None:
         # The tracer finds compiled code by the identity of the compiler. Each backend has its own,
         # because backends with the same device type may wrap pieces differently.
-        self._compilers: dict[tuple[Any, ...], _Compiler] = {}
+        self._compilers: dict[tuple[Any, ...], tuple[_Compiler, list[weakref.ref[Any]]]] = {}
 
     def warm_up(self, job: Job, runs: int) -> Job:
         with job.phase("activate"):
@@ -724,6 +725,7 @@ class _Piecewise(Policy):
         runs = max(runs, 1)
         while runs > 0 or job.owned.is_unsettled:
             runs -= 1
+            job.owned.rewind()
             step.warm_up()
         return attrs.evolve(job, fn=step)
 
@@ -744,10 +746,14 @@ class _Piecewise(Policy):
                 f"backend {job.backend.name!r} cannot use compiler {name!r}; it supports "
                 f"{', '.join(capabilities.compilers)}"
             )
-        key = name, type(job.backend), _hooks_of(job.fn)
+        hooks = _hooks_of(job.fn)
+        key = name, type(job.backend), *map(id, hooks)
+        for other, (_, held) in [*self._compilers.items()]:
+            if any(hook() is None for hook in held):  # another hook may have its id
+                del self._compilers[other]
         if job.again:  # The tracer does not guard all state, such as that of a ChainMap.
             self._compilers.pop(key, None)
-        return self._compilers.setdefault(key, _Compiler(name))
+        return self._compilers.setdefault(key, (_Compiler(name), [*map(weakref.ref, hooks)]))[0]
 
 
 def _hooks_of(step: Any) -> tuple[Any, ...]:
