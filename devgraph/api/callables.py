@@ -827,7 +827,7 @@ class _Inference:
         self._results = results_of(captured.outputs, static_inputs, clone=clone)
 
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
-        """Replay with the tensors of a call; called under the pool's lock."""
+        """Replay with the tensors of a call. The caller must hold the pool's lock."""
         self._order()
         if self._written:
             self._require_apart(tensors, self._written)

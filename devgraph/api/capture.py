@@ -349,7 +349,6 @@ class Captured:
         return "\n".join([*lines, f"  phases: {spent}", *[f"  counters: {counts}"] * bool(counts)])
 
     def _repr_html_(self) -> str:
-        """Return the segments and counters as tables, for notebooks."""
         rows: list[tuple[object, ...]] = []
         for index, segment in enumerate(self.segments):
             if isinstance(segment, DeviceGraph):

@@ -26,7 +26,7 @@
     │   ├── UnknownBackendError       no backend of that name (ValueError)
     │   ├── BackendUnavailableError   known, but unusable on this machine
     │   └── CapabilityError           the backend does not declare the capability
-    ├── ResourceError                 memory, streams or another budget is exhausted
+    ├── ResourceError                 memory or another limited resource ran out
     │   └── ExecutableError           no memory to make or rebuild an executable
     ├── GateError                     a gate was used for a replay that has finished
     │   └── GateTimeoutError          a gate was not opened, or a signal not given, in time
@@ -165,7 +165,7 @@ class CapabilityError(BackendError):
 
 
 class ResourceError(DeviceGraphError):
-    """Memory, streams or another budget is exhausted."""
+    """Memory, streams or another limited resource ran out."""
 
 
 class ExecutableError(ResourceError):

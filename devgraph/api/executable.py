@@ -317,7 +317,7 @@ class Recordings:
     def _remove(self, place: tuple[int, Hashable]) -> None:
         item = self._items.get(place)
         if item is not None:
-            item.recording.shrink()  # first, so that an interrupt leaves no memory uncounted
+            item.recording.shrink()  # before pop(): an interrupt must leave no uncounted memory
             self._items.pop(place, None)
             item.recording.close()
 

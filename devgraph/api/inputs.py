@@ -79,7 +79,7 @@ class Inputs:
         return pairs, host
 
     def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the new values of arguments whose plain values differ, with the bound tensors.
+        """Return arguments whose plain values changed: new plain values with the bound tensors.
 
         Arguments that the step changed are left out, because a replay would not change them.
         """
@@ -140,7 +140,7 @@ class Inputs:
     ) -> None:
         """Raise InputError if targets share memory, but their new data does not.
 
-        The last copy would overwrite the others. ``new`` maps the identity of a target to its data.
+        The last copy would overwrite the others. ``new`` maps the id of a target to its data.
         """
         ordered = sorted(targets, key=torch.Tensor.data_ptr)
         for index, one in enumerate(ordered):

@@ -479,7 +479,7 @@ class Owned:
         )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
-        """Return the state that replays and proofs compare: given by the caller, and found."""
+        """Return the state that replays and proofs compare: passed by the caller, and found."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Only functions in ``bound`` return trees. The step calls functions in its arguments.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -875,7 +875,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return the roots of the search for state of a step, with names; none for devgraph's steps."""
+    """Return the named roots of the search for a step's state; none for a step of devgraph."""
     target = fn
     while isinstance(target, functools.partial):
         target = target.func

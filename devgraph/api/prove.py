@@ -491,9 +491,9 @@ class Comparison:
         """Return the failures of a case. If results differ, both runs are repeated.
 
         Args:
-            case: the case.
-            eager: the eager run.
-            graph: the replay.
+            case: names the case in failures.
+            eager: runs the step eagerly.
+            graph: replays the graph.
             exact: whether the results must be equal bit for bit.
             shared: state rows that several rows of the batch write. They are not compared if two
                 eager runs differ.
@@ -577,7 +577,7 @@ class Comparison:
 
 
 def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:
-    """Return words about outputs of a replay that equal another output, unlike in eager."""
+    """Describe outputs of a replay that equal another output, although they differ in eager."""
     expected, twins = dict(want), {}
     for (name, one), (twin, other) in itertools.permutations(got, 2):
         if not compare(one, other) and compare(expected[name], expected[twin]):

@@ -904,7 +904,7 @@ class Watch:
         return changes
 
     def put_back(self, *, plain: bool = False) -> None:
-        """Restore every place whose tensors changed, and with ``plain`` also plain values."""
+        """Restore every place whose tensors changed; with ``plain``, restore plain values too."""
         for place in self._places:
             if any(
                 tensors_below(path, old)

@@ -117,7 +117,7 @@ class StaticInputs:
                     )
 
     def store(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
-        """Copy the static tensors that the step wrote (``written`` has their ids) to the call's."""
+        """Copy static tensors whose ids are in ``written`` to the tensors of the call."""
         for index, static in self._copied:
             if id(static) in written and tensors[index] is not static:
                 overwrite(tensors[index], static)

@@ -25,8 +25,8 @@ _claim: dict[str, int] = {}
 def _claimed() -> bool:
     """Claim the default generator for this thread unless another live thread has claimed it.
 
-    A claim of this thread is left over from an interrupt, because threads record one step at a
-    time.
+    Threads record one step at a time, so an existing claim of this thread is left over from an
+    interrupt.
     """
     here = threading.get_ident()
     holder = _claim.setdefault("default", here)

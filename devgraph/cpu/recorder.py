@@ -217,7 +217,7 @@ class Recorder:
         self.open_span = None
 
     def loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        """Record ``body`` as one entry that repeats while ``going`` is true; return its length."""
+        """Record ``body`` as an entry that repeats while ``going``; return the length of a turn."""
         outer, pool, op = self.parts, self._pool, self._op("a loop")
         # Use another pool, because the next turn may read older memory that this turn frees.
         self.parts, self._pool = [], self._pools[1]
@@ -357,9 +357,9 @@ class Recorder:
         return view
 
     def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
-        """Refuse to change the layout of a tensor that outlives the step, which replays would not.
+        """Refuse a change of layout, which replays do not repeat, unless it has no effect later.
 
-        Tensors of the capture and empty tensors may change.
+        It has none for empty tensors and tensors of the capture.
         """
         is_argument = any(tensor is argument for argument in self._arguments)
         if not is_argument and (
@@ -386,7 +386,7 @@ class Recorder:
             # Memory that torch did not allocate, for example that of NumPy, is constant host data.
             if id(tensor) not in young or not storage.resizable() or not storage.nbytes():
                 continue
-            owners = torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage` itself
+            owners = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` is one
             if owners <= sum(_is_over(other, storage) for other in objects):
                 self._refusal.foreign(self._entries[min(count, self.count - 1)].op)
 

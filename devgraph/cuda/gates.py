@@ -94,7 +94,6 @@ class DeviceGates(FlagGates):
 
 
 def _batch(ops: Sequence[Op]) -> Any:
-    """Return the operations in the driver's format."""
     array = (MemOp * len(ops))()
     for item, (kind, address, value) in zip(array, ops, strict=True):
         item.operation = _WRITE_VALUE if kind == WRITE else _WAIT_VALUE

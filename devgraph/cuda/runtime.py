@@ -344,7 +344,6 @@ class Runtime(NodeRuntime):
         return size, None if unknown else value[:3]
 
     def _cooperates(self, node: int) -> bool:
-        """Whether a kernel node is a cooperative launch."""
         value = _LaunchAttribute()
         unknown = self.function("GraphKernelNodeGetAttribute")(node, _COOPERATIVE, addressof(value))
         return not unknown and bool(value[0])

@@ -77,7 +77,7 @@ class UpdateChannel:
         self._index = index
         self.timeout = timeout
         self.order = threading.RLock()
-        """A lock that is held while a replay is launched and its job is queued, for their order."""
+        """Held while a replay is launched and its job is queued, so that their orders agree."""
         self.stream: Any = None
         self.rescue_stream: Any = None
         """Stream on which the events of an overdue replay are recorded again."""

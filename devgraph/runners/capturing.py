@@ -171,7 +171,6 @@ class CaptureScheduler:
         return None if number is None else all_graphs[number % len(all_graphs)]
 
     def _is_due(self, graph: BucketGraph) -> bool:
-        """Whether ``capture="lazy"`` is set and enough batches have needed ``graph``."""
         config = self._config
         return config.capture == "lazy" and graph.wants >= config.lazy_hits
 
@@ -338,7 +337,7 @@ class CaptureScheduler:
     def _take_turn(self, graph: BucketGraph, runs: int) -> tuple[Reason, str] | None:
         """Capture one graph on every rank, after ``runs`` warm-up runs.
 
-        A capture that fails after fewer than two warm-up runs is retried once, after two.
+        If it fails after fewer than two warm-up runs, it is retried once, after two of them.
 
         Returns:
             The reason to drop the graph and an explanation, or None if all ranks captured it.
@@ -355,7 +354,7 @@ class CaptureScheduler:
             mine = RankOutcome(Outcome.PEER_FAILED)
         except EXHAUSTED as error:
             mine = RankOutcome.of(Reason.OUT_OF_MEMORY, self._shortage(graph, error))
-            error.__traceback__ = None  # Its frames keep the memory of the capture alive.
+            error.__traceback__ = None  # Frames would keep the memory of the capture alive.
         except BaseException as error:
             # Some code synchronizes with the device in its first run, to tune or initialize, which
             # a capture forbids. Warm-up runs help, unless devgraph itself refused the step.
@@ -468,7 +467,6 @@ class CaptureScheduler:
         return barrier
 
     def _spent_budget(self) -> Reason | None:
-        """Return the reason why a budget allows no further capture, or None."""
         budget = self._config.time_budget_s
         if budget is not None and sum(graph.seconds for graph in self._graphs) >= budget:
             return Reason.TIME_BUDGET

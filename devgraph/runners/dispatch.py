@@ -140,7 +140,7 @@ class Dispatcher:
         self._counters.reasons[decision.reason] += 1
         graph = self._scheduler.want(decision)
         if graph is not None:
-            outputs = copied(outputs)  # Warm-up runs may overwrite them.
+            outputs = copied(outputs)  # Warm-up runs may overwrite the originals.
             try:
                 self._scheduler.capture([graph])
             except Exception:
@@ -155,7 +155,6 @@ class Dispatcher:
         return lease(outputs, self._step.clock) if self._step.options.debug else outputs
 
     def _empty(self, options: Mapping[str, Any]) -> Any:
-        """Return the outputs of a batch without rows."""
         options = self._graphs.pad_variant(options)
         return self._step.empty_result(options, self._graphs.counting.some(1, options))
 
@@ -193,7 +192,6 @@ class Dispatcher:
         self._run_on_pads(decision, options)
 
     def _run_on_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:
-        """Run a step on pad values only, in a graph or eagerly as decided."""
         self._step.pool.order()
         if decision.ok:
             assert decision.key is not None

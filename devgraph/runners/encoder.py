@@ -208,7 +208,6 @@ class EncoderRunner(Runner):
     def _packs(
         self, mine: Sequence[int], lengths: Sequence[int], options: Mapping[str, Any]
     ) -> list[list[int]]:
-        """Return the items of each pack."""
         variant = canonical_variant(options)
         lost = {g.key.bucket for g in self.graphs if g.dropped and g.key.variant == variant}
         kept = [size for size in self.buckets if size not in lost] or self.buckets

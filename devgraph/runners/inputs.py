@@ -210,7 +210,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[str]) -> str:
-    """Return the error text for missing and unknown inputs."""
     faults = []
     for fault, names in (("missing", missing), ("unknown", unknown)):
         if names:

@@ -157,7 +157,7 @@ class CopyPlan:
     def _recognised(self, inputs: Mapping[str, Any]) -> Values | None:
         """Return the inputs in the order of the copies, or None if they need a full check.
 
-        Inputs like the last checked inputs, outside of the static buffers, need none.
+        Inputs need none if they are like the last checked inputs and not in the static buffers.
         """
         try:
             selected = self._select(inputs)
@@ -212,7 +212,6 @@ def _joined(slots: Sequence[InputSlot]) -> set[str]:
 
 
 def _has_whole_words(slot: InputSlot) -> bool:
-    """Whether every row of the slot is a whole number of words."""
     if not slot.dims or slot.dtype.is_complex:
         return False
     innermost = slot.dims[-1] if isinstance(slot.dims[-1], int) else 1

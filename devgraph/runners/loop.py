@@ -43,8 +43,8 @@ _HELD = InputSlot(
     real=False,
     sample=lambda shape, _: torch.ones(shape, dtype=torch.bool),
 )
-"""The slot that is true in proofs. A proof must not write real state, so slots that it leaves at
-pad values (rows of a cache) are padded again after each ``advance``."""
+"""A slot that is true only in proofs. Then slots that the proof leaves at pad values (cache rows)
+are padded again after each ``advance``, because a proof must not write real state."""
 
 LOOP_SLOTS = (_RUNNING, _HELD)
 """Input slots that a loop adds to those of the engine."""

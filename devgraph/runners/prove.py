@@ -122,7 +122,6 @@ class Proof:
         )
 
     def _runs(self, graphs: Graphs, graph: BucketGraph) -> Iterator[_CaseRun]:
-        """Yield the cases of one graph."""
         for size, host, changed, updated in self._sizes(graphs, graph):
             inputs, marks, filled = self._inputs(size)
             case = Case(
@@ -148,7 +147,7 @@ class Proof:
     def _sizes(
         self, graphs: Graphs, graph: BucketGraph
     ) -> Iterator[tuple[Size, dict[str, Any], bool, bool]]:
-        """Yield batch sizes and host arguments, with the two booleans of ``host_sets``."""
+        """Yield the size and the host arguments of each case, ``Case.changed`` and ``updated``."""
         step, cases = self.step, self.terms.cases
         rows = _rows_to_try(graph, graphs.buckets, step.options.config.max_padding, cases)
         declared = step.host.at_capture(graph.size)
@@ -505,7 +504,7 @@ class _CaseRun:
     ) -> str | None:
         """Return the slot whose padding writes ``row`` of the state ``name``, or None.
 
-        It is the slot for which the row becomes right if another legal value is its padding.
+        With another legal value in the padding of that slot, the row becomes right.
         """
         near = self._proof.terms.near
         now, saved, rows = want.state[name]
@@ -546,7 +545,7 @@ def _pads(slot: InputSlot, data: Sequence[int]) -> list[int]:
 def _positions(
     values: set[int], tensor: torch.Tensor, numbers: torch.Tensor | None
 ) -> Sequence[int]:
-    """Return the positions of rows in ``tensor``, or in the saved rows with these ``numbers``."""
+    """Return where rows are in ``tensor``, which has all rows or those with these ``numbers``."""
     if numbers is not None:
         return [index for index, row in enumerate(numbers.tolist()) if row in values]
     size = len(tensor) if tensor.dim() else 0

@@ -249,7 +249,6 @@ class RunnerStats:
         return page.text()
 
     def _repr_html_(self) -> str:
-        """Return the summary and the buckets as tables, for notebooks."""
         summary = [line.strip().partition(": ")[::2] for line in str(self).splitlines()]
         columns = ("bucket", "state", "hits", "memory")
         rows = [(b.key, b.state, b.hits, format_bytes(b.bytes)) for b in self.buckets]

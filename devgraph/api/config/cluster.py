@@ -87,7 +87,6 @@ class GroupPlan:
         return self.outcome
 
     def _repr_html_(self) -> str:
-        """Return the plan as tables, for notebooks."""
         group = self.group
         title = f"{group.name}: {group.count} x {group.backend}"
         if self.error is not None:

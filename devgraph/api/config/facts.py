@@ -36,7 +36,7 @@ def _flag(default: bool = False) -> Any:
 
 
 def _count(default: int = 1) -> Any:
-    """Declare an integer of at least its default."""
+    """Declare an integer whose default is also its minimum."""
     return attrs.field(default=default, metadata=number(int, default))
 
 

@@ -75,7 +75,6 @@ class Resolution:
         }
 
     def _repr_html_(self) -> str:
-        """Return the effective mode and the rules as tables, for notebooks."""
         title = "mode" if self.backend is None else f"mode on {self.backend}"
         fired = [(rule.phase, rule.rule, rule.outcome, rule.explanation) for rule in self.fired]
         return html.table(

@@ -39,8 +39,7 @@ class Rule:
     source: str
     phases: tuple[str, ...] = PHASES
     spares: Set[str] | None = None
-    """Promises that exempt a policy that makes all of them. None: the rule applies to every policy.
-    """
+    """A policy that makes all of these promises is exempt; None exempts no policy."""
     key: str = "policy"
     value: Any = "disabled"
     """The new value of ``key``, or a function of the facts and the phase. Notes ignore it."""

@@ -1,4 +1,4 @@
-"""Keys of a phase that have no effect in combination with other keys."""
+"""Keys that have no effect in a phase, or together with the values of other keys."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def in_tail() -> AbstractContextManager[None]:
 
 
 def turns(count: int) -> Iterator[int]:
-    """Iterate over a loop; each iteration is an epoch of its gates."""
+    """Yield the number of each iteration of a loop. Gates have one epoch per iteration."""
     for turn in range(count):
         with _set(current_turn, turn):
             yield turn

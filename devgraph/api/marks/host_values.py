@@ -177,8 +177,8 @@ def exact_types_refused() -> Iterator[None]:
     if _types_checked.get() or sys.gettrace() is not None:
         yield
         return
-    # A trace function, not a profile function: Python would also call that after ``__enter__`` of a
-    # lock, where an interrupt would leave the lock held.
+    # Not a profile function: Python would call it after ``__enter__`` of a lock, and an interrupt
+    # there would leave the lock held.
     sys.settrace(_refuse_exact_types)
     try:
         yield
@@ -366,10 +366,10 @@ def same_value(one: object, other: object) -> bool:
 
 
 def _alike(value: Any, around: tuple[int, ...]) -> Any:
-    """Return the types and numbers inside a value, because ``==`` ignores types and signs of zero.
+    """Return the types and numbers in ``value``: ``==`` ignores types and the sign of zero.
 
-    Attributes of objects that are compared by identity are ignored. ``around`` has the ids of the
-    objects that contain ``value``.
+    Objects that are compared by identity count only by type. ``around`` has the ids of the objects
+    that contain ``value``.
     """
     kind = type(value)
     if kind is int or kind is str or isinstance(value, torch.Tensor) or id(value) in around:

@@ -87,7 +87,8 @@ def entered(scope: Scope | None) -> Iterator[None]:
             raise scope.refusal from without_first_frame(error)
         raise
     except GeneratorExit:
-        # An interrupt ended the block without its exit, so the outer scopes have ended too.
+        # After an interrupt, the generator was closed without ``__exit__``. Then the outer scopes
+        # have ended too.
         outer = None
         raise
     finally:
@@ -112,7 +113,7 @@ def is_capturing() -> bool:
 
 
 def graph_break() -> None:
-    """End the current graph here and begin another; no effect under ``full`` or uncaptured."""
+    """End the current graph and begin another. No effect under ``full`` or outside a capture."""
     scope = _scope.get()
     if scope is not None and is_here(scope, "dg.graph_break()"):
         scope.graph_break()
@@ -241,7 +242,7 @@ class Mark:
     def split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Split off host arguments: return the other ``args`` and ``kwargs``, and them by name."""
+        """Return ``args`` and ``kwargs`` without host arguments, and the host arguments by name."""
         if not self.host_args:
             return args, kwargs, {}
         bound = self.signature.bind_partial(*args, **kwargs)

@@ -593,7 +593,7 @@ class TorchBackend(Backend):
         return "unjoined" in str(error).lower()
 
     def retire_if_capturing(self, stream: Any) -> bool:
-        """Retire ``stream``, and return True, unless it is known not to be capturing."""
+        """Retire ``stream`` unless it is certainly not capturing; return whether it was retired."""
         with contextlib.suppress(Exception), self.namespace.stream(stream):
             if not self.namespace.is_current_stream_capturing():
                 return False
@@ -665,7 +665,7 @@ class TorchBackend(Backend):
         current.wait_stream(side)
 
     def bind_worker(self, index: int) -> None:
-        """Use device ``index`` modulo the number of devices in this process, an xdist worker."""
+        """Bind this pytest-xdist worker to device ``index`` modulo the number of devices."""
         self.namespace.set_device(index % self.namespace.device_count())
         self._device = torch.device(self.device_type, self.namespace.current_device())
         self._capture_stream = None

@@ -54,7 +54,7 @@ class _After:
 
 
 class FlagGates:
-    """The channel of one capture or runner; a vendor implements the last five methods."""
+    """The channel of one capture or runner. A vendor implements the calls of the driver."""
 
     delayed = True
     word: ClassVar[Any] = c_uint32
@@ -87,7 +87,7 @@ class FlagGates:
         self._openers: dict[Any, Any] = {None: self._spares.pop(0)}
         """Opener streams, by the stream passed to ``open_after``; None is the key for ``open``."""
         self._fences: dict[int, _After] = {}
-        """The last fence of each stream; earlier ones have finished when it has."""
+        """The last fence of each stream. When it has finished, all earlier fences have."""
         self._numbers = itertools.count()
         self._launch_stream: int | None = None
         self._dirty = False

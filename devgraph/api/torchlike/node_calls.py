@@ -1,8 +1,7 @@
 """Graph calls of a driver on raw handles, bound by ctypes.
 
-The drivers of all vendors with graphs of nodes have the same calls: names differ by a prefix, and
-arguments hardly. One table therefore serves all of them. A vendor's package adds the calls that
-differ.
+All drivers with graphs of nodes have the same calls, with different prefixes and almost equal
+arguments. Therefore one table serves all of them, and each vendor's package adds what differs.
 """
 
 from __future__ import annotations

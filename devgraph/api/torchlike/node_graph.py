@@ -182,9 +182,9 @@ class UpdateStrategy:
         """Return a launch target that launches ``executable``.
 
         Args:
-            graph: the graph.
+            graph: the graph of ``executable``.
             executable: an executable with the parameters of ``recording``.
-            recording: the recording; None for the parameters of the capture.
+            recording: None for the parameters of the capture.
             own: whether this is the graph's own executable, into which recordings are written.
         """
         return executable
