@@ -94,7 +94,12 @@ class Session:
 
 @contextlib.contextmanager
 def session(
-    pool: Pool, scope: Scope | None = None, *, stream: Any = None, mode: str = "thread_local"
+    pool: Pool,
+    scope: Scope | None = None,
+    *,
+    stream: Any = None,
+    mode: str = "thread_local",
+    may_autocast: bool = True,
 ) -> Iterator[Session]:
     """Record device work of this thread.
 
@@ -107,6 +112,7 @@ def session(
         scope: decides the effect of marks in the block; see ``Session.recording``.
         stream: the stream to record on; None and the default stream select the pool's stream.
         mode: see ``Backend.capture_context``.
+        may_autocast: whether the block may enter autocast. If so, autocast caches no casts.
 
     Raises:
         NestedCaptureError: this thread is already inside a session.
@@ -128,8 +134,9 @@ def session(
         pool.recordings.require_memory()
         try:
             backend.capture_lock.recording = True
+            uncached = may_autocast or torch._C._is_any_autocast_enabled()
             with (
-                autocast_uncached(),
+                autocast_uncached() if uncached else contextlib.nullcontext(),
                 # A backward pass must run on this thread, where the scope handles its marks.
                 torch.autograd.set_multithreading_enabled(False),
                 backend.side_stream(pool, stream),

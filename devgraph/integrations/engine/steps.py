@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -55,6 +56,14 @@ def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable
     return {name: each for name, each in found.items() if each}
 
 
+engine_session = functools.partial(session, may_autocast=False)
+"""``session`` for engines, which use no autocast.
+
+A compiled function checks whether autocast caches casts. If that differed from the warm-up, the
+function would be compiled again in the capture, where the compiler fails.
+"""
+
+
 @contextmanager
 def recorded(
     backend: Backend,
@@ -71,7 +80,7 @@ def recorded(
     started = time.perf_counter()
     graph = backend.make_graph(pool)
     scope = GraphScope(graph)
-    with within or session(pool) as held, held.recording(scope):
+    with within or engine_session(pool) as held, held.recording(scope):
         held.begin(graph)
         yield graph
         held.end(allow_empty=True)

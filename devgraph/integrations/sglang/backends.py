@@ -16,7 +16,6 @@ import torch
 
 from devgraph.api.errors import CapabilityError, StateError
 from devgraph.api.pool import Pool
-from devgraph.api.session import session
 from devgraph.integrations.engine.ledger import ModeCount, Publisher, totals
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.steps import (
@@ -24,6 +23,7 @@ from devgraph.integrations.engine.steps import (
     SharedOutputs,
     capture_under,
     copy_into,
+    engine_session,
     recorded,
 )
 from devgraph.integrations.sglang.segments import segment_classes, undifferentiated
@@ -221,7 +221,7 @@ def full_backend() -> Any:
 
         def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
             backend = shared().memory.backend
-            within = session(pool, stream=self._capture_stream)
+            within = engine_session(pool, stream=self._capture_stream)
             with recorded(backend, pool, self._count, within=within) as graph:
                 output = body()
             return CapturedStep(graph, self._count), output
@@ -267,7 +267,7 @@ def breakable_backend() -> Any:
             try:
                 with (
                     undifferentiated(),
-                    session(pool, stream=self._capture_stream) as held,
+                    engine_session(pool, stream=self._capture_stream) as held,
                     capture_class(segments, backend, held, self._tp_group.barrier) as capture,
                 ):
                     output = capture.run_eagerly(body) if self._debug_eager else body()

@@ -13,9 +13,10 @@ from typing import Any
 
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.pool import Pool
-from devgraph.api.session import Session, session
+from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import GraphMemory
+from devgraph.integrations.engine.steps import engine_session
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class _Step:
     def enter(self, pool: Pool) -> Session:
         if self.session is None or self.session.pool is not pool:
             self.leave()
-            self.session = self._around.enter_context(session(pool))
+            self.session = self._around.enter_context(engine_session(pool))
         return self.session
 
 
@@ -211,7 +212,7 @@ class Layer:
         """Return the session for a piece in ``pool``."""
         step = self._here.step
         if step is None or is_capturing():
-            return session(pool)
+            return engine_session(pool)
         return contextlib.nullcontext(step.enter(pool))
 
     def prepare(self, pool: Pool, *, settle: bool) -> Callable[[], None]:

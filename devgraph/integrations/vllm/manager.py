@@ -17,9 +17,8 @@ import torch
 
 from devgraph.api.errors import StateError
 from devgraph.api.marks.marks import is_capturing
-from devgraph.api.session import session
 from devgraph.integrations.engine.ledger import EagerReason
-from devgraph.integrations.engine.steps import CapturedStep, recorded
+from devgraph.integrations.engine.steps import CapturedStep, engine_session, recorded
 from devgraph.integrations.vllm.layer import Round, current_layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 
@@ -50,7 +49,7 @@ def _recording(
     memory = layer.memory.pool(_UNNAMED if pool is None else pool)
     layer.prepare(memory, settle=True)
     theirs = threads or not _is_current(stream)
-    within = session(memory, stream=stream) if theirs else layer.within(memory)
+    within = engine_session(memory, stream=stream) if theirs else layer.within(memory)
     with layer.writing(lambda: graph.step and graph.step.launch()):
         with recorded(layer.memory.backend, memory, count, within=within) as made:
             yield

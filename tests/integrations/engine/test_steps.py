@@ -7,9 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo.guards import GlobalStateGuard
 
 import devgraph as dg
-from devgraph.integrations.engine.steps import SharedOutputs, copy_into, weak
+from devgraph.integrations.engine.steps import SharedOutputs, copy_into, engine_session, weak
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_capture_of_an_engine_changes_no_setting_that_a_compiled_function_checks(
+    autocast: bool,
+) -> None:
+    """SGLang's draft models call functions that they compiled in the warm-up."""
+    backend = dg.get_backend("cpu")
+    compiled = GlobalStateGuard()
+    block = engine_session(backend.make_pool())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), block:
+        assert torch.is_autocast_cache_enabled() is not autocast
+        assert autocast or compiled.check()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
