@@ -39,7 +39,7 @@ class Backend(Device):
     """The requirement of each capability that the class declares but some machines lack."""
 
     unproven: str = ""
-    """Part of the backend that was never tested, such as "never ran on hardware"."""
+    """Untested parts of the backend, for reports, such as "never ran on hardware"."""
     recommended_mode: Mapping[str, str] = {}
     """Policies by phase that suit this backend better than the default policies."""
 

@@ -349,7 +349,7 @@ class Graphed:
         return repeat
 
     def _weights_hold(self) -> bool:
-        """Whether all parameters and buffers are those of the captures. If not, forget them."""
+        """Whether the weights are those of the captures. If not, watch the new weights."""
         try:
             if not self._guard.same():
                 self._guard.settle()

@@ -8,7 +8,7 @@ import attrs
 
 
 def _optional(*hooks: str) -> Any:
-    """Return the field of a capability that vendors implement in the methods ``hooks``."""
+    """Declare a capability, off by default, for which a vendor implements ``hooks`` (methods)."""
     return attrs.field(default=False, metadata={"hooks": hooks})
 
 

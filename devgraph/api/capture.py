@@ -522,7 +522,7 @@ def capture(
 
 
 def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> tuple[Plan, float]:
-    """Capture ``job``; return the plan and its seconds. ``weights``: restore parameters too."""
+    """Return the plan of ``job`` and its duration. With ``weights``, restore parameters too."""
     chosen, names, owned = get_policy(policy), job.names, job.owned
     started = time.perf_counter()
     with (

@@ -157,7 +157,7 @@ def locked(device: Device, lock: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def acquiring(lock: Any, seconds: float = 0) -> Iterator[bool]:
-    """Hold ``lock`` during the block if it is free within ``seconds``; yield whether it was."""
+    """Try to acquire ``lock`` for the block within ``seconds``; yield whether that succeeded."""
     acquired: list[bool] = []
     try:
         # A single call acquires the lock and records it, because an interrupt between two calls

@@ -43,7 +43,7 @@ _OWN = object()  # the key of a graph's own executable
 
 
 class Executable(Protocol):
-    """A launch target; called in legal states only, under the lock of the graph's pool."""
+    """A launch target. Callers check the graph's state and hold the lock of its pool."""
 
     def launch(self) -> None:
         """Launch once on the current stream, even if another device is current."""
@@ -126,8 +126,8 @@ class Recordings:
 
     When the budget is exceeded, executables are evicted before recordings, because executables can
     be rebuilt without running a region. The least recently used items are evicted first. The newest
-    item and each graph's recording for its next launch stay. Pinned executables are never evicted
-    but count against the budget. Executables that the vendor cannot rebuild do not count.
+    item and each graph's recording for its next launch are kept. Pinned executables are never
+    evicted but count against the budget. Executables that the vendor cannot rebuild do not count.
 
     If the budget is None, no executable is evicted, and recordings share ``DEFAULT_BUDGET_BYTES``.
 

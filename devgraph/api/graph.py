@@ -230,7 +230,7 @@ class DeviceGraph(abc.ABC):
         raise NotImplementedError
 
     def _apply(self, recording: Recording) -> None:
-        """Prepare the next launch to use ``recording``; pass its executable, if any, to ``use``."""
+        """Make the next launch use ``recording``: write it, or ``use`` its executable."""
         raise NotImplementedError
 
     # Public methods.
@@ -548,8 +548,8 @@ class DeviceGraph(abc.ABC):
         raise AssertionError("replay was refused without a reason")
 
     def _clear(self, state: GraphState, free: Callable[[], None]) -> None:
-        """Free the captured work; called under the pool's lock."""
-        self._leave_for(GraphState.DIRTY)  # after an interrupt, the next call frees the rest
+        """Free the captured work. The caller must hold the pool's lock."""
+        self._leave_for(GraphState.DIRTY)  # after an interrupt, a second call must be possible
         self.pool.recordings.drop(self)
         self.calls, self.ranges = [], []
         self.arguments, self.reached, self.generators = (), (), ()

@@ -19,7 +19,7 @@ class Watched(Protocol):
 
     @property
     def terms(self) -> Sequence[Term]:
-        """Terms that imply, if all are true, that ``check`` passes. New terms are a new object."""
+        """If all of these terms are true, ``check`` passes. Changed terms are in a new object."""
 
     def check(self) -> None:
         """Raise StateError if the state differs from the capture; accept equal objects."""

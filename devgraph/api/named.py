@@ -163,7 +163,7 @@ class NamedState:
         self.leave_out_changes()
 
     def leave_out_changes(self) -> None:
-        """Stop comparing the places that have changed; the caller knows that the step did it."""
+        """Stop comparing the changed places; the caller knows that the step changed them."""
         contents = {id(entry): content for entry, content in self._contents}
         changed = {
             _key(entry)
@@ -246,7 +246,7 @@ _SIZED = (list, dict, deque)
 
 
 def is_alike(old: Any, new: Any) -> bool:
-    """Whether two values are equal. Parts that are places of their own are not compared."""
+    """Whether two values are equal. Parts that are separate places are not compared."""
     if old is new:
         return True
     if isinstance(old, torch.Tensor | torch.nn.Module) or type(old) is not type(new):

@@ -479,7 +479,7 @@ class Owned:
         )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
-        """Return the state that replays and proofs compare: passed by the caller, and found."""
+        """Return state that replays and proofs compare, as two lists: the caller's, and found."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Only functions in ``bound`` return trees. The step calls functions in its arguments.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -891,7 +891,7 @@ def raise_rebinding(changes: Iterable[Change]) -> None:
 
 
 def without_history(outputs: Any) -> Any:
-    """Detach the outputs from autograd, because a replay has no backward. Leaves stay unchanged."""
+    """Detach outputs from autograd, because a replay has no backward. Leaves are left unchanged."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach() if t.grad_fn is not None else t,

@@ -179,7 +179,7 @@ class Pool:
         return [self.bytes]
 
     def note_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Called at the end of a recording with the tensors that the step returns."""
+        """Receive the tensors that the step returns, at the end of a recording."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that does not prevent reuse of the pool's block.

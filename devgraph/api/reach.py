@@ -507,7 +507,7 @@ def _write(holder: Any, key: Any, value: Any) -> None:
 def _with_nested(
     find: Callable[[types.CodeType], Iterable[Any]],
 ) -> Callable[[types.CodeType], frozenset[str]]:
-    """Decorate ``find`` to search nested code too, to return strings only, and to cache them."""
+    """Make ``find`` search nested code too, return only strings, and cache its results."""
 
     @functools.lru_cache(maxsize=1 << 14)
     def found(code: types.CodeType) -> frozenset[str]:

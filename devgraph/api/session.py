@@ -104,8 +104,8 @@ def session(
     """Record device work of this thread.
 
     During the block, no other thread captures on the device, no graph of the pool is replayed, and
-    the garbage collector is off. It could free graphs and pools or unload kernels, and drivers and
-    allocators would refuse or record these calls.
+    the garbage collector is off: a collection could free graphs and pools or unload kernels, which
+    drivers and allocators would refuse or record.
 
     Args:
         pool: memory for the graphs.
@@ -169,7 +169,7 @@ def supported_error_mode(backend: Device, mode: str) -> str:
 
 
 def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
-    """Return a devgraph error that explains ``error``, or None if ``error`` is to be raised."""
+    """Return a devgraph error that explains ``error``, or None if there is no better error."""
     if backend.is_host_read(error):
         text = str(error).partition("\n")[0]
         return host_read_error(

@@ -441,7 +441,7 @@ class _Final(torch.autograd.Function):
 
 
 def _leaves_below(output: torch.Tensor) -> set[int]:
-    """Return the ids of the leaf tensors on whose gradients a backward from ``output`` adds."""
+    """Return the ids of the leaf tensors to whose gradients a backward from ``output`` adds."""
     if output.grad_fn is None:
         return {id(output)}
     todo, seen, leaves = [output.grad_fn], set(), set()
@@ -462,7 +462,7 @@ def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(tensors: Iterable[torch.Tensor]) -> Callable[[Any], Any]:
-    """Return a function that replaces a tensor by the next of ``tensors``; other leaves stay."""
+    """Return a function that replaces each tensor by the next of ``tensors``."""
     left = iter(tensors)
     return lambda leaf: next(left) if isinstance(leaf, torch.Tensor) else leaf
 

@@ -43,7 +43,7 @@ class Job:
         self.work: Callable[[], None] | None = work
         self.error: BaseException | None = None
         self.done = False
-        """Whether the work was issued."""
+        """Whether the work has been issued."""
         # Locked until the work is issued. An interrupt could leave a threading.Event locked.
         self._held = threading.Lock()
         self._held.acquire()
@@ -63,7 +63,7 @@ class Job:
             self._held.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the work was issued; return False after ``seconds``."""
+        """Wait until the work has been issued; return False after ``seconds``."""
         if not self.done and self._held.acquire(timeout=seconds):
             self._held.release()
         return self.done
@@ -154,7 +154,7 @@ class UpdateChannel:
             )
 
     def finish(self, job: Job, what: str) -> None:
-        """Wait until ``job`` was issued and re-raise its exception."""
+        """Wait until ``job`` has been issued, and re-raise its exception."""
         if self.on_thread():
             return
         deadline = time.monotonic() + self.timeout

@@ -121,8 +121,8 @@ class NpuGraph(TorchGraph):
         self._drop_regions()
 
     def _recover(self, native: Any) -> None:
-        # torch_npu has restored its allocator before it reports the failure, but it leaves one use
-        # too many of the pool, which would keep the memory forever.
+        # torch_npu has restored its allocator before it reports the failure, but it leaves an
+        # extra use of the pool, which would keep the memory forever.
         while self.pool.uses > self._uses:
             self.backend.release_pool(self.pool)
 
@@ -221,7 +221,7 @@ class NpuGraph(TorchGraph):
             raise
 
     def _settled(self) -> TaskGroups:
-        """Wait until the last update was issued and re-raise its exception; return the regions."""
+        """Wait until the last update has been issued; raise its exception or return the regions."""
         regions, job = self._regions, self._job
         assert regions is not None
         if job is not None:

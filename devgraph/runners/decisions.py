@@ -47,7 +47,7 @@ class Reason(str, enum.Enum):
     PADDING = "padding"
     """The smallest bucket that holds the batch exceeds the padding factor."""
     UNKNOWN_WIDTH = "unknown_width"
-    """The requests do not all have the same captured width."""
+    """The requests differ in width, or no variant has their width."""
     UNKNOWN_VARIANT = "unknown_variant"
     """The names of the variant are declared, but this combination of values is not."""
     NOT_CAPTURED = "not_captured"

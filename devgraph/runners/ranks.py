@@ -453,7 +453,7 @@ class RankGroup:
         return bool(self._store.check([name]))
 
     def _posted(self, tag: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Return, by rank, the keys of posts to ``tag`` in the next round of this rank."""
+        """Return the keys, by rank, of posts to ``tag`` in the round that this rank enters next."""
         key = f"devgraph/{tag}/{self._round[tag] + 1}"
         return {rank: f"{key}/{rank}" for rank in ranks if self._has(f"{key}/{rank}")}
 

@@ -101,7 +101,7 @@ def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list
 def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> Setting | None:
     """Adapt ``buckets`` or ``max_bs`` if a bucket exceeds ``max_bs``.
 
-    The value of the stronger source stays; within one source, that of the backend's part.
+    The stronger source takes precedence; within one source, the part for the backend.
 
     Returns:
         the setting that shortened the list of buckets, or None.

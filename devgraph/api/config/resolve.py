@@ -3,7 +3,8 @@
 ``resolve`` merges the part for the backend into the general part, sets the policies that the
 backend recommends for phases without a chosen policy, and applies the compatibility rules. A rule
 may change a default. An explicit choice that violates a safety rule is an error; one that violates
-a preference rule stays, with a warning. A scope rule disables a phase that never runs on the node.
+a preference rule is kept, with a warning. A scope rule disables a phase that never runs on the
+node.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An engine states facts (``EngineFacts``), and ``resolve`` applies the table. The
 decides its effect on an explicit choice:
 
 - ``safety`` prevents wrong results, a crash or a hang: the choice is an error.
-- ``preference`` prevents a loss of speed or memory: the choice stays, with a warning.
+- ``preference`` prevents a loss of speed or memory: the choice is kept, with a warning.
 - ``note`` changes nothing and states a requirement for the engine.
 - ``scope`` disables a phase that never runs on this node; all nodes share one configuration.
 

@@ -174,10 +174,8 @@ class Mark:
                 raise InputTypeError(f"{what} of a mark must be a function, got {brief(function)}")
         self.fn = fn
         self.raises_before_launch = False
-        """Whether the function, if it raises, has not launched device work yet.
-
-        Such a function needs no trial run with new host values.
-        """
+        """Whether the function can raise only before it launches device work. If so, new host
+        values need no trial run."""
         self.name = getattr(fn, "__qualname__", repr(fn))
         self.kind = kind
         self.host_args = _names("host_args", host_args)

@@ -83,7 +83,7 @@ class Names:
         return self._found
 
     def end(self) -> None:
-        """End all ranges of the current graph; called before its recording ends."""
+        """End all ranges of the current graph. Call this before its recording ends."""
         while self._ranges:
             self._close()
         self._recorded = None

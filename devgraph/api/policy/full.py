@@ -224,7 +224,7 @@ class _Full(Policy):
         scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)
-            # A region must make its casts itself, because an update runs it without the rest.
+            # A region must not use casts of other code, because an update runs only the region.
             caches = session.caches_casts and bool(job.owned.roots) and not job.spec.declared
             with autocast_cached(caches):
                 outputs = job.call_tracked()

@@ -90,11 +90,11 @@ class Job:
     snapshot_limit: int
     """Maximum bytes of copies of the state."""
     recaptures: int
-    """Maximum number of new captures in replays because of changed state."""
+    """Maximum number of times that replays capture the step again because state changed."""
     regions: bool
     """Whether regions are part of the graph."""
     again: bool = False
-    """Whether this job is a new capture in a replay."""
+    """Whether a replay requested this capture, because state changed."""
     phases: dict[str, float] = attrs.field(factory=dict)
     """Seconds of each phase, filled during the capture."""
 

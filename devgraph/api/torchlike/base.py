@@ -139,7 +139,7 @@ class TorchPool(Pool):
         self.backend.synchronize()  # the next stream that uses the memory is unknown
 
     def keep_alive(self) -> None:
-        """Capture the ``keeper`` if there is none; called on the capture stream."""
+        """Capture the ``keeper`` if there is none. The capture stream must be current."""
         if self.keeper is not None:
             return
         keeper = self.backend.make_native_graph()
@@ -264,7 +264,7 @@ class TorchPool(Pool):
     def forget_addresses(self) -> None:
         """Clear the cache of ``owns`` if segments may have changed owner since the last capture.
 
-        A segment belongs to one pool until the allocator frees it. The cache stays if the
+        A segment belongs to one pool until the allocator frees it. The cache is kept if the
         allocator counts frees and the count is unchanged. A lookup takes 0.2 ms without the cache.
         """
         look = getattr(self.backend.namespace, "memory_stats_as_nested_dict", None)

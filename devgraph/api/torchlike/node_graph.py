@@ -564,7 +564,7 @@ class NodeBackend(TorchBackend):
         self.runtime.begin_capture(self.current_stream_id())
 
     def guarded(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Return a callable that makes the backend's device current if needed and launches."""
+        """Return a callable that launches, on the backend's device if another is current."""
         is_current, on_device = self.is_current, self.on_device
 
         def run() -> None:
@@ -587,7 +587,7 @@ class NodeBackend(TorchBackend):
         changed offset of the default generator, or of one of ``own``, shows that the graph draws.
         A replay of the keeper of ``pool``, which draws nothing, distinguishes these versions.
         """
-        # Without a keeper (after a failed capture), the version stays unknown.
+        # Without a keeper (after a failed capture), the version is unknown.
         if self._lazy_generators is None and pool.keeper is not None:
             self._lazy_generators = not _replay_calls_operations(pool.keeper)
         if self._lazy_generators is not False:
