@@ -171,7 +171,6 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             self._guard.settle()
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` overlaps these buffers."""
         first, last = byte_range(tensor)
         return any(first < stop and last > start for start, stop in self._ranges)
 
@@ -238,7 +237,6 @@ class Bound:
         self.terms = [*self._compared()]
 
     def _compared(self) -> Iterator[Term]:
-        """Yield the terms of a guard."""
         if self.tensors and all(type(tensor) in _PLAIN for tensor in self.tensors):
             inputs = ", ".join("{}" for _ in self.tensors)
             mode = torch.is_inference_mode_enabled

@@ -745,7 +745,6 @@ class _GraphedModule(Graphed):
         self.__dict__ = vars(forward)  # one state for both
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
         module = self._module
         if module is None or not self._is_forward_of(module):
             return super().__call__(*args, **kwargs)
@@ -801,7 +800,6 @@ def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
 
 
 def _share_memory(state: Mapping[int, list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of ``tensors`` shares memory with a tensor in ``state``."""
     return any(
         share_memory(tensor, written)
         for tensor in tensors

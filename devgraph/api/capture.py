@@ -164,11 +164,7 @@ class Captured:
     __call__ = replay
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        """Check the state of the step, and capture again if replays may do so.
-
-        Returns:
-            whether the step was captured again, which also copies the inputs.
-        """
+        """Check the state. Return whether the step was captured again, which copies the inputs."""
         self._require_open()
         with self._lock:
             try:

@@ -163,7 +163,6 @@ class Recordings:
 
     @property
     def bytes(self) -> int:
-        """Memory of all recordings and executables."""
         return sum(item.recording.bytes for item in [*self._items.values()])
 
     @property

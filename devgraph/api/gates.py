@@ -371,11 +371,7 @@ class Gates(Mapping[str, Gate]):
             self.channel.begin(None, places, False)
 
     def block(self, place: int, timeout: float) -> None:
-        """Wait on the host until ``place`` is open in the current launch.
-
-        Raises:
-            GateTimeoutError: the place was not opened in time.
-        """
+        """Wait until ``place`` is open in the current launch; raise GateTimeoutError if too late."""
         launch = self._now
         if launch is None or self._held_open:
             return
@@ -646,10 +642,7 @@ class Gates(Mapping[str, Gate]):
 class HostGates:
     """A channel that waits on the host, for the CPU reference and for breaks.
 
-    Args:
-        gates: the gates.
-        fence: ``Backend.fence``.
-        record: records a named callable in this thread's capture; None if gates cause breaks.
+    ``record`` records a named callable in this thread's capture; None if gates cause breaks.
     """
 
     delayed = False
@@ -710,11 +703,7 @@ class HostGates:
 
 
 def _timeout(given: float | None) -> float:
-    """Return a timeout in seconds, from the environment if ``given`` is None.
-
-    Raises:
-        InputError: the timeout is not a positive number.
-    """
+    """Return a positive number of seconds, from the environment if ``given`` is None."""
     if given is None:
         text = os.environ.get(TIMEOUT_VARIABLE) or "30"
         try:

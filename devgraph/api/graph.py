@@ -385,14 +385,7 @@ class DeviceGraph(abc.ABC):
             self.ranges = self.names.begin(self._nodes_so_far)
 
     def end(self, *, allow_empty: bool = False) -> None:
-        """Finish the recording.
-
-        Args:
-            allow_empty: keep an empty graph, whose replay has no effect, instead of raising.
-
-        Raises:
-            EmptyCaptureError: nothing was recorded.
-        """
+        """Finish the recording. An empty one raises EmptyCaptureError unless ``allow_empty``."""
         self._refuse_spoiled()
         names, self.names = self.names, None
         if names is not None:
@@ -450,11 +443,9 @@ class DeviceGraph(abc.ABC):
         return self._loop(body, going)
 
     def select(self, host: Mapping[Mark, dict[str, Any]], key: Hashable = None) -> None:
-        """Prepare the next launch to use the values of ``host``; an unchanged key has no effect.
+        """Make the next launch use the values ``host`` of marks. An unchanged key has no effect.
 
-        Args:
-            host: values per mark.
-            key: ``key_of(host)``, if the caller has it.
+        ``key`` is ``key_of(host)``, if the caller has it.
         """
         key = key or self.key_of(host)
         if key == self.key:

@@ -28,9 +28,7 @@ class Watched(Protocol):
 class Guard:
     """A comparison of all watched state in one call.
 
-    Args:
-        parts: the state to compare.
-        terms: additional terms of ``same``, which ``settle`` does not check.
+    ``terms`` are additional terms of ``same``, which ``settle`` does not check.
     """
 
     def __init__(self, parts: Iterable[Watched], terms: Iterable[Term] = ()) -> None:

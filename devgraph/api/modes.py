@@ -126,7 +126,6 @@ class Stack:
 
 
 def _is_own(mode: object) -> bool:
-    """Whether ``mode`` belongs to devgraph."""
     return getattr(mode, "is_devgraph_mode", False)
 
 

@@ -639,11 +639,8 @@ class Weights:
     torch's registration hooks report every assignment of a tensor to a module, but not assignments
     of None or deletions. After a report, the next replay compares all tensors. Other replays
     compare the addresses of a few tensors and, in rotation, a part of the entries, so the cost of a
-    replay on a device does not grow with the number of modules.
-
-    Args:
-        modules: the modules.
-        modes: whether modes (train, eval) and removed hooks are compared too.
+    replay on a device does not grow with the number of modules. With ``modes``, modes (train, eval)
+    and removed hooks are compared too.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], *, modes: bool = False) -> None:

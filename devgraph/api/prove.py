@@ -183,7 +183,6 @@ class Report:
 
 
 def _causes(report: Report) -> Iterator[str]:
-    """Yield the likely causes of the failures of ``report``."""
     kinds: dict[str, list[Failure]] = {"padding": [], "eager": [], "size": [], "graph": []}
     for failure in report.failures:
         kinds[failure.kind].append(failure)
@@ -490,17 +489,11 @@ class Comparison:
     ) -> list[Failure]:
         """Return the failures of a case. If results differ, both runs are repeated.
 
-        Args:
-            case: names the case in failures.
-            eager: runs the step eagerly.
-            graph: replays the graph.
-            exact: whether the results must be equal bit for bit.
-            shared: state rows that several rows of the batch write. They are not compared if two
-                eager runs differ.
-            scratch: state rows that several rows of the batch write and no real row uses. A device
-                may write them in any order, so the check is only that both runs write them.
-            want: result of the eager run, if known.
-            got: result of the replay, if known.
+        With ``exact``, results must be equal bit for bit. Two kinds of state rows are exempt.
+        ``shared`` rows, which several rows of the batch write, are not compared if two eager runs
+        differ. ``scratch`` rows are also written by several rows, but no real row uses them. A
+        device may write them in any order, so the check is only that both runs write them.
+        ``want`` and ``got`` are the results of the two runs, if known.
         """
 
         def how(name: str) -> _Compare:
@@ -601,10 +594,7 @@ def host_sets(
 ) -> list[tuple[dict[str, Any], bool, bool]]:
     """Return the sets of host arguments of the cases, each with ``Case.changed`` and ``updated``.
 
-    Args:
-        captured: the values at capture.
-        given: the sets that the user requested; None selects the default sets.
-        further: default sets in addition to ``captured``.
+    The sets are ``given``; if that is None, the values ``captured`` and the ``further`` sets.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)
@@ -752,7 +742,6 @@ def _named_tensors(outputs: Any) -> NamedTensors:
 
 
 def prove(captured: Any, job: Job, terms: Terms) -> Report:
-    """Implement ``Captured.prove``."""
     declared = job.spec.declared
     paths = [path for path, _ in job.owned.tensors]
     sample = require_samples(terms.sample, [*declared, *job.owned.arguments, *paths])

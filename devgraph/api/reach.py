@@ -211,12 +211,9 @@ def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
 class _Place:
     """All or some places of one object, with stored values.
 
-    Args:
-        path: path of the object.
-        form: format of a path of a place, with ``{path}`` and ``{key}``.
-        holder: the object or its dictionary.
-        keys: the keys or attributes; None selects all.
-        without: keys or attributes to ignore.
+    ``form`` is the format of a place's path, with ``{path}`` of the object and ``{key}``.
+    ``holder`` is the object or its dictionary, and ``keys`` are keys or attributes; None selects
+    all except ``without``.
     """
 
     def __init__(

@@ -81,13 +81,8 @@ class Outputs:
 
     Graphs of a pool reuse each other's memory: replaying an older graph overwrites the outputs of a
     newer graph. The capture therefore ends with copies of its outputs into the tensors that the
-    last warm-up run returned, which have separate memory.
-
-    Args:
-        pool: the pool of the graphs.
-        arguments: the bound arguments of the step.
-        earlier: the ``Outputs`` of an earlier capture of the step, if any.
-        before: the outputs of that capture. New outputs with the same layout are copied into them.
+    last warm-up run returned, which have separate memory. If the step was captured ``earlier``, new
+    outputs with the layout of its outputs ``before`` are copied into those.
     """
 
     def __init__(

@@ -72,12 +72,8 @@ class Part(NamedTuple):
 class Snapshot:
     """Saved contents of tensors, and states of random generators including the default ones.
 
-    Args:
-        backend: the backend of the tensors.
-        named: tensors with their names. Those above the limit are hashed.
-        generators: random generators other than the defaults.
-        limit: maximum bytes of all copies; None is ``DEFAULT_LIMIT``. Small tensors come first.
-        optional: further tensors, which are not saved if they are above the limit.
+    ``limit`` is the maximum bytes of all copies; None is ``DEFAULT_LIMIT``. Small tensors come
+    first. ``named`` tensors above the limit are hashed, and ``optional`` ones are not saved.
     """
 
     def __init__(
@@ -125,14 +121,12 @@ class Snapshot:
         self._saved.append(_Saved(name, tensor, place, memory, content, digest))
 
     def save_rows(self, rows: torch.Tensor) -> None:
-        """Save these rows of each tensor above the limit, and discard rows saved earlier.
+        """Save ``rows`` of each tensor above the limit, and discard rows saved earlier.
 
         A row number may index the first dimension, the largest dimension, or a pair of adjacent
         dimensions of at least that size (pages of slots). Rows of the last two kinds are not saved
-        if they are more than half of the tensor.
-
-        Args:
-            rows: distinct row numbers. Numbers out of range are ignored.
+        if they are more than half of the tensor. Row numbers are distinct; those out of range are
+        ignored.
         """
         self._rows.clear()
         with torch.inference_mode():
@@ -159,9 +153,8 @@ class Snapshot:
     ) -> None:
         """Change rows of written floating-point tensors and of their copies until ``settle``.
 
-        Args:
-            names: names of written tensors whose version counter did not change.
-            positions: returns the rows to change, given a tensor and the numbers of its saved rows.
+        Tensors in ``names`` were written without a change of their version counter. ``positions``
+        returns the rows to change, given a tensor and the numbers of its saved rows.
         """
 
         def is_written(name: str, tensor: torch.Tensor) -> bool:

@@ -197,5 +197,4 @@ def change_in(
 
 
 def holds_tensors(node: Any) -> bool:
-    """Whether ``node`` is a tensor or a tree with tensors."""
     return any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_of("", node))

@@ -224,7 +224,6 @@ def current_recorder() -> Any:
 
 
 def is_recording() -> bool:
-    """Whether operations of this thread are recorded."""
     return any(
         isinstance(mode, _BottomMode) and not mode.is_over
         for mode in (*Functions.stack.read(), *Dispatching.stack.read())

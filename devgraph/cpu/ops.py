@@ -297,7 +297,6 @@ class _Probe(OwnMode):
 def _is_same(
     call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether ``call`` dispatches only ``func``, with the same arguments."""
     probe = _Probe()
     with probe:
         try:

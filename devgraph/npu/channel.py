@@ -171,7 +171,6 @@ class UpdateChannel:
             raise error
 
     def on_thread(self) -> bool:
-        """Whether the caller is the update thread."""
         return threading.current_thread() is self._thread
 
     def watch(self, regions: Any) -> None:

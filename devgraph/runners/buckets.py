@@ -163,7 +163,6 @@ class ByTokens:
         self._limit = limit
 
     def padded(self, bucket: int, options: Mapping[str, Any]) -> Size:
-        """Return the size of the graph of a bucket."""
         return Size(self.requests, bucket)
 
     def size(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:

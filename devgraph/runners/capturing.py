@@ -337,10 +337,8 @@ class CaptureScheduler:
     def _take_turn(self, graph: BucketGraph, runs: int) -> tuple[Reason, str] | None:
         """Capture one graph on every rank, after ``runs`` warm-up runs.
 
-        If it fails after fewer than two warm-up runs, it is retried once, after two of them.
-
-        Returns:
-            The reason to drop the graph and an explanation, or None if all ranks captured it.
+        If it fails after fewer than two warm-up runs, it is retried once, after two of them. Return
+        the reason to drop the graph and an explanation, or None if all ranks captured it.
         """
         tag = f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
         barrier = self._barrier(tag)

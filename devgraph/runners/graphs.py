@@ -179,7 +179,6 @@ class Graphs:
         return size.rows(self.counting.counts)
 
     def largest(self, variant: Variant) -> BucketGraph:
-        """Return the graph of the largest bucket of a variant."""
         return self._by_key[GraphKey(variant, self.buckets.maximum)]
 
     def checked_variant(self, variant: Mapping[str, Any] | None) -> Mapping[str, Any]:

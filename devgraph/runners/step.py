@@ -83,15 +83,10 @@ class Step:
 
     @contextlib.contextmanager
     def names_kept(self, variant: Variant, *, anew: bool) -> Iterator[None]:
-        """Require that a capture in the block leaves named state unchanged.
+        """Raise StateError if named state differs from earlier captures, unless there are none.
 
-        Args:
-            variant: variant of the graph.
-            anew: whether there are no other graphs, so that named state may differ from theirs.
-
-        Raises:
-            StateError: the state differs from the earlier captures.
-            CaptureError: the step replaced a tensor.
+        ``anew`` says that there are none. Raise CaptureError if the step, captured in the block,
+        replaces a tensor.
         """
         if anew:
             self.forget_names()
@@ -171,8 +166,7 @@ class Step:
     def tensors(self, *, weights: bool = True) -> list[tuple[str, torch.Tensor]]:
         """Return tensors that the engine's functions reach, bound tensors and the requests' state.
 
-        Args:
-            weights: whether to include parameters.
+        Parameters are left out unless ``weights``.
         """
         named = [*self._reached()[0], *self._given()]
         return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]

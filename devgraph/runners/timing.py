@@ -39,7 +39,6 @@ class ReplayTimer:
         self._seconds = 0.0
 
     def over(self, replay: Callable[[Mapping[str, Any]], None]) -> Callable[..., None]:
-        """Return a callable that runs ``replay`` and times it."""
 
         def timed(values: Mapping[str, Any]) -> None:
             stop = self._backend.stopwatch()

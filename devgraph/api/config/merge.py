@@ -101,10 +101,8 @@ def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list
 def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> Setting | None:
     """Adapt ``buckets`` or ``max_bs`` if a bucket exceeds ``max_bs``.
 
-    The stronger source takes precedence; within one source, the part for the backend.
-
-    Returns:
-        the setting that shortened the list of buckets, or None.
+    The stronger source takes precedence; within one source, the part for the backend. Return the
+    setting that shortened the list of buckets, or None.
     """
     own_sizes, own_largest = (backend, phase, "buckets"), (backend, phase, "max_bs")
     sizes = state.get(own_sizes) or state.get((None, phase, "buckets"))

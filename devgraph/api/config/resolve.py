@@ -158,8 +158,7 @@ def _apply(
 ) -> tuple[PhaseConfig, list[FiredRule], list[str]]:
     """Apply the table to a phase until no rule fires; each rule fires at most once.
 
-    Returns:
-        the new configuration, the rules that fired, and messages about forbidden choices.
+    Return the new configuration, the rules that fired, and messages about forbidden choices.
     """
     chosen, recommended = config.explicit, facts.recommended.get(phase, config.policy)
     first = Rule(

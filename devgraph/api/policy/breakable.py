@@ -88,7 +88,6 @@ class BreakablePlan:
             self._host[mark].update(kwargs)
 
     def run(self) -> None:
-        """Run all segments; see ``Plan.run``."""
         pool = self._pool
         if self._epoch != pool.epoch:
             self._steps, self._epoch = {}, pool.epoch
@@ -217,12 +216,9 @@ def capture_segments(
 ) -> BreakablePlan:
     """Capture ``job.fn`` in segments. After a failure, all segments are freed.
 
-    Args:
-        job: the job.
-        session: an open session.
-        host: host keyword arguments by mark, if they differ from those of the job.
-        finish: called with the outputs before the last segment ends. The capture then also runs
-            all segments, and does not use capture stubs.
+    ``host`` has the host keyword arguments by mark, if they differ from those of the job.
+    ``finish`` is called with the outputs before the last segment ends. With it, the capture also
+    runs all segments, and does not use capture stubs.
     """
     scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):

@@ -388,9 +388,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
     """Split ``graph`` into parts at marked functions and where modes change.
 
     A part must not switch modes, because parts run separately and an exception may end one early.
-
-    Returns:
-        the split graph, and the modes of each part by the number in the part's name.
+    Return the split graph, and the modes of each part by the number in the part's name.
     """
     parts: dict[Node, int] = {}
     modes = [Modes.current()]

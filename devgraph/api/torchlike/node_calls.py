@@ -229,10 +229,8 @@ class NodeRuntime:
         """Record the launches of the block on stream ``body`` as a loop in a capture on ``stream``.
 
         Replays repeat the loop while the byte at the address ``going`` is not zero. ``prepare`` is
-        called before the capture on ``body`` begins, so it may allocate.
-
-        Yields:
-            a callable that returns the body's number of nodes after the block.
+        called before the capture on ``body`` begins, so it may allocate. Yields a callable that
+        returns the body's number of nodes after the block.
         """
         raise NotImplementedError
 

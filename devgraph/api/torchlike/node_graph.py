@@ -179,13 +179,10 @@ class UpdateStrategy:
         *,
         own: bool,
     ) -> Executable:
-        """Return a launch target that launches ``executable``.
+        """Return a launch target for ``executable``, which has the parameters of ``recording``.
 
-        Args:
-            graph: the graph of ``executable``.
-            executable: an executable with the parameters of ``recording``.
-            recording: None for the parameters of the capture.
-            own: whether this is the graph's own executable, into which recordings are written.
+        None means those of the capture. ``own`` marks the graph's own executable, into which
+        recordings are written.
         """
         return executable
 
@@ -420,8 +417,7 @@ class NodeGraph(TorchGraph):
     def _capture_regions(self, host: Mapping[Mark, dict[str, Any]]) -> tuple[int, list[int]]:
         """Capture all regions, and the work after them, into a new graph.
 
-        Returns:
-            the graph, and the number of nodes after each region.
+        Return the graph, and the number of nodes after each region.
         """
         runtime, stream = self._runtime, self.backend.stream_handle(self._stream)
         bounds = []
