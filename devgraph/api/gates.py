@@ -371,7 +371,7 @@ class Gates(Mapping[str, Gate]):
             self.channel.begin(None, places, False)
 
     def block(self, place: int, timeout: float) -> None:
-        """Wait until ``place`` is open in the current launch; raise GateTimeoutError if too late."""
+        """Wait until ``place`` is open in the current launch, or raise GateTimeoutError."""
         launch = self._now
         if launch is None or self._held_open:
             return
