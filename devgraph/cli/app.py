@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
+def _environment() -> contextlib.AbstractContextManager[None]:
     """Set variables that imports read, unless the user has set them."""
     # Progress bars would mix with piped text. torch imports tqdm, which reads this variable.
     wanted = {"TQDM_DISABLE": "1"}
@@ -59,8 +58,7 @@ def _environment() -> Iterator[None]:
         # The registry imports vendor packages by name. With autoload, a package without its driver
         # would make `import torch` fail, and doctor could not report the package.
         wanted |= {AUTOLOAD: "0", AUTOLOAD_WAS_ON: "1"}
-    with _variables({name: value for name, value in wanted.items() if name not in os.environ}):
-        yield
+    return _variables({name: value for name, value in wanted.items() if name not in os.environ})
 
 
 @contextlib.contextmanager

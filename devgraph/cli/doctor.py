@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     if args.capabilities:
         if args.json:
             raise CommandError(
-                "--capabilities prints tables; --no-probe --json prints the same data as `declared`"
+                "--capabilities prints tables only; use --no-probe --json, which has the same data "
+                "under `declared`"
             )
         _print_capabilities([info.name for info in wanted])
         return 0

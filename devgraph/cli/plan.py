@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     config = DeviceGraphConfig.from_args(args)
     sizes = _sizes(args)
     if args.emit and args.json:
-        raise CommandError("--emit prints flags or variables, --json the plan: give one of them")
+        raise CommandError("--emit prints flags or variables, --json prints the plan: choose one")
     if args.cluster is None:
         if args.emit:
             raise CommandError("--emit prints the settings of each node: add --cluster FILE")

@@ -28,7 +28,6 @@ class Accelerated:
     """The graphed parts of a pipeline; made by ``accelerate``."""
 
     def __init__(self, pipeline: Any, backend: Backend, vae: bool, options: Any) -> None:
-        self._pipeline = pipeline
         self._pool = backend.make_pool(releasable=backend.capabilities.releasable_memory)
         self._undo: list[Callable[[], Any]] = []
         self.steps: dict[str, Graphed] = {}

@@ -90,7 +90,7 @@ def test_choice_that_a_safety_rule_forbids_is_an_error(capsys: pytest.CaptureFix
         (["--cluster", "nowhere.json"], "--backend is not allowed with --cluster"),
         (["--backend", "auto", "--cluster", ""], "cannot read the configuration file ''"),
         (["--max-requests", "0"], "--max-requests: must be from 1 to"),
-        (["--emit", "--json"], "give one of them"),
+        (["--emit", "--json"], "prints the plan: choose one"),
         (["--decode-device-graph-bs", "999"], "above the capacity of 256"),
         (["--backend", "auto", "--cluster", "nowhere.json"], "nowhere.json"),
         (["--model", "nowhere/at/all"], "cannot read a model from 'nowhere/at/all'"),

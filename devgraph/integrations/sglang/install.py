@@ -75,8 +75,8 @@ class EngineMode:
                     asked = _option(arguments, phase, key)
                 if asked is not None and asked != value:
                     raise ConfigError(
-                        f"{MODE_VARIABLE}={self.text} asks for {phase} {key}={value} and SGLang's "
-                        f"own options for {asked}. Remove one of the two settings."
+                        f"{MODE_VARIABLE}={self.text} asks for {phase} {key}={value}, but SGLang's "
+                        f"own options ask for {asked}. Remove one of the two settings."
                     )
             merged[phase] = {**merged.get(phase, {}), **values}
         arguments.cuda_graph_config = merged

@@ -291,13 +291,13 @@ class _Acceleration:
         request = f"{type(self.model).__name__}.generate: {reason.text}"
         if self.engine.config.decode.strict:
             raise InputError(
-                f"{request}: no graph serves this, and the mode is strict. Change the request, or "
-                f"use a mode without strict"
+                f"{request}: graphs do not support this, and the mode is strict. Change the "
+                f"request, or use a mode without strict"
             )
         if assisted and self._is_stateful:
             raise InputError(
-                f"{request}: no graph serves this, and transformers does not check proposed tokens "
-                f"with recurrent state. Change the request, or do not propose tokens"
+                f"{request}: graphs do not support this, and transformers does not check proposed "
+                f"tokens with recurrent state. Change the request, or do not propose tokens"
             )
         if not self.fallbacks[reason.value]:
             logger.warning("%s: such requests run transformers' own code without graphs", request)

@@ -594,9 +594,9 @@ def _probe_attention(
     attending = sorted(shapes)
     # A model with recurrent state may leave cache layers unused; its logits are verified later.
     if not (set(attending) <= set(keyed) if states else attending == list(range(len(shapes)))):
-        raise _Refused(f"only layers {attending} attend")
+        raise _Refused(f"only layers {attending} call attention")
     if own is None and probe.written is not None:
-        raise _Refused(f"only layers {attending} attend through the registry")
+        raise _Refused(f"only layers {attending} call attention through the registry")
     if own is None and probe.uses_length and shapes:
         # The cache of an engine holds requests of different lengths, so it has no single length.
         other = _AttentionProbe(model, mixers, own=own).run(body, overrides, length=_OTHER_LENGTH)

@@ -65,8 +65,8 @@ class EngineMode:
         wanted, given = CUDAGraphMode[self.name], config.cudagraph_mode
         if given not in (None, wanted):
             raise ConfigError(
-                f"{MODE_VARIABLE}={self.text} asks for cudagraph_mode={wanted} and the compilation "
-                f"configuration of vLLM for {given}. Remove one of the two settings."
+                f"{MODE_VARIABLE}={self.text} asks for cudagraph_mode={wanted}, but vLLM's "
+                f"compilation configuration asks for {given}. Remove one of the two settings."
             )
         config.cudagraph_mode = wanted
 

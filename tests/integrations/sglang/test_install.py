@@ -211,7 +211,9 @@ def test_memory_is_the_budget_of_what_graphs_launch(engine: Any) -> None:
 )
 def test_option_of_sglang_that_contradicts_is_refused(made: Any, given: dict[str, Any]) -> None:
     sglang.install(mode='{"prefill": "full"}')
-    with pytest.raises(dg.ConfigError, match="prefill backend=full and SGLang's own options for"):
+    with pytest.raises(
+        dg.ConfigError, match="prefill backend=full, but SGLang's own options ask for"
+    ):
         made(**given)
     assert made(cuda_graph_backend_prefill="full").cuda_graph_config["prefill"] == {
         "backend": "full"
