@@ -170,7 +170,8 @@ class Report:
     def __str__(self) -> str:
         if not self.cases:
             return "nothing was compared: no graph is captured, or no case was requested"
-        notes = [f"not varied: {', '.join(self.not_varied)}"] if self.not_varied else []
+        same = ", ".join(self.not_varied)
+        notes = [f"not varied: {same} (sample= or host_args= vary them)"] * bool(same)
         if self.near:
             notes.append(f"within tolerance, like two eager runs: {', '.join(self.near)}")
         if self.ok:

@@ -19,7 +19,7 @@ from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError, did_you_mean
 from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON
 from devgraph.cli.arguments import COMMANDS, Options
-from devgraph.cli.tables import print_lines
+from devgraph.cli.tables import note
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with _variables(_COLORS[getattr(args, "color", "auto")]):
                 return _run(args)
     except KeyboardInterrupt:
-        _complain("interrupted")
+        _complain("devgraph: interrupted")
         return _INTERRUPTED
 
 
@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
         if not isinstance(error, (DeviceGraphError, ImportError, OSError)):
             first = (text.strip().splitlines() or [""])[0]
             text = f"{type(error).__name__}: {first} (--debug prints the traceback)"
-        _complain(f"error: {text}")
+        _complain(f"devgraph: error: {_one_line(text)}", "error")
         return ERROR
     return code
 
@@ -129,21 +129,14 @@ class _Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        _complain(f"error: {message} ({self.prog} --help lists the options)")
+        hint = f"({self.prog} --help lists the options)"
+        _complain(f"devgraph: error: {_one_line(message)} {hint}", "error")
         self.exit(ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
-    unset: Any = {"default": argparse.SUPPRESS}  # Options may precede or follow the command.
-    text = "show the traceback of an error"
-    common.add_argument("--debug", action="store_true", help=text, **unset)
-    text = "log progress; -vv logs details"
-    common.add_argument("-v", "--verbose", action="count", help=text, **unset)
-    text = "colours of the output; auto follows the terminal and NO_COLOR"
-    common.add_argument("--color", choices=[*_COLORS], help=text, **unset)
-    text = "print JSON, for programs"
-    common.add_argument("--json", action="store_true", help=text, **unset)
+    Options(common).common()
     text = "One API for the device graphs of every vendor."
     parser = _Parser(prog="devgraph", description=text, parents=[common])
     parser.add_argument("--version", action="version", version=f"devgraph {__version__}")
@@ -154,11 +147,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _complain(self.format(record))
+
+
 @contextlib.contextmanager
 def _messages() -> Iterator[None]:
     """Send log records and warnings to stderr as single lines."""
     root = logging.getLogger("devgraph")
-    handler = logging.StreamHandler()
+    handler = _Handler()
     handler.setFormatter(logging.Formatter("devgraph: %(message)s"))
     before, propagate = root.level, root.propagate
     root.addHandler(handler)
@@ -169,7 +167,7 @@ def _messages() -> Iterator[None]:
 
             def show(message: Any, category: Any, *rest: Any, **more: Any) -> None:
                 if issubclass(category, DeviceGraphWarning):
-                    _complain(f"warning: {message}")
+                    _complain(f"devgraph: warning: {_one_line(message)}")
                 else:
                     plain(message, category, *rest, **more)
 
@@ -182,9 +180,12 @@ def _messages() -> Iterator[None]:
         root.propagate = propagate
 
 
-def _complain(text: str) -> None:
+def _one_line(message: object) -> str:
+    return " ".join(str(message).splitlines())
+
+
+def _complain(text: str, style: str = "") -> None:
     if sys.stderr is not None:
-        style = "error" if text.startswith("error") else ""
         # If standard error is closed, only the exit code reports the error.
         with contextlib.suppress(OSError):
-            print_lines(f"devgraph: {' '.join(text.splitlines())}", style=style, stderr=True)
+            note(text, style=style)

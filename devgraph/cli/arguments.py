@@ -72,6 +72,16 @@ class Options:
         """Add an option; without ``more``, its value is a string."""
         self.parser.add_argument(flag, help=text, **more)
 
+    def common(self) -> None:
+        """Add the options of all commands, which may precede or follow the command."""
+        unset: Any = {"default": argparse.SUPPRESS}
+        self("--debug", "show the traceback of an error", action="store_true", **unset)
+        text = "log progress; -vv logs details"
+        self.parser.add_argument("-v", "--verbose", action="count", help=text, **unset)
+        text = "colours of the output; auto follows the terminal and NO_COLOR"
+        self("--color", text, choices=("auto", "always", "never"), **unset)
+        self("--json", "print JSON, for programs", action="store_true", **unset)
+
     def number(self, flag: str, text: str, default: int | None = None) -> None:
         """Add an option with a positive integer; ``text`` explains a missing default."""
         text = text if default is None else f"{text} (default: %(default)s)"
@@ -213,6 +223,8 @@ def _explain(add: Options) -> None:
     text = "write segments, regions, nodes, memory and times as one HTML file"
     add("--html", text, metavar="FILE")
     add("--prove", "also compare replays with eager runs", action="store_true")
+    text = "a further value of a host argument for --prove; may be repeated"
+    add("--prove-with", text, action="append", default=[], metavar="NAME=VALUE")
 
 
 COMMANDS = {

@@ -34,10 +34,7 @@ from devgraph.cli.tables import (
     working,
     write_file,
 )
-from devgraph.cli.timing import Timing, median, seconds_per_call
-
-_BUSY = 1.25
-"""Ratio of the slowest to the fastest repeat above which the machine counts as busy."""
+from devgraph.cli.timing import Timing, median, say_cautions, seconds_per_call
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
 """Function that captures the step with another package; returns the replay, or None if missing."""
@@ -299,18 +296,7 @@ def _print(report: dict[str, Any]) -> None:
         f"device has finished"
     )
     walls = {row["name"]: [repeat["wall"] for repeat in row["repeats"]] for row in rows}
-    name = max(walls, key=lambda name: max(walls[name]) / min(walls[name]))
-    fastest, slowest = min(walls[name]), max(walls[name])
-    if slowest > _BUSY * fastest:
-        say(
-            f"repeats of {name} take between {time_text(fastest)} and {time_text(slowest)}: this "
-            f"machine is busy"
-        )
-    if report["device_type"] == "cpu":
-        say(
-            "on the CPU, a graph is a list of calls that the host replays. Therefore these figures "
-            "show the overhead of devgraph and the saved Python time, not the speed of a device"
-        )
+    say_cautions(walls, on_cpu=report["device_type"] == "cpu")
     for name, why in report["absent"].items():
         say(f"{name} is not available on this backend: {why}")
     for name, why in report["failed"].items():

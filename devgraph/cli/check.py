@@ -25,7 +25,8 @@ _IGNORE = re.compile(r"#\s*devgraph:\s*ignore\[([\w\s,]+)\]")
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if there are any."""
-    for kind in args.ignore:
+    ignored = [kind for text in args.ignore for kind in text.split(",")]
+    for kind in ignored:
         if kind not in KINDS:
             raise CommandError(
                 f"--ignore {kind}: there is no such kind. {did_you_mean(kind, KINDS)}"
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             findings[name] = [
                 finding
                 for finding in check_target(target)
-                if finding["kind"] not in {*args.ignore, *_ignored_kinds(finding["source"])}
+                if finding["kind"] not in {*ignored, *_ignored_kinds(finding["source"])}
             ]
     together = [{"target": name, **row} for name, rows in findings.items() for row in rows]
     if args.json:
@@ -95,8 +96,10 @@ def _print(name: str, findings: Sequence[Mapping[str, Any]]) -> None:
         place = f"{_path(finding)}:{finding['line']}: {finding['kind']}"
         say(f"{place}: {problem.rstrip('.')}", style="place")
         print_lines(f"    {finding['source']}")
+    say()
     for text in advice:
-        say(text)
+        say(f"- {text}")
+    say()
     say(f"{name}: {counted(len(findings), 'place')} that a device capture would refuse or freeze")
 
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import shlex
 from collections.abc import Iterator
 
-from devgraph.cli.arguments import COMMANDS, Options
+from devgraph.api.config.phase import choices
+from devgraph.api.registry import BUILT_IN, ENTRY_POINT_GROUP
+from devgraph.cli.arguments import COMMANDS, KINDS, Options
 from devgraph.cli.tables import print_json, print_lines
+from devgraph.cli.troubleshoot import read_sections
 
 _BASH = """_devgraph() {
-  local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""
-  case "${COMP_WORDS[1]} $before" in
+  local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"
+  local command="" words="" given
+  for given in "${COMP_WORDS[@]:1:$((COMP_CWORD-1))}"; do
+    case "$given" in
+      %s) command="$given"; break ;;
+    esac
+  done
+  case "$before" in
 %s
-    *) case "${COMP_WORDS[1]}" in
+    *) case "$command" in
 %s
     esac ;;
   esac
-  [ "$COMP_CWORD" -eq 1 ] && words=%s
   COMPREPLY=($(compgen -W "$words" -- "$word"))
 }
 complete -o default -F _devgraph devgraph"""
@@ -25,7 +34,7 @@ complete -o default -F _devgraph devgraph"""
 
 def run(args: argparse.Namespace) -> int:
     """Print the script; return 0."""
-    script = "\n".join(_fish()) if args.shell == "fish" else _bash()
+    script = "\n".join(_fish()) if args.shell == "fish" else _BASH % tuple(_bash())
     if args.shell == "zsh":
         script = f"autoload -U +X bashcompinit && bashcompinit\n{script}"
     if args.json:
@@ -36,29 +45,43 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _actions(command: str) -> Iterator[argparse.Action]:
-    """Yield the visible options and arguments of a command."""
-    parser = argparse.ArgumentParser()
-    COMMANDS[command][1](Options(parser))
-    for action in parser._actions:
-        if action.help != argparse.SUPPRESS:
-            yield action
+    """Yield the visible options and arguments of a command; the empty name is the program."""
+    options = Options(argparse.ArgumentParser())
+    options.common()
+    if command:
+        COMMANDS[command][1](options)
+    else:
+        options("--version", "print the version", action="store_true")
+    yield from (one for one in options.parser._actions if one.help != argparse.SUPPRESS)
 
 
-def _bash() -> str:
-    values: list[str] = []
+def _values(action: argparse.Action) -> str:
+    """Return the known values of an option or argument, separated by spaces."""
+    if action.metavar == "POLICY":
+        return " ".join(choices())
+    plugins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP).names
+    known = {"--backend": [*BUILT_IN, *sorted(plugins)], "--ignore": KINDS}
+    if action.dest == "section":
+        known["section"] = [name for name in read_sections() if " " not in name]
+    name = (*action.option_strings, action.dest)[0]
+    return " ".join(map(str, action.choices or known.get(name, ())))
+
+
+def _bash() -> Iterator[str]:
+    """Yield the parts of the script: commands, values by option, and words by command."""
+    values: dict[str, list[str]] = {}
     words: list[str] = []
-    for command in COMMANDS:
-        first: list[str] = []
+    for command in ("", *COMMANDS):
+        first = [] if command else [*COMMANDS]
         for action in _actions(command):
-            choices = [str(choice) for choice in action.choices or ()]
-            first += action.option_strings or choices
-            values += [
-                f'    "{command} {flag}") words={shlex.quote(" ".join(choices))} ;;'
-                for flag in action.option_strings
-                if choices
-            ]
-        words.append(f"      {command}) words={shlex.quote(' '.join(first))} ;;")
-    return _BASH % ("\n".join(values), "\n".join(words), shlex.quote(" ".join(COMMANDS)))
+            first += action.option_strings or _values(action).split()
+            if action.nargs != 0:  # The option takes a value, which may be a file.
+                flags = values.setdefault(_values(action), [])
+                flags += [flag for flag in action.option_strings if flag not in flags]
+        words.append(f"      '{command}') words={shlex.quote(' '.join(first))} ;;")
+    yield "|".join(COMMANDS)
+    yield "\n".join(f"    {'|'.join(f)}) words={shlex.quote(v)} ;;" for v, f in values.items() if f)
+    yield "\n".join(words)
 
 
 def _fish() -> Iterator[str]:
@@ -67,8 +90,8 @@ def _fish() -> Iterator[str]:
         yield f"complete -c devgraph -f -n __fish_use_subcommand {about}"
         seen = f"complete -c devgraph -n '__fish_seen_subcommand_from {command}'"
         for action in _actions(command):
-            choices = " ".join(str(choice) for choice in action.choices or ())
-            values = f" -x -a {shlex.quote(choices)}" if choices else ""
+            known = _values(action)
+            values = f" -x -a {shlex.quote(known)}" if known else ""
             for flag in action.option_strings or [""]:
                 name = f" -l {flag[2:]}" if flag.startswith("--") else ""
                 if name or values:

@@ -60,6 +60,10 @@ _PACKAGES = (
 )
 
 
+_COLUMNS = 4
+"""Number of backends whose capabilities fit side by side into 80 columns."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if a declared capability does not work."""
     found = backends()
@@ -104,13 +108,15 @@ def _expect(args: argparse.Namespace) -> int:
             hint = did_you_mean(args.group, names)
             raise CommandError(f"{args.expect} has no group {args.group!r}. {hint}")
         groups = [group for group in groups if group["group"] == args.group]
-    usable = [info.name for info in backends() if info.available]
-    here = [group for group in groups if args.group or group["backend"] in usable]
+    names = args.backend or [info.name for info in backends() if info.available]
+    asked = args.group and not args.backend  # Then a missing backend is one of the differences.
+    here = [group for group in groups if asked or group["backend"] in names]
     if not here:
         wanted = ", ".join(dict.fromkeys(group["backend"] for group in groups))
+        what = "--backend names" if args.backend else "this machine has"
         raise CommandError(
-            f"no group of {args.expect} fits this machine: the groups need {wanted}, but this "
-            f"machine has {', '.join(usable)}. Choose a group with --group"
+            f"{args.expect}: the planned backend is {wanted}, but {what} {', '.join(names)}; "
+            f"choose another --group or --backend, or plan again"
         )
     report = {group["group"]: _differences(group) for group in here}
     if args.json:
@@ -120,6 +126,8 @@ def _expect(args: argparse.Namespace) -> int:
             say(f"{name}: {'as planned' if not differences else 'NOT as planned'}")
             for line in differences:
                 say(f"  {line}", style="error")
+        if any(report.values()):
+            say("devgraph plan --cluster FILE --emit env prints the mode that each node needs")
     return 1 if any(report.values()) else 0
 
 
@@ -166,19 +174,16 @@ def _differences(group: dict[str, Any]) -> list[str]:
 
 def _print_capabilities(names: Sequence[str]) -> None:
     """Print the declared capabilities of backends, which needs no device."""
-    kinds: list[type[Backend]] = []
-    for name in names:
-        kind = declaration(name)
-        if kind is None:
-            raise CommandError(
-                f"backend {name!r} is registered as a function, so it declares no capabilities"
-            )
-        kinds.append(kind)
+    declared = {name: declaration(name) for name in names}
+    kinds = [kind for kind in declared.values() if kind is not None]
     fields = [field.name for field in attrs.fields(Capabilities)]
-    modes = [json.dumps(dict(kind.recommended_mode)) for kind in kinds]
-    rows = [[name, *(_declared(kind, name) for kind in kinds)] for name in fields]
-    rows.append(["recommended mode", *("the default" if m == "{}" else m for m in modes)])
-    print_table("declared capabilities", ("capability", *names), rows)
+    for some in (kinds[start : start + _COLUMNS] for start in range(0, len(kinds), _COLUMNS)):
+        modes = [json.dumps(dict(kind.recommended_mode)) for kind in some]
+        rows = [[name, *(_declared(kind, name) for kind in some)] for name in fields]
+        rows.append(["recommended mode", *("the default" if m == "{}" else m for m in modes)])
+        print_table("declared capabilities", ("capability", *(kind.name for kind in some)), rows)
+    for name in (name for name, kind in declared.items() if kind is None):
+        say(f"{name} is registered as a function, so it declares no capabilities")
     for kind in kinds:
         for need in dict.fromkeys(kind.needs.values()):
             needy = [name for name, other in kind.needs.items() if other == need]
@@ -255,7 +260,7 @@ def _report(checked: list[dict[str, Any]]) -> dict[str, Any]:
         if packages[name] is None
     ]
     missing += [
-        {"what": f"backend {entry['name']}", "for": "device graphs there", "get": entry["reason"]}
+        {"what": f"backend {entry['name']}", "for": "device graphs", "get": entry["reason"]}
         for entry in checked
         if not entry["available"]
     ]

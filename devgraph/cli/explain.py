@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
+import statistics
 from typing import Any
 
 import attrs
@@ -16,11 +18,12 @@ from devgraph.api.capture import Captured, capture
 from devgraph.api.errors import counted, format_bytes
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.names import NodeRange, nodes_text
+from devgraph.api.prove import Report
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import check_compilers
 from devgraph.cli.tables import print_json, print_table, say, time_text, write_file
-from devgraph.cli.target import Target, find_target, user_code
-from devgraph.cli.timing import median, seconds_per_call
+from devgraph.cli.target import Target, find_target, literals, user_code
+from devgraph.cli.timing import say_cautions, seconds_per_call
 
 _RUNS = 10
 
@@ -39,6 +42,8 @@ class _Part:
     bytes: int = 0
     seconds: float
     """Median over a few replays, from the launch until the device has finished."""
+    spread: tuple[float, ...]
+    """Seconds of the replays without the fastest and the slowest quarter."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             )
             stack.enter_context(captured)
             parts = list(map(_part, itertools.count(), captured.segments, _timed(captured, target)))
-            report = captured.prove() if args.prove else None
+            report = _proof(captured, target, args)
         if args.dot is not None:
             write_file(args.dot, _dot(target, parts))
         if args.chrome_trace is not None:
@@ -75,32 +80,44 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report is None or report.ok else 1
 
 
-def _timed(captured: Captured, target: Target) -> list[float]:
-    """Return the median seconds of each segment, with a synchronisation after each."""
+def _proof(captured: Captured, target: Target, args: argparse.Namespace) -> Report | None:
+    if not args.prove and not args.prove_with:
+        return None
+    more = [target.host_args | literals("--prove-with", [text]) for text in args.prove_with]
+    return captured.prove(host_args=[target.host_args, *more] if more else None)
+
+
+def _timed(captured: Captured, target: Target) -> list[list[float]]:
+    """Return ascending seconds of each segment, with a synchronisation after each."""
     captured.replay(**target.host_args)
     runs = [
         [
-            seconds_per_call(segment.replay, captured.backend, calls=1)
+            seconds_per_call(segment.replay, captured.backend, calls=1).wall
             for segment in captured.segments
         ]
         for _ in range(_RUNS)
     ]
-    return [median(column).wall for column in zip(*runs, strict=True)]
+    return [sorted(column) for column in zip(*runs, strict=True)]
 
 
-def _part(index: int, segment: Any, seconds: float) -> _Part:
-    if not isinstance(segment, DeviceGraph):
-        return _Part(index=index, kind="eager", name=repr(segment).strip("<>"), seconds=seconds)
-    info = segment.info()
-    return _Part(
+def _part(index: int, segment: Any, walls: list[float]) -> _Part:
+    quarter = _RUNS // 4
+    part = functools.partial(
+        _Part,
         index=index,
+        seconds=statistics.median(walls),
+        spread=tuple(walls[quarter:-quarter]),
+    )
+    if not isinstance(segment, DeviceGraph):
+        return part(kind="eager", name=repr(segment).strip("<>"))
+    info = segment.info()
+    return part(
         kind="graph",
         name=f"graph {index}",
         nodes=info.nodes,
         regions=tuple(call.mark.name for call in segment.calls),
         ranges=tuple(segment.ranges),
         bytes=info.bytes,
-        seconds=seconds,
     )
 
 
@@ -172,6 +189,7 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
         f"pool {format_bytes(captured.pool.bytes)}, {counted(info.recordings, 'recording')} "
         f"({format_bytes(captured.pool.recordings.bytes)} with executables)"
     )
+    say_cautions({part.name: part.spread for part in parts}, on_cpu=False)
     if report is not None:
         say(f"proof: {report}")
 

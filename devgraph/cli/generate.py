@@ -35,6 +35,7 @@ from devgraph.cli.tables import (
     time_text,
     working,
 )
+from devgraph.cli.timing import say_cautions
 from devgraph.integrations.transformers import (
     Completion,
     Engine,
@@ -109,6 +110,7 @@ def _print(report: dict[str, Any], args: argparse.Namespace, difference: str | N
         say(f"graphs and eager DIFFER, first in {difference}")
     elif args.compare:
         say("graphs and eager gave the same tokens")
+    say_cautions({}, on_cpu=report["backend"] == "cpu")
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

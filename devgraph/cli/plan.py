@@ -230,10 +230,10 @@ def _print_phases(plan: _Plan, *, estimated: bool) -> None:
             asked.policy + ("" if "policy" in asked.explicit else " (default)"),
             estimate.policy,
             ranges(estimate.buckets) or None,
-            estimate.variants,
-            estimate.graphs,
-            estimate.streams,
-            None if estimate.bytes is None else format_bytes(estimate.bytes),
+            estimate.variants or None,  # A disabled phase has none.
+            estimate.graphs or None,
+            estimate.streams or None,
+            format_bytes(estimate.bytes) if estimate.bytes else None,
         )
         for row, cell in zip(rows, cells, strict=True):
             row.append(cell)
@@ -264,9 +264,10 @@ def _print_origin(kind: Backend | type[Backend]) -> None:
     by_need: dict[str, list[str]] = {}
     for capability, need in kind.needs.items():
         by_need.setdefault(need, []).append(capability)
-    needs = [f"; {', '.join(names)} where a node has {need}" for need, names in by_need.items()]
     name = kind.name or "a backend that is registered as a function"
-    say(f"{name} is planned with its declared capabilities{''.join(needs)}")
+    say(f"{name} is planned with its declared capabilities" + ", which need:" * bool(by_need))
+    for need, names in by_need.items():
+        say(f"- {need}, for {', '.join(names)}")
 
 
 @attrs.frozen(kw_only=True)

@@ -43,23 +43,30 @@ class _Console(Console):
 
 
 def _console(*, stderr: bool = False) -> Console:
-    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"  # nor bold
+    console = _Console(
+        color_system=colors, stderr=stderr, highlight=False, markup=False, emoji=False
+    )
     asked = os.environ.get("COLUMNS", "").isdecimal()
     if console.width < 1 or not (console.is_terminal or asked):
         console.width = _PIPE_WIDTH  # Files and pipes have no width.
     return console
 
 
-def say(text: str = "", *, style: str = "") -> None:
-    """Print a text wrapped at words; ``style`` is a key of ``STYLES``."""
-    width = _console().width
+def say(text: str = "", *, style: str = "", stderr: bool = False) -> None:
+    """Print a text wrapped at words; ``style`` is a key of ``STYLES``.
+
+    Standard error wraps only on a terminal, because programs read it line by line.
+    """
+    console = _console(stderr=stderr)
+    width = console.width if console.is_terminal or not stderr else len(text) + 1
     for line in text.splitlines() or [""]:
         marker = re.match(r" *([*-] )?", line)  # The line may be an item of a list.
         indent = " " * (marker.end() if marker else 0)
         wrapped = textwrap.wrap(
             line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
-        print_lines(*(wrapped or [""]), style=style)
+        print_lines(*(wrapped or [""]), style=style, stderr=stderr)
 
 
 def print_lines(*lines: str, style: str = "", stderr: bool = False) -> None:
@@ -69,9 +76,9 @@ def print_lines(*lines: str, style: str = "", stderr: bool = False) -> None:
         console.print(Text(line, style=STYLES.get(style, "")), soft_wrap=True)
 
 
-def note(text: str) -> None:
-    """Print progress on standard error."""
-    print_lines(text, stderr=True)
+def note(text: str, *, style: str = "") -> None:
+    """Print progress or an error on standard error."""
+    say(text, style=style, stderr=True)
 
 
 def print_json(data: Any) -> None:
@@ -140,6 +147,8 @@ def _text(value: Any) -> Text:
         value = ", ".join(f"{name} {count}" for name, count in value.items()) or None
     elif isinstance(value, bool):
         value = "yes" if value else "no"
+    elif isinstance(value, int):
+        value = f"{value:,}"
     text = "-" if value is None else str(value)
     return Text(text, style=STYLES.get(text, ""))
 

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,22 @@ def find_target(args: argparse.Namespace, name: str) -> Target:
     """Import the function ``name`` (MODULE:FUNCTION), and create its inputs."""
     fn = _find(name)
     positional, keywords = _inputs(args, module=name.rpartition(":")[0])
-    host_args = {}
-    for argument, text in by_name("--host-arg", args.host_arg, "kv_len=512").items():
+    host_args = literals("--host-arg", args.host_arg)
+    return Target(name=name, fn=fn, args=positional, kwargs=keywords, host_args=host_args)
+
+
+def literals(flag: str, given: Sequence[str]) -> dict[str, Any]:
+    """Parse the values of a repeated option NAME=VALUE as Python literals."""
+    values = {}
+    for name, text in by_name(flag, given, "kv_len=512").items():
         try:
-            host_args[argument] = ast.literal_eval(text)
+            values[name] = ast.literal_eval(text)
         except Exception as error:  # literal_eval raises many types, such as MemoryError.
             raise CommandError(
-                f"--host-arg {f'{argument}={text}'!r}: {text!r} is not a Python literal such as "
-                f"512, [1, 2] or 'x'"
+                f"{flag} {f'{name}={text}'!r}: {text!r} is not a Python literal such as 512, "
+                f"[1, 2] or 'x'"
             ) from error
-    return Target(name=name, fn=fn, args=positional, kwargs=keywords, host_args=host_args)
+    return values
 
 
 def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:

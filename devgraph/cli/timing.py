@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
 from devgraph.api.backend import Backend
+from devgraph.cli.tables import say, time_text
+
+_BUSY = 1.25
+"""Ratio of the slowest to the fastest repeat above which the machine counts as busy."""
 
 
 @attrs.frozen
@@ -40,3 +44,17 @@ def median(timings: Sequence[Timing]) -> Timing:
         statistics.median(timing.host for timing in timings),
         statistics.median(timing.wall for timing in timings),
     )
+
+
+def say_cautions(walls: Mapping[str, Sequence[float]], *, on_cpu: bool) -> None:
+    """Print why times may mislead: other work disturbed the repeats, or there is no device."""
+    spreads = [(max(times) / min(times), name) for name, times in walls.items()]
+    if spreads and max(spreads)[0] > _BUSY:
+        name = max(spreads)[1]
+        spread = f"between {time_text(min(walls[name]))} and {time_text(max(walls[name]))}"
+        say(f"repeats of {name} take {spread}: this machine is busy")
+    if on_cpu:
+        say(
+            "on the CPU, a graph is a list of calls that the host replays. Therefore these figures "
+            "show the overhead of devgraph and the saved Python time, not the speed of a device"
+        )

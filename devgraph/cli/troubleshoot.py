@@ -25,16 +25,19 @@ def run(args: argparse.Namespace) -> int:
         else:
             print_lines(*sections)
         return 0
-    if args.section not in sections:
-        hint = did_you_mean(args.section, sections)
-        raise CommandError(f"there is no section {args.section!r}. {hint}")
-    text = sections[args.section]
+    start = args.section.lower()
+    found = [name for name in sections if name.lower().startswith(start)]
+    name = args.section if args.section in sections else found[0] if len(found) == 1 else None
+    if name is None:
+        raise CommandError(f"no section {args.section!r}. {did_you_mean(args.section, sections)}")
     if args.json:
-        print_json({args.section: text})
-    else:
-        say(args.section)
-        say()
-        say(re.sub(r"(?<=\S)\n *(?=[^\s|-])", " ", text))
+        print_json({name: sections[name]})
+        return 0
+    text = re.sub(r"\[([^\]]+)\]\(#\w+\)", r"\1", sections[name])  # links within the page
+    text = re.sub(r"\[([^\]]+)\]\((\S+?)\)", r"\1 [docs/\2]", text)
+    say(name, style="title")
+    say()
+    say(re.sub(r"(?<=\S)\n *(?=[^\s|-])", " ", text))
     return 0
 
 

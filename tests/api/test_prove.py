@@ -26,7 +26,10 @@ def test_report_names_what_was_not_varied():
     with dg.capture(lambda batch: batch.x * 2, batch, backend="cpu") as captured:
         report = captured.prove()
         assert report.not_varied == ("batch.x",)
-        assert str(report) == "3 cases: graphs equal eager bit for bit; not varied: batch.x"
+        assert (
+            str(report) == "3 cases: graphs equal eager bit for bit; not varied: batch.x "
+            "(sample= or host_args= vary them)"
+        )
     with dg.capture(lambda x, ids: x * ids, batch.x, torch.arange(2), backend="cpu") as captured:
         assert captured.prove().not_varied == ("ids",)
         report = captured.prove(

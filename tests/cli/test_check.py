@@ -143,7 +143,8 @@ def test_host_argument_in_its_region_is_fine_and_frozen_outside(
 
 def test_ignored_kind_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     target = f"{write_steps(tmp_path)}:draws"
-    assert run_cli(capsys, "check", target, "--inputs", "inputs", "--ignore", "rng").code == 0
+    for kinds in ("rng", "host_sync,rng"):
+        assert run_cli(capsys, "check", target, "--inputs", "inputs", "--ignore", kinds).code == 0
     wrong = run_cli(capsys, "check", target, "--inputs", "inputs", "--ignore", "rgn")
     assert wrong.code == 2
     assert "Did you mean 'rng'?" in wrong.err
@@ -260,7 +261,7 @@ def test_advice_is_printed_once_for_each_kind(tmp_path: Path, capsys: pytest.Cap
     path = write_steps(tmp_path)
     lines = run_cli(capsys, "check", f"{path}:several", "--inputs", "inputs").out.splitlines()
     assert len([line for line in lines if line.startswith(f"{path}:")]) == 2 + 1
-    assert len([line for line in lines if line.startswith("host_sync: ")]) == 1
+    assert len([line for line in lines if line.startswith("- host_sync: ")]) == 1
 
 
 def test_path_in_the_current_folder_is_relative(

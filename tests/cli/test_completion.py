@@ -26,6 +26,16 @@ def _complete(script: str, *words: str) -> list[str]:
         (("devgraph", "explain", "a:b", "--policy", "p"), ["piecewise"]),
         (("devgraph", "bench", "--policy", "f"), ["full"]),
         (("devgraph", "completion", "z"), ["zsh"]),
+        (("devgraph", "--js"), ["--json"]),
+        (("devgraph", "check", "--col"), ["--color"]),
+        (("devgraph", "plan", "--color", "n"), ["never"]),
+        (("devgraph", "--json", "--color", "never", "pl"), ["plan"]),
+        (("devgraph", "--json", "plan", "--em"), ["--emit"]),
+        (("devgraph", "plan", "--decode-device-graph-mode", "d"), ["disabled"]),
+        (("devgraph", "doctor", "--backend", "c"), ["cuda", "cpu"]),
+        (("devgraph", "check", "a:b", "--ignore", "se"), ["seeding"]),
+        (("devgraph", "troubleshoot", "Region"), ["RegionError"]),
+        (("devgraph", "generate", "--model", ""), []),  # a file
         (("devgraph", "plan", "--cuda-graph-b"), []),  # older flags are accepted, not offered
     ],
 )

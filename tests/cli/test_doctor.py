@@ -213,6 +213,11 @@ def test_node_that_is_as_planned_is_confirmed(planned: Path, capsys: pytest.Capt
     result = run_cli(capsys, "doctor", "--expect", planned, "--group", "here")
     assert (result.code, result.out) == (0, "here: as planned\n")
     assert run_json(capsys, "doctor", "--expect", planned, "--group", "here") == {"here": []}
+    argv = ["doctor", "--expect", planned, "--group", "here", "--backend"]
+    assert run_cli(capsys, *argv, "cpu").code == 0
+    result = run_cli(capsys, *argv, "cuda")
+    assert result.code == 2
+    assert "the planned backend is cpu, but --backend names cuda" in result.err
 
 
 def test_mode_of_the_environment_is_compared_with_the_plan(
@@ -223,6 +228,7 @@ def test_mode_of_the_environment_is_compared_with_the_plan(
     result = run_cli(capsys, *argv)
     assert result.code == 1
     assert 'decode.policy: planned "full", here "breakable"' in result.out
+    assert "devgraph plan --cluster FILE --emit env prints the mode" in result.out
     monkeypatch.setenv("DEVGRAPH_MODE", "{}")
     assert run_cli(capsys, *argv).code == 0
 

@@ -37,6 +37,13 @@ def test_updatable_region_is_named_under_full(tmp_path: Path, capsys: pytest.Cap
     assert data["pool_bytes"] > 0
     text = run_cli(capsys, "explain", *argv).out
     assert "scaled x1" in text and "0: scaled, node" in text
+    assert "not varied: factor" in run_cli(capsys, "explain", *argv, "--prove").out
+    text = run_cli(capsys, "explain", *argv, "--prove-with", "factor=3").out
+    assert "proof: 6 cases: graphs equal eager bit for bit\n" in text
+    assert (
+        "--prove-with 'factor=x'"
+        in run_cli(capsys, "explain", *argv, "--prove-with", "factor=x").err
+    )
 
 
 def test_dot_and_trace_have_every_segment_in_order(

@@ -66,6 +66,7 @@ def test_rule_that_fires_is_shown_with_requested_and_effective(
     rows = {line.split()[0]: line for line in result.out.splitlines() if line.strip()}
     assert "breakable (default)" in rows["requested"]
     assert "disabled" in rows["effective"]
+    assert rows["graphs"].split()[-1] == rows["memory"].split()[-1] == "-"  # not 0, not 0 B
     assert "pipeline-parallel" in result.out
 
 

@@ -47,6 +47,7 @@ def test_table_that_is_too_wide_becomes_a_list(
         ),
         (["explain", "{steps}:breaks", "--inputs", "inputs", "--policy", "breakable"], "segment"),
         (["check", "{steps}:synced", "--inputs", "inputs"], ""),
+        (["doctor", "--capabilities"], "capability cuda npu rocm"),
     ],
 )
 def test_output_of_a_command_fits_into_80_columns(
@@ -58,6 +59,18 @@ def test_output_of_a_command_fits_into_80_columns(
     out = run_cli(capsys, *(word.format(steps=steps) for word in argv), columns=80).out
     assert headings in " ".join(out.split())  # columns, not a list
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_output_without_colours_has_no_bold_either_and_errors_wrap_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes as a terminal too
+    monkeypatch.setenv("NO_COLOR", "1")
+    result = run_cli(capsys, "plan", "--fact", "lorra=true", columns=60)
+    assert "Did you mean 'lora'?" in " ".join(result.err.split())
+    assert len(result.err.splitlines()) > 3
+    assert max(map(len, result.err.splitlines())) <= 60
+    assert "\x1b" not in result.err + run_cli(capsys, "plan").out
 
 
 def test_sentences_wrap_at_words_and_keep_their_indent(
@@ -81,6 +94,8 @@ def test_sentences_wrap_at_words_and_keep_their_indent(
         (tables.percent(0.967), "97 %"),
         (tables.ranges([1, 2, 4, 8, 12, 16, 32]), "1 2 4..16 by 4 32"),
         (tables.ranges([]), ""),
+        (str(tables._text(3100)), "3,100"),
+        (str(tables._text(True)), "yes"),
     ],
 )
 def test_figures_are_short(text: str | None, expected: str | None):

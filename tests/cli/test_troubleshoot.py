@@ -61,6 +61,15 @@ def test_unknown_section_is_answered_with_the_nearest_name(capsys: pytest.Captur
     result = run_cli(capsys, "troubleshoot", "InputEror")
     assert result.code == 2
     assert "Did you mean 'InputError'?" in result.err
+    assert "no section 'input'. Known" in run_cli(capsys, "troubleshoot", "input").err
+
+
+@pytest.mark.parametrize("start", ["inputerror", "sym", "regionErr"])
+def test_start_of_one_section_is_enough(start: str, capsys: pytest.CaptureFixture[str]):
+    out = run_cli(capsys, "troubleshoot", start).out
+    assert out.lower().startswith(start.lower())
+    assert "](" not in out  # Links show where their page is.
+    assert start != "regionErr" or "See results [docs/regions.md#results] for" in out
 
 
 def test_installation_without_the_page_is_an_error(
