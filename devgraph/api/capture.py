@@ -89,7 +89,7 @@ class Captured:
         self._plan = plan
         self.places: Mapping[str, int] = addresses(job.owned.everything())
         """Addresses at capture of the tensors that the step can reach, by name."""
-        self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
+        self._broken = [isinstance(segment, DeviceGraph) for segment in plan.segments] != [True]
         self._given, found = job.owned.watch()
         self._watched = [*self._given, *found]
         outside = (

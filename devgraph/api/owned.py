@@ -260,10 +260,8 @@ class Owned:
         if before is None or self.is_unsettled:
             return
         self._first, named = None, Named(self.roots, regions=regions)
-        tables = (
-            t for m in (*named.modules, self._owner) if m for t in (m.parameters(), m.buffers())
-        )
-        read = {*map(id, itertools.chain((entry.value for entry in named.places), *tables))}
+        modules = filter(None, (*named.modules, self._owner))
+        read = named.leaves.union(id(t) for m in modules for t in (*m.parameters(), *m.buffers()))
         kept = {id(t) for t, version in self._unwritten if t._version == version} & read
         created = (self._created or {}).items()
         made = {path for path, t in created if id(t) in kept and id(t) not in self._before}

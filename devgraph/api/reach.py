@@ -257,7 +257,8 @@ class _Place:
                 yield Entry(self._at(key), self.holder, key, value)
 
     def _at(self, key: Any) -> str:
-        shown = key if isinstance(key, (tuple, *PLAIN)) else brief(key)
+        is_plain = all(isinstance(k, PLAIN) for k in (key if type(key) is tuple else [key]))
+        shown = key if is_plain else brief(key)
         return self._form.format(path=self._path, key=shown)
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
@@ -545,6 +546,7 @@ class Named:
     Attributes:
         places: the places, except those that hold Python modules of libraries. Places inside module
             containers (``torch.nn.Sequential``, ...) come last.
+        leaves: the ``id`` of each tensor and plain value that the search found.
         spaces: mappings, and the ``__dict__`` of torch modules and of user objects.
         inner: pairs (id of the holder, key) of the places that are inside module containers; for
             ``spaces`` the key is None.
@@ -589,6 +591,7 @@ class Named:
             count = len(self.names) + len(self.texts)
             self.places: list[Entry] = []
             self.spaces: list[dict[Any, Any]] = []
+            self.leaves = set[int]()
             self.inner = set[tuple[int, Any]]()
             self.whole: list[dict[Any, Any]] = []
             self.modules: list[torch.nn.Module] = []
@@ -628,6 +631,7 @@ class Named:
                     if not is_first:
                         self.inner.add(place)
                 if is_leaf:
+                    self.leaves.add(id(entry.value))
                     if isinstance(entry.value, str) and not str(entry.key).startswith("__"):
                         self.texts.add(entry.value)
                     continue

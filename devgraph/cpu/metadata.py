@@ -32,6 +32,14 @@ class UnrecordableError(Exception):
     """An operation cannot be recorded; the text is the reason, without a final period."""
 
 
+class ResizeError(UnrecordableError):
+    """An operation resizes its outputs: pairs of a tensor and its new size."""
+
+    def __init__(self, wanted: list[tuple[torch.Tensor, torch.Size]]) -> None:
+        super().__init__("an operation would resize its outputs")
+        self.wanted = wanted
+
+
 class UnknownMetadataError(UnrecordableError):
     """Fake tensors do not support the operation."""
 
@@ -253,13 +261,8 @@ def _infer(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
         [stand_in(at, value) for at, value in enumerate(args)],
         {name: stand_in(positions[name], value) for name, value in kwargs.items()},
     )
-    for tensor, other in written:
-        if tuple(other.shape) != tuple(tensor.shape):
-            raise UnrecordableError(
-                f"{plan.name} would resize its output from {tuple(tensor.shape)} to "
-                f"{tuple(other.shape)}, but memory has fixed addresses in a capture; pass an "
-                f"output of the right shape"
-            )
+    if resized := [(t, other.shape) for t, other in written if other.shape != t.shape]:
+        raise ResizeError(resized)
     return map_tensors(result, functools.partial(_layout, plan, device=device))
 
 

@@ -26,6 +26,7 @@ from devgraph.cpu.metadata import (
     Layout,
     Metadata,
     OtherDeviceError,
+    ResizeError,
     UnrecordableError,
     map_layouts,
     map_tensors,
@@ -361,17 +362,20 @@ class Recorder:
 
         It has none for empty tensors and tensors of the capture.
         """
-        is_argument = any(tensor is argument for argument in self._arguments)
-        if not is_argument and (
-            any(pool.alias(tensor) is not tensor for pool in self._pools)
-            or not tensor.untyped_storage().nbytes()
-            or any(tensor is other for n in (0, 1) for other in gc.get_objects(generation=n))
-        ):
+        if self._is_own(tensor, or_empty=True):
             return
         raise UnrecordableError(
             f"{plan.name} changes in place the layout of an argument of the step, or of a tensor "
             f"that outlives the step, but a replay would not repeat that. Call it on a view "
             f"(tensor[...])"
+        )
+
+    def _is_own(self, tensor: torch.Tensor, *, or_empty: bool = False) -> bool:
+        """Whether the step made a tensor, or whether it is ``or_empty``."""
+        return not any(tensor is argument for argument in self._arguments) and (
+            any(pool.alias(tensor) is not tensor for pool in self._pools)
+            or (or_empty and not tensor.untyped_storage().nbytes())
+            or any(tensor is other for n in (0, 1) for other in gc.get_objects(generation=n))
         )
 
     def _refuse_foreign_results(self) -> None:
@@ -401,12 +405,27 @@ class Recorder:
     def _resize(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, wanted = args[0], args[1]
         size = wanted.shape if isinstance(wanted, torch.Tensor) else torch.Size(wanted)
-        if target.shape == size:
-            return target
-        raise UnrecordableError(
-            f"{plan.name} would resize a tensor from {tuple(target.shape)} to {tuple(size)}, but "
-            f"memory has fixed addresses in a capture; allocate the final size first"
-        )
+        if target.shape != size:
+            self._give_size(plan, target, size)
+        return target
+
+    def _give_size(self, plan: OpPlan, tensor: torch.Tensor, size: torch.Size) -> None:
+        """Resize a tensor that the step made, and record a copy of its elements."""
+        if not self._is_own(tensor) or tensor.storage_offset() or not tensor.is_contiguous():
+            raise UnrecordableError(
+                f"{plan.name} would resize a tensor from {tuple(tensor.shape)} to {tuple(size)}, "
+                f"but memory has fixed addresses in a capture; allocate the final size first"
+            )
+        held, flat = self._hold(tensor).view(-1), (size.numel(),)
+        made = self._make(plan, Layout(flat, (1,), tensor.dtype), None)
+        if count := min(tensor.numel(), size.numel()):
+            copied = self._hold(made)[:count], held[:count]
+            self.append(functools.partial(torch.Tensor.copy_, *copied), self._op(plan.name))
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            tensor.set_(made.view(size))
+        if not tensor.is_inference():
+            self._made[memory_of(tensor)] = tensor._version
+            self._writes[memory_of(tensor)] = 1  # by the operation
 
     def _allocate(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._make(plan, self._metadata.infer(plan, args, kwargs), None)
@@ -459,6 +478,10 @@ class Recorder:
 
     def _compute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
+            layouts = self._metadata.infer(plan, args, kwargs)
+        except ResizeError as error:
+            for tensor, size in error.wanted:
+                self._give_size(plan, tensor, size)
             layouts = self._metadata.infer(plan, args, kwargs)
         except DataDependentError:
             layouts = violations.assumed_layouts(plan.name, args, kwargs)

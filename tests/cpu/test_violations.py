@@ -86,3 +86,29 @@ def test_a_host_read_in_a_region_is_not_told_to_move_into_one() -> None:
     with pytest.raises(HostReadError, match=r"Region \S*inner is part of the graph.*breakable"):
         dg.capture(inner, X, backend="cpu")
     assert dg.capture(inner, X, backend="cpu", policy="breakable").prove().ok
+
+
+def _grown(x: torch.Tensor) -> torch.Tensor:
+    out = (x * 2).resize_(6)
+    out[4:] = 1
+    return out * 3
+
+
+def _out_of_sort(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values, order = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    torch.sort(x, out=(values, order))
+    return values + 1, order
+
+
+def _out_of_other_size(x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(2)
+    torch.cat([x, x], out=out.resize_(0))
+    return out.add_(1)
+
+
+RESIZED = (_grown, _out_of_sort, _out_of_other_size, lambda x: (x * 1).resize_(2).add_(1))
+
+
+@pytest.mark.parametrize("fn", RESIZED)
+def test_tensor_that_the_step_made_may_be_resized(fn: Any) -> None:
+    check_replays(fn, lambda seed: [X * seed])

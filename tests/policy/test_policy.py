@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,25 @@ def test_step_without_device_work_is_refused(kit: Kit, policy: str) -> None:
     """FAULTS 26."""
     with pytest.raises(dg.EmptyCaptureError):
         kit.capture(lambda: None, policy=policy)
+
+
+GIVEN: dict[str, Any] = {
+    "argument": lambda x, y: x,
+    "views": lambda x, y: (x[1:], {"y": y.view(2, 2)}),
+    "state": lambda x, y: TABLE[x.device.type],
+}
+TABLE: dict[str, torch.Tensor] = {}
+
+
+@pytest.mark.parametrize("policy", ("full", "breakable"))
+@pytest.mark.parametrize("what", GIVEN)
+def test_step_that_returns_what_it_was_given_needs_no_work(
+    kit: Kit, policy: str, what: str
+) -> None:
+    TABLE.setdefault(kit.backend.device.type, kit.tensor(3))
+    captured = kit.capture(GIVEN[what], kit.tensor(4), kit.tensor(4, seed=1), policy=policy)
+    for seed in (2, 3):
+        x, y = kit.tensor(4, seed=seed), kit.tensor(4, seed=seed + 5)
+        kit.same(captured.replay(x, y), GIVEN[what](x, y))
+    assert captured.prove().ok
+    assert captured.info().nodes == 0

@@ -77,10 +77,12 @@ SHAPES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }
 
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "resize": (lambda x: (x * 1).resize_(9), "resize"),
-    "resizing out": (lambda x: torch.add(x, 1, out=torch.empty(2)), "resize its output"),
+    "resize": (lambda x: x.resize_(9), "resize"),
+    "resizing out": (lambda x: torch.add(x, 1, out=SHORT), "resize"),
     "sparse result": (lambda x: x.to_sparse(), "sparse"),
     "sparse argument": (lambda x: SPARSE + 1, "sparse"),
 }
+
+SHORT = torch.empty(2)
 
 SPARSE = torch.eye(3).to_sparse()

@@ -8,11 +8,9 @@ from typing import Any
 from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
     CaptureError,
-    EmptyCaptureError,
     ExecutableError,
     StateError,
     note,
-    nothing_done,
 )
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
@@ -230,10 +228,7 @@ def capture_segments(
             finish(outputs)
             scope.run_finished()
         if not scope.segments:
-            raise EmptyCaptureError(
-                "the capture recorded no device work and no eager segment"
-                + nothing_done(job.backend.device)
-            )
+            job.require_given(outputs)
     plan = BreakablePlan(scope.segments, job.pool, scope.host, check=job.check)
     plan.outputs = outputs
     return plan

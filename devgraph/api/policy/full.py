@@ -229,7 +229,10 @@ class _Full(Policy):
             with autocast_cached(caches):
                 outputs = job.call_tracked()
             outputs = job.outputs.filled(outputs)
-            session.end()
+            session.end(allow_empty=True)
+            if graph.recorded_nothing:
+                session.on_failure(graph.close)
+                job.require_given(outputs)
         plan = FullPlan(job, graph, outputs)
         plan.notes.update(scope.loops)
         return plan

@@ -11,7 +11,14 @@ import attrs
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.errors import InputTypeError, brief, finite, whole
+from devgraph.api.errors import (
+    EmptyCaptureError,
+    InputTypeError,
+    brief,
+    finite,
+    nothing_done,
+    whole,
+)
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, exact_types_refused
 from devgraph.api.marks.marks import Mark
@@ -21,6 +28,7 @@ from devgraph.api.owned import Owned
 from devgraph.api.pool import Pool
 from devgraph.api.results import Outputs
 from devgraph.api.session import Session
+from devgraph.api.tensors import memory_of, tensors_in
 
 
 @attrs.frozen(kw_only=True)
@@ -107,6 +115,14 @@ class Job:
         if self.budget is not None and self.budget.may_capture is not None:
             return self.budget.may_capture()
         return self.before_break is None
+
+    def require_given(self, outputs: Any) -> None:
+        """Raise EmptyCaptureError unless a step without work returned tensors from before it."""
+        tensors, known = tensors_in(outputs), {memory_of(t) for _, t in self.owned.everything()}
+        if not tensors or not known.issuperset(map(memory_of, tensors)):
+            raise EmptyCaptureError(
+                f"the capture recorded no device work{nothing_done(self.backend.device)}"
+            )
 
     def make_graph(self) -> DeviceGraph:
         """Return an empty graph with the reachable state of the step."""
