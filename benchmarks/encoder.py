@@ -114,7 +114,8 @@ class PackedVision:
 
 def siglip(shape: Mapping[str, Any]) -> Any:
     """Return a ``SiglipVisionModel`` of ``shape`` with random weights, on the host."""
-    importlib.import_module("devgraph.integrations.transformers")  # Fails with an install hint.
+    # This import raises an error with an install hint if transformers is missing.
+    importlib.import_module("devgraph.integrations.transformers")
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
     torch.manual_seed(0)

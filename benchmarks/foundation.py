@@ -165,8 +165,8 @@ def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]
 def measure_prepare(backend: Any, model: Model, repeats: int) -> dict[str, float]:
     """Measure the host time that an empty ``prepare`` adds to a run of one operation.
 
-    The difference is small, so calls with and without ``prepare`` alternate. The result is the
-    median over the repeats of the difference of the lower quartiles.
+    The difference is small, so calls with and without ``prepare`` alternate. Each repeat gives the
+    difference of the lower quartiles, and the result is the median of these differences.
     """
     data = inputs(BUCKET - 3, backend.device)
     runners = [

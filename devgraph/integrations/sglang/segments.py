@@ -1,4 +1,4 @@
-"""SGLang's breakable capture with segments of devgraph."""
+"""SGLang's breakable capture, whose segments are graphs of devgraph."""
 
 from __future__ import annotations
 

@@ -120,16 +120,12 @@ class CacheLayer:
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """The cache of all layers.
+    """The cache of all layers, with ``slots`` request slots of ``max_len`` rows.
 
-    Args:
-        shapes: shapes of the layers; None for layers without attention.
-        slots: number of request slots.
-        max_len: rows of a slot.
-        rows_first: lay memory out by rows instead of by heads, for a backend's own attention.
-        dtype, device: dtype and device of keys and values.
-        answers: report a length to a model that asks for one, instead of raising an error. The
-            probe has verified that the length does not change the results.
+    ``shapes`` has None for a layer without attention. ``rows_first`` lays memory out by rows
+    instead of by heads, for a backend's own attention. ``answers`` reports a length to a model that
+    asks for one, instead of raising an error; the probe has verified that the length does not
+    change the results.
     """
 
     def __init__(
@@ -440,20 +436,12 @@ def varlen_decode(
     width: int,
     max_len: int,
 ) -> Tensor:
-    """Return the attention of a decode step with lengths in device tensors.
+    """Return the attention of a decode step, ``[1, tokens, heads, value_dim]``.
 
-    The result is ``[1, tokens, heads, value_dim]``.
-
-    Args:
-        query: ``[1, heads, requests * width, head_dim]``.
-        keys: ``[kv_heads, rows, dim]`` of all slots.
-        values: as ``keys``.
-        spans: first token and first cache row of each request, int32 ``[requests + 1]``, and number
-            of rows to read, including the new tokens, int32 ``[requests]``.
-        scale: factor of the scores.
-        window: number of rows that a token attends to; None means all.
-        width: tokens of each request.
-        max_len: rows of a slot.
+    ``query`` is ``[1, heads, requests * width, head_dim]``. The ``keys`` and ``values`` of all
+    slots are ``[kv_heads, rows, dim]``. ``spans`` has three int32 tensors on the device: the first
+    token and the first cache row of each request, ``[requests + 1]`` each, and the number of rows
+    that each request reads, including its new tokens, ``[requests]``.
     """
     starts, row_starts, lengths = spans
     causal = width > 1

@@ -47,12 +47,9 @@ def _tensors(layer: Any) -> Iterator[tuple[str, int | None, Tensor]]:
 
 
 def layer_with(layer: Any, tensors: list[Tensor], *, carried: bool) -> Any:
-    """Return a copy of a cache layer with other state tensors.
+    """Return a copy of a used cache layer with other tensors, in the order of ``state_tensors``.
 
-    Args:
-        layer: a layer that has been used, so that its tensors exist.
-        tensors: new tensors, in the order of ``state_tensors``.
-        carried: whether the tensors hold the state of earlier tokens.
+    ``carried`` states whether the tensors hold the state of earlier tokens.
     """
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
