@@ -443,7 +443,7 @@ class DeviceGraph(abc.ABC):
         return self._loop(body, going)
 
     def select(self, host: Mapping[Mark, dict[str, Any]], key: Hashable = None) -> None:
-        """Make the next launch use the values ``host`` of marks. An unchanged key has no effect.
+        """Make the next launch use ``host``, the values by mark. An unchanged key has no effect.
 
         ``key`` is ``key_of(host)``, if the caller has it.
         """

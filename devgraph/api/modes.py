@@ -103,7 +103,7 @@ class Stack:
             yield
             return
         below = list(itertools.takewhile(_is_own, before))
-        above = filter(_is_own, before[len(below) :])  # see operations before the user's modes
+        above = filter(_is_own, before[len(below) :])  # devgraph's modes see operations first
         self.rebuild([*below, *modes, *above])
         try:
             yield

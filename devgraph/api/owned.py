@@ -279,7 +279,7 @@ class Owned:
                 self._fn(*copied[: self.count], **kwargs, **host)
             made_now = [pair for change in before.changes() for pair in change.tensors]
             found = [path for path, t in made_now if path in made and origins.include(t)]
-        except Exception as error:  # of a step that cannot repeat its first run
+        except Exception as error:  # the step cannot repeat its first run
             logger.debug("the first run was not repeated: %s", error)
         finally:
             after.put_back(plain=True)

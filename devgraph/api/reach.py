@@ -499,7 +499,7 @@ def _write(holder: Any, key: Any, value: Any) -> None:
     elif value is ABSENT:
         object.__delattr__(holder, key)
     else:
-        object.__setattr__(holder, key, value)  # also of a frozen class
+        object.__setattr__(holder, key, value)  # works for frozen classes too
 
 
 def _with_nested(
@@ -572,7 +572,7 @@ class Named:
         self._sizes = [(holder, len(holder)) for holder in (*self.spaces, *held)]
 
     def is_current(self) -> bool:
-        """Whether no place and no number of places in an object changed since the search."""
+        """Whether all places, and their number in each object, are as the search found them."""
         return all(entry.now() is entry.value for entry in self.places) and all(
             len(holder) == size for holder, size in self._sizes
         )

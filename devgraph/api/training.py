@@ -545,7 +545,7 @@ def make_graphed_callables(
             wrong = [name for name, b in function.named_buffers() if b.requires_grad]
             if wrong:
                 raise InputError(f"buffer {wrong[0]!r} requires gradients; make it a parameter")
-        if pool is None:  # of the backend of the first tensor's device
+        if pool is None:  # the device of the first tensor decides the backend
             backend = get_backend("auto")
             if leaves and leaves[0][1].device.type != backend.device.type:
                 backend = get_backend(leaves[0][1].device.type)

@@ -83,7 +83,7 @@ def rebuilt(node: Any, children: Iterable[Any]) -> Any:
         return made
     names = [name for name in fields_of(node) if hasattr(node, name)]
     for name, child in zip(names, children, strict=True):
-        object.__setattr__(made, name, child)  # also of a frozen class
+        object.__setattr__(made, name, child)  # works for frozen classes too
     return made
 
 

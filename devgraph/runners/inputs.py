@@ -256,7 +256,7 @@ class Staging:
         for shape, dtype in layouts:
             offsets.append(total)
             total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        with torch.inference_mode(False):  # Outside of it, inference tensors are read-only.
+        with torch.inference_mode(False):  # Inference tensors could not be written later.
             self._host, self._twin = memory.blocks(total)
             self._packed = _cut(self._host, offsets, layouts)
             self._sent = _cut(self._twin, offsets, layouts)

@@ -151,13 +151,13 @@ class CopyPlan:
             torch._foreach_copy_(group.targets, sources[group.first : group.last] + group.pads)
         for part, value in self._fills:
             part.fill_(value)
-        if self._repeats:  # The real rows must be copied before.
+        if self._repeats:  # after the real rows were copied
             torch._foreach_copy_(self._repeats, self._repeated)
 
     def _recognised(self, inputs: Mapping[str, Any]) -> Values | None:
         """Return the inputs in the order of the copies, or None if they need a full check.
 
-        Inputs need none if they are like the last checked inputs and not in the static buffers.
+        Inputs like the last checked ones need no check unless they are in the static buffers.
         """
         try:
             selected = self._select(inputs)

@@ -1,17 +1,4 @@
-"""Options of runners: the phase configuration and the engine's own keywords.
-
-Limits on graphs; the first four are keys of the phase configuration:
-
-| limit | unit | applies to | beyond the limit |
-|---|---|---|---|
-| ``graph_budget_bytes`` | bytes | captures and request state | the remaining buckets are dropped |
-| ``time_budget_s`` | seconds | captures | the remaining buckets are dropped |
-| ``executable_budget`` | bytes or share | executables | the least recently used are evicted |
-| ``miss_budget`` | recordings | new keys under ``full`` | steps with new keys run in segments |
-| ``max_graphs`` (option) | graphs | captures | the least recently used graph is closed |
-
-In ``dg.capture``, an ``UpdateBudget`` takes the place of ``miss_budget`` and also limits copies.
-"""
+"""Options of runners: the phase configuration and the engine's own keywords."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class Step:
         tensors = self.inputs.eager_views(inputs, size)
         self.clock.now += 1
         if self.gates:
-            self.pool.order()  # Launches with gates must follow each other.
+            self.pool.order()  # Launches with gates must not overlap.
         with self.gates.launch():
             return self.call_eagerly(self.whole, tensors, size, host, options)
 

@@ -383,8 +383,8 @@ class PhaseConfig:
     )
     graph_budget_bytes: int | None = _key(
         optional(_COUNT),
-        "Maximum device memory of the captures of this phase. Buckets that exceed it are dropped. "
-        "If null, there is no limit.",
+        "Maximum device memory of the captures and the request state of this phase. Buckets that "
+        "exceed it are dropped. If null, there is no limit.",
         default=None,
     )
     time_budget_s: float | None = _key(

@@ -182,7 +182,7 @@ class MarkedCall:
         """Vendor data: node set, tape span or task-group handle."""
         self.nodes: range | None = None
         """The nodes of the call in the graph, if the backend reports them."""
-        with torch._C.DisableTorchFunction():  # the step does not make these queries
+        with torch._C.DisableTorchFunction():  # user code must not see these queries
             self.args: tuple[Any, ...] = pytree.tree_map(alias, args, is_leaf=is_size)
             self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs, is_leaf=is_size)
             placed = [leaf for leaf in self.tensors if has_place(leaf)]

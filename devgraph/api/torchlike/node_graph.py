@@ -536,7 +536,7 @@ class NodeBackend(TorchBackend):
     def loop_stream(self) -> Any:
         """The stream for captures of loop bodies; never the capture stream."""
         if self._loop_stream is None:
-            streams = [self.namespace.Stream(self._device) for _ in range(2)]  # two distinct ones
+            streams = [self.namespace.Stream(self._device) for _ in range(2)]
             self._loop_stream = next(s for s in streams if s != self.capture_stream)
         return self._loop_stream
 
