@@ -355,9 +355,9 @@ class Captured:
                 rows.append((index, repr(segment).strip("<>"), None, None, None))
         spent = [(name, f"{seconds:.3f} s") for name, seconds in self.phases.items()]
         columns = ("#", "segment", "nodes", "updatable regions", "bytes")
-        return html.table(
-            f"policy {self.policy} on {self.backend.name}", columns, rows
-        ) + html.table("time and counters", ("", ""), [*spent, *self.stats().items()])
+        spent += [(name, value) for name, value in self.stats().items() if value]
+        segments = html.table(f"policy {self.policy} on {self.backend.name}", columns, rows)
+        return segments + html.table("time and counters", ("", ""), spent)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of the policy, such as hits and misses of updates."""

@@ -126,7 +126,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     try:
         text = sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name.
-        raise CommandError(f"cannot read {name}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise CommandError(f"cannot read {name}: {why}") from error
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
         raise CommandError(f"there is no prompt in {name}; write one per line")

@@ -235,7 +235,8 @@ class HostArgs:
         for name in given:
             if name not in self.declared:
                 raise HostArgumentError(
-                    f"unknown host argument {name!r}. {did_you_mean(str(name), self.declared)}"
+                    f"unknown host argument {name!r}. {did_you_mean(str(name), self.declared)} "
+                    f"Declare others in host_args=."
                 )
         if not self._slots:
             return self._plain.checked(given)

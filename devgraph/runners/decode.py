@@ -52,7 +52,7 @@ class DecodeRunner(Runner):
         capacity = whole("max_requests", max_requests, 1, ConfigError)
         if loop is not None and not isinstance(loop, Loop):
             raise ConfigTypeError(f"loop of a decode runner must be a dg.Loop, got {brief(loop)}")
-        chosen = Options.of("decode", capacity, options)
+        chosen = Options.of("decode", capacity, options, DecodeRunner)
         width = max(variant.get("width", 1) for variant in chosen.variants.values())
         state = chosen.make_state(capacity, width)
         slots = check_slots(

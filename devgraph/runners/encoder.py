@@ -109,7 +109,7 @@ class EncoderRunner(Runner):
     ) -> None:
         sizes = Buckets.of(budgets, phase="encoder", maximum=2**63)
         capacity = sizes.maximum
-        chosen = Options.of("encoder", capacity, options)
+        chosen = Options.of("encoder", capacity, options, EncoderRunner)
         settings = chosen.config
         if chosen.state:
             raise ConfigError("an encoder runner keeps no state between runs; leave state= out")

@@ -190,7 +190,7 @@ class Graphs:
             if name not in self._option_names:
                 raise InputError(
                     f"variant {brief(dict(variant))}: no declared variant has {name!r}. "
-                    f"{did_you_mean(name, self._option_names)}"
+                    f"{did_you_mean(name, self._option_names)} Declare it in variants=."
                 )
         check_values(variant, InputError)
         return variant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,6 +15,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import (
+    KEYS,
     PHASES,
     DeviceGraphWarning,
     PhaseConfig,
@@ -181,7 +183,9 @@ class Options:
         )
 
     @classmethod
-    def of(cls, phase: Phase, capacity: int, given: Mapping[str, Any]) -> Options:
+    def of(
+        cls, phase: Phase, capacity: int, given: Mapping[str, Any], runner: Callable[..., Any]
+    ) -> Options:
         """Check the keywords of a runner, and apply the environment and compatibility rules.
 
         Raises:
@@ -196,8 +200,11 @@ class Options:
                     "that they are restored after warm-up and capture, or declare the state of "
                     "requests (state=[dg.StateSlot(...)])"
                 )
+            if name in KEYS and name not in names:
+                raise ConfigError(f"{name!r} is a key of config: pass config={{{name!r}: ...}}")
             if name not in names:
-                raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, names)}")
+                known = {*names, *inspect.signature(runner).parameters} - {"options"}
+                raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, known)}")
         config = settings_of(given.get("config"), phase, capacity)
         variants = check_variants(given.get("variants", [{}]), with_width=phase == "decode")
         backend = given.get("backend", "auto")

@@ -71,7 +71,7 @@ class PrefillRunner(Runner):
     ) -> None:
         capacity = whole("max_tokens", max_tokens, 1, ConfigError)
         requests = whole("max_requests", max_requests, 1, ConfigError)
-        chosen = Options.of("prefill", capacity, options)
+        chosen = Options.of("prefill", capacity, options, PrefillRunner)
         settings = chosen.config
         state = chosen.make_state(requests)
         slots = check_slots(inputs, (), None if state is None else state.input)

@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import re
+import textwrap
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,6 +196,14 @@ class _Plugin:
     def _lacks(self, item: pytest.Item, missing: Sequence[str]) -> str:
         return f"backend {self.name_for(item)!r} does not declare {', '.join(missing)}"
 
+    def _reasons(self, row: _Row) -> str:
+        """Return the reasons of skips, with one list of all undeclared capabilities."""
+        start = f"backend {self.name!r} does not declare "
+        lacks = [text.removeprefix(start) for text in row.reasons if text.startswith(start)]
+        names = ", ".join(sorted({name for text in lacks for name in text.split(", ")}))
+        others = [text for text in row.reasons if not text.startswith(start)]
+        return "; ".join([*[f"undeclared: {names}"] * bool(names), *others])
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
@@ -271,13 +280,18 @@ class _Plugin:
             row.declared = name == _CORE or bool(getattr(capabilities, name))
         if self._report is not None:
             self._write_report(self._report, rows, failures)
-        write = terminalreporter.write_line
         terminalreporter.section(f"devgraph: results of {self.name!r}", sep="-")
+        width = terminalreporter.config.get_terminal_writer().fullwidth
+
+        def write(text: str) -> None:
+            for line in textwrap.wrap(text, width, subsequent_indent=" " * 21):
+                terminalreporter.write_line(line)
+
         write(f"{'capability':<20} {'declared':<8} {'proved':>6} {'failed':>6} {'skipped':>7}")
         for name, row in rows.items():
             says = "yes" if row.declared else "no"
             figures = f"{row.proved:>6} {row.failed:>6} {row.skipped:>7}"
-            write(f"{name:<20} {says:<8} {figures}  {'; '.join(row.reasons)}".rstrip())
+            write(f"{name:<20} {says:<8} {figures}  {self._reasons(row)}".rstrip())
             if row.failed:
                 write(f"{'':<20} implement or fix: {', '.join(_hooks(name))}")
                 own = [one["faults"] for one in failures if name in one["capabilities"]]
@@ -285,7 +299,7 @@ class _Plugin:
                     links = ", ".join(f"#row-{number}" for number in numbers)
                     write(f"{'':<20} likely causes: docs/faults.md {links}")
             elif not row.declared and row.proved and not row.skipped:
-                write(
+                terminalreporter.write_line(
                     f"devgraph: backend {self.name!r} does not declare {name} and passes all "
                     f"{row.proved} tests of it; consider declaring it"
                 )

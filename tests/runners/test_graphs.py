@@ -197,6 +197,8 @@ def test_a_decision_that_does_not_fit_is_refused():
         runner.run({"x": rows_of_x(3)}, decision=runner.can_run(2))
     with pytest.raises(dg.StateError, match="here decode .*not captured"):
         runner.run({"x": rows_of_x(1)}, decision=Decision(Reason.GRAPH, GraphKey((), 3)))
-    with pytest.raises(dg.InputError, match="for an empty batch, but the batch has 1 requests"):
+    with pytest.raises(
+        dg.InputError, match="for an empty batch, but the batch has 1 request, 1 token"
+    ):
         runner.run({"x": rows_of_x(1)}, decision=runner.can_run(0))
     assert runner.stats().steps == 0

@@ -62,6 +62,15 @@ def test_a_name_that_is_not_a_text_is_refused(name: Any) -> None:
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(dg.ConfigError, match="unknown runner option 'max_graph'.*max_graphs"):
         double_runner(max_graph=3)
+    with pytest.raises(dg.ConfigError, match="Known: .*loop,.*outputs,.*Did you mean 'outputs'"):
+        double_runner(output=dg.OutputSlot())
+
+
+def test_keys_and_modes_in_the_place_of_options_are_answered_with_their_place() -> None:
+    with pytest.raises(dg.ConfigError, match=r"key of config: pass config=\{'buckets': ...\}"):
+        double_runner(buckets=[1])
+    with pytest.raises(dg.ConfigTypeError, match=r"mapping of keys .*got \{'decode': 'full'\}"):
+        double_runner(config={"decode": "full"})
 
 
 @pytest.mark.parametrize(

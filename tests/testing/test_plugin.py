@@ -205,9 +205,11 @@ def test_session_ends_with_what_was_proved_and_what_to_implement(run):
             "the contract itself *yes * 1 * 0 * 0",
             "region_update *yes * 0 * 1 * 0",
             "*implement or fix: DeviceGraph._record, DeviceGraph._apply",
-            "streams *no * 1 * 0 * 1  backend 'fake' does not declare streams",
+            "streams *no * 1 * 0 * 1  undeclared: streams",
         ]
     )
+    table = result.stdout.str().partition("results of 'fake'")[2].partition("\n==")[0]
+    assert max(map(len, table.splitlines()[1:])) <= 80
 
 
 HOOKLESS = """

@@ -466,11 +466,11 @@ def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: st
         return _DEFAULTS[phase]
     if isinstance(config, str):
         return PhaseConfig(policy=config)
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) and phase not in config:  # else it is a whole mode
         check_names(phase, config, KEYS, what="key")
         chosen = {"policy": RUNNER_POLICY[phase], **config}
         return PhaseConfig(**chosen, explicit=frozenset(config))
     raise ConfigTypeError(
         f"the configuration of {phase} must be one phase such as DeviceGraphConfig().decode, a "
-        f"policy name or a mapping, got {type(config).__name__}"
+        f"policy name or a mapping of keys such as {{'buckets': [1, 2]}}, got {brief(config)}"
     )

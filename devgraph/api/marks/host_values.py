@@ -264,7 +264,8 @@ class HostSpec:
         for name in given:
             if name not in self.declared:
                 raise HostArgumentError(
-                    f"unknown host argument {name!r}. {did_you_mean(name, self.declared)}"
+                    f"unknown host argument {name!r}. {did_you_mean(name, self.declared)} "
+                    f"Declare others in host_args=."
                 )
         return {name: _same_kind(name, self.declared[name], given[name]) for name in given}
 
@@ -325,7 +326,7 @@ def _same_kind(name: str, captured: Any, value: Any) -> Any:
         return value
     raise HostArgumentError(
         f"host argument {name!r} had the type {kind.__name__} at capture, but now has the type "
-        f"{type(value).__name__} ({brief(value)})."
+        f"{type(value).__name__} ({brief(value)}); convert it, or capture again"
     )
 
 
