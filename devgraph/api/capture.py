@@ -341,8 +341,8 @@ class Captured:
             lines.append(f"  {index}: {about[0]}")
             lines.extend(f"  {line}" for line in about[1:])
         spent = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
-        counts = ", ".join(f"{name} {value}" for name, value in self.stats().items() if value)
-        return "\n".join([*lines, f"  phases: {spent}", *[f"  counters: {counts}"] * bool(counts)])
+        counts = ", ".join(f"{name}: {round(n, 3)}" for name, n in self.stats().items() if n)
+        return "\n".join([*lines, f"  phases: {spent}", *[f"  {counts}"] * bool(counts)])
 
     def _repr_html_(self) -> str:
         rows: list[tuple[object, ...]] = []

@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 
-from devgraph.api.errors import (
-    HostArgumentError,
-    InputError,
-    InputTypeError,
-    brief,
-    counted,
-    did_you_mean,
-)
+from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.owned import Owned, require_place
 from devgraph.api.reach import PLAIN, Named, is_array
@@ -54,7 +47,7 @@ class Inputs:
         """Check the inputs of a replay; return the pairs to copy and the host arguments."""
         if len(given) > self._count:
             raise InputError(
-                f"got {counted(len(given), 'input')} for {counted(self._count, 'bound argument')}; "
+                f"there are more inputs ({len(given)}) than bound arguments ({self._count}); "
                 f"bound arguments take new data in their order, and host arguments by name."
             )
         pairs: list[Pair] = []

@@ -292,11 +292,7 @@ class _Place:
 
 
 _ATTRIBUTE, _ITEM, _NAME, _WHOLE = "{path}.{key}", "{path}[{key!r}]", "{key}", "{path}"
-_CLOSED: tuple[type, ...] = (
-    types.GeneratorType,
-    functools._lru_cache_wrapper,
-    queue.SimpleQueue,
-)
+_CLOSED: tuple[type, ...] = (types.GeneratorType, functools._lru_cache_wrapper, queue.SimpleQueue)
 """Types of Python objects that hold values in places that cannot be assigned."""
 
 

@@ -95,13 +95,12 @@ class Options:
         """Add the options that name a function, its arguments and its host arguments."""
         text = "the function; MODULE is an importable module or the path of a .py file"
         self("target", text, metavar="MODULE:FUNCTION", **more)
-        self(
-            "--inputs",
+        text = (
             "a function without parameters that returns the arguments of the target: a tuple, a "
             "dictionary of keyword arguments, or a pair of both (default: no arguments). Without "
-            "MODULE, the function is in the module of the target",
-            metavar="MODULE:FUNCTION",
+            "MODULE, the function is in the module of the target"
         )
+        self("--inputs", text, metavar="MODULE:FUNCTION")
         text = "a host argument and its value at capture, a Python literal; may be repeated"
         self("--host-arg", text, action="append", default=[], metavar="NAME=VALUE")
 

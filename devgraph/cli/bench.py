@@ -113,10 +113,8 @@ def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> in
     backend = get_backend(args.backend)
     sizes = {name: getattr(args, name) or size for name, (size, _) in SIZES.items()}
     kv_len = args.kv_len or sizes["window"] // 2 or 1
-    if kv_len > sizes["window"]:
-        raise CommandError(
-            f"--kv-len must be from 1 to the window of {sizes['window']}, got {kv_len}"
-        )
+    if kv_len > (most := sizes["window"]):
+        raise CommandError(f"--kv-len must be from 1 to the window of {most}, got {kv_len}")
     with torch.inference_mode():
         measured = _measure(backend, sizes, kv_len, args, peers or {})
     report = {
@@ -159,19 +157,12 @@ def _measure(
     frozen: list[Contender] = []  # These replay only at the length of the capture.
     absent: dict[str, str] = {}
     failed: dict[str, str] = {}
+    record = functools.partial(capture, model, ids, row, host_args={"kv_len": kv_len})
     with contextlib.ExitStack() as captures:
         with working("capturing"):
             for name, policy, compiler in _ways(backend, args):
                 try:
-                    captured = capture(
-                        model,
-                        ids,
-                        row,
-                        policy=policy,
-                        compiler=compiler,
-                        backend=backend,
-                        host_args={"kv_len": kv_len},
-                    )
+                    captured = record(policy=policy, compiler=compiler, backend=backend)
                 except CapabilityError as error:
                     absent[name] = str(error)
                 except CaptureError as error:
@@ -185,10 +176,9 @@ def _measure(
             for name, make in peers.items():
                 replay = make(backend, model, ids, row, kv_len)
                 if replay is not None:
-                    turns = _in_turn(kv_len)
-                    contenders.append(
-                        Contender(name=name, call=replay, lengths=turns, figures=_NOTHING)
-                    )
+                    peer = Contender(name=name, call=replay, lengths=_in_turn(kv_len))
+                    peer.figures = _NOTHING
+                    contenders.append(peer)
         # Compare on new data and another length.
         model.fill_caches()  # Captures wrote to the caches.
         ids.copy_((ids + 1) % sizes["vocabulary"])
@@ -198,10 +188,9 @@ def _measure(
         for contender in contenders:
             length = kv_len if contender in frozen else other
             contender.compare(expected[length], contender.call(kv_len=length))
+        lasting = {"steps": args.steps, "repeats": args.repeats}
         with working("timing"):
-            rows, refused = time_in_turns(
-                backend, contenders, steps=args.steps, repeats=args.repeats
-            )
+            rows, refused = time_in_turns(backend, contenders, **lasting)
     return {"rows": rows, "absent": absent | refused, "failed": failed}
 
 
@@ -238,13 +227,9 @@ def _replays(
             *(max(1, kv_len - i) for i in range(min(4, kv_len)))
         )
         lengths[f"{name}, new length in each step"] = lambda: fresh
-    info = captured.info()
-    figures = {
-        "capture_seconds": captured.capture_seconds,
-        "pool_bytes": captured.pool.bytes,
-        "segments": info.segments,
-        "nodes": info.nodes,
-    }
+    info, seconds = captured.info(), captured.capture_seconds
+    numbers = seconds, captured.pool.bytes, info.segments, info.nodes
+    figures = dict(zip(_NOTHING, numbers, strict=True))
     return [
         Contender(name=name, call=captured.replay, lengths=turns, figures=figures, exact=exact)
         for name, turns in lengths.items()
@@ -274,19 +259,14 @@ def _print(report: dict[str, Any]) -> None:
         ],
         numbers=("host", "wall", "host vs eager", "wall vs eager"),
     )
+    captures = {row["name"]: [row[figure] for figure in _NOTHING] for row in rows}
     print_table(
         "captures",
         ("", "capture", "memory", "segments", "nodes"),
         [
-            (
-                row["name"],
-                time_text(row["capture_seconds"]),
-                format_bytes(row["pool_bytes"]),
-                row["segments"],
-                row["nodes"],
-            )
-            for row in rows
-            if row["segments"] is not None
+            (name, time_text(seconds), format_bytes(size), segments, nodes)
+            for name, (seconds, size, segments, nodes) in captures.items()
+            if segments is not None
         ],
         numbers=("capture", "memory", "segments", "nodes"),
     )

@@ -206,15 +206,8 @@ def _declared(kind: type[Backend], name: str) -> str:
 
 def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
     """Return a backend and the results of its probes as JSON values."""
-    found = {
-        **attrs.asdict(info),
-        "torch_device": "",
-        "memory": None,
-        "capabilities": {},
-        "lacks": {},
-        "details": {},
-        "probes": [],
-    }
+    found = {**attrs.asdict(info), "torch_device": "", "memory": None}
+    found |= {"capabilities": {}, "lacks": {}, "details": {}, "probes": []}
     if not info.available:
         return found
     try:
@@ -287,17 +280,8 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
         "backends",
         ("name", "available", "device", "memory", "version"),
         [
-            (
-                entry["name"],
-                entry["available"],
-                entry["torch_device"] or None,
-                entry["memory"]
-                and "{free} free of {total}".format(
-                    **{name: format_bytes(size) for name, size in entry["memory"].items()}
-                ),
-                entry["version"] or None,
-            )
-            for entry in checked
+            (e["name"], e["available"], e["torch_device"] or None, _memory(e), e["version"] or None)
+            for e in checked
         ],
     )
     for entry in checked:
@@ -322,6 +306,11 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
             say(f"all declared capabilities work on: {usable}")
         else:
             say("none of the requested backends is usable here: see the missing packages above")
+
+
+def _memory(entry: dict[str, Any]) -> str | None:
+    sizes = entry["memory"]
+    return sizes and f"{format_bytes(sizes['free'])} free of {format_bytes(sizes['total'])}"
 
 
 logger = logging.getLogger(__name__)

@@ -103,10 +103,7 @@ def _timed(captured: Captured, target: Target) -> list[list[float]]:
 def _part(index: int, segment: Any, walls: list[float]) -> _Part:
     quarter = _RUNS // 4
     part = functools.partial(
-        _Part,
-        index=index,
-        seconds=statistics.median(walls),
-        spread=tuple(walls[quarter:-quarter]),
+        _Part, index=index, seconds=statistics.median(walls), spread=tuple(walls[quarter:-quarter])
     )
     if not isinstance(segment, DeviceGraph):
         return part(kind="eager", name=repr(segment).strip("<>"))

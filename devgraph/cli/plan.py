@@ -113,12 +113,10 @@ def _plan_groups(
             backend=declaration(group.backend) or Backend,
             facts=group.facts,
             group=planned.to_dict(),
+            resolution=None if planned.error else planned.resolution,
+            error=planned.error,
         )
-        if planned.error is None:
-            plan = _estimated(attrs.evolve(plan, resolution=planned.resolution), args, sizes)
-        else:
-            plan = attrs.evolve(plan, error=planned.error)
-        yield plan
+        yield plan if plan.error else _estimated(plan, args, sizes)
 
 
 def _facts(given: list[str]) -> EngineFacts:

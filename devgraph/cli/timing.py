@@ -40,10 +40,7 @@ def seconds_per_call(call: Callable[[], object], backend: Backend, *, calls: int
 
 def median(timings: Sequence[Timing]) -> Timing:
     """Return the median of the host times and the median of the wall times."""
-    return Timing(
-        statistics.median(timing.host for timing in timings),
-        statistics.median(timing.wall for timing in timings),
-    )
+    return Timing(*map(statistics.median, zip(*map(attrs.astuple, timings), strict=True)))
 
 
 def say_cautions(walls: Mapping[str, Sequence[float]], *, on_cpu: bool) -> None:

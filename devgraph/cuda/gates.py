@@ -30,11 +30,7 @@ MemOp = structure(
     reserved2=c_uint64,
 )
 NodeParams = structure(
-    "CUDA_BATCH_MEM_OP_NODE_PARAMS",
-    context=c_void_p,
-    count=c_uint,
-    ops=c_void_p,
-    flags=c_uint,
+    "CUDA_BATCH_MEM_OP_NODE_PARAMS", context=c_void_p, count=c_uint, ops=c_void_p, flags=c_uint
 )
 
 

@@ -10,13 +10,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.errors import (
-    ConfigError,
-    InputError,
-    InputTypeError,
-    brief,
-    did_you_mean,
-)
+from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.runners.outputs import LeasedTensor, released
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, Size, raw, raw_dtype, raw_value
 

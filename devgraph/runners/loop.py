@@ -15,15 +15,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import (
-    CaptureError,
-    ConfigError,
-    ConfigTypeError,
-    InputError,
-    brief,
-    counted,
-    whole,
-)
+from devgraph.api.errors import CaptureError, ConfigError, ConfigTypeError, InputError, brief, whole
 from devgraph.api.marks.gates import turns
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.api.process import several_ranks
@@ -146,7 +138,7 @@ class Loop:
             if kind is not None and (repeat := repeater(why)) is not None:
                 if kind not in layouts:
                     raise CaptureError(
-                        f"a loop of {counted(kind[0], 'request')} has not run yet; run it once "
+                        f"the loop has not run with {kind[0]} of its request slots; run it once "
                         f"before capture."
                     )
                 return _repeated(step, self.steps, batch.running, repeat, layouts[kind])
@@ -172,8 +164,8 @@ class Loop:
             or finished.shape != batch.running.shape
         ):
             raise ConfigTypeError(
-                f"done of a loop must return a bool tensor with one entry for each of the "
-                f"{counted(batch.requests, 'request')}, got {brief(finished)}"
+                f"done of a loop must return a bool tensor with one entry for each request "
+                f"({batch.requests}), got {brief(finished)}"
             )
         return finished
 

@@ -19,14 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.errors import (
-    ConfigError,
-    ConfigTypeError,
-    InputError,
-    StaleOutputError,
-    brief,
-    counted,
-)
+from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, StaleOutputError, brief
 from devgraph.api.results import ResultCheck
 from devgraph.api.tensors import has_place
 from devgraph.runners.decisions import Variant
@@ -308,7 +301,7 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
         if got != rows:
             raise ConfigError(
                 f"output {path} has shape {tuple(value.shape)} for {size}, but is declared with "
-                f"rows={slot.rows!r} along dim {slot.dim}, which needs {counted(rows, 'row')}. "
+                f"rows={slot.rows!r} along dim {slot.dim}, which needs {rows} rows. "
                 f"Correct rows= ('requests', 'tokens' or None) or dim= of its OutputSlot."
             )
     return _Leaf(path, tuple(value.shape), value.dtype, slot)

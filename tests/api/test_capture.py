@@ -102,7 +102,12 @@ MISFITS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]]
     "no tensor": ((3,), {}, dg.InputTypeError, "input 'x' is 3"),
     "value": ((torch.ones(3), 3), {}, dg.InputError, "'factor' is 3 and was 2 at capture"),
     "structure": (([torch.ones(3)],), {}, dg.InputTypeError, "the same structure"),
-    "too many": ((torch.ones(3), 2, 3), {}, dg.InputError, "got 3 inputs for 2 bound arguments"),
+    "too many": (
+        (torch.ones(3), 2, 3),
+        {},
+        dg.InputError,
+        "more inputs .3. than bound arguments .2.",
+    ),
     "twice": ((torch.ones(3),), {"x": torch.ones(3)}, dg.InputError, "given twice"),
     "name": ((), {"X": torch.ones(3)}, dg.HostArgumentError, "Known: factor, x. Did you mean 'x'"),
 }

@@ -6,12 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from devgraph.api.device import raise_if_lost
-from devgraph.api.errors import (
-    CaptureError,
-    ExecutableError,
-    StateError,
-    note,
-)
+from devgraph.api.errors import CaptureError, ExecutableError, StateError, note
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.gates import open_recorded

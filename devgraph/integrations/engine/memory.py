@@ -62,8 +62,7 @@ class GraphMemory:
         able = self.backend.capabilities.releasable_memory
         if self.releasable and not able:
             logger.warning(
-                "backend %s cannot release graph memory while the engine sleeps",
-                self.backend.name,
+                "backend %s cannot release graph memory while the engine sleeps", self.backend.name
             )
         pool = own_pool(self.backend, None, releasable=self.releasable and able)
         for limit in self.limits:
