@@ -20,6 +20,7 @@ from devgraph.api.tensors import (
     byte_range,
     effective_strides,
     fits,
+    has_place,
     overlaps_itself,
     overwrite,
     share_memory,
@@ -256,6 +257,13 @@ def _merged(bound: Any, value: Any) -> Any:
 
     Where the structures differ, the result has the part of ``bound``, which is refused later.
     """
+    if bound is None and type(value) is torch.Tensor and has_place(value):
+        with torch.inference_mode(False), torch.no_grad():
+            static: Any = _clone(value)
+        static._devgraph_was_none = True
+        return static.requires_grad_(value.requires_grad)
+    if value is None and hasattr(bound, "_devgraph_was_none"):
+        return None
     if all(map(_is_plain, (bound, value))):
         return value if (children_of(bound) is None) is (children_of(value) is None) else bound
     own, given = children_of(bound), children_of(value) if same_kind(bound, value) else None
@@ -277,6 +285,8 @@ _VALUES = (bytes, enum.Enum, numbers.Number, torch.dtype, torch.device, torch.Si
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the plain attributes that a user gave a tensor."""
     held = vars(tensor)
+    if tensor.is_quantized:  # copies transfer the integers only
+        held = {**held, "quantizer": repr(tensor).rpartition("scheme=")[2]}
     return {k: v for k, v in held.items() if k[0] != "_" and isinstance(v, PLAIN)} if held else held
 
 

@@ -655,6 +655,8 @@ class Named:
                     yield Entry(path, None, None, value.__wrapped__)
                 return
             self._use(value)
+            if value.__defaults__:
+                yield Entry(f"{path}.__defaults__", value, "__defaults__", value.__defaults__)
             yield from _environment(value.__code__)
             space = value.__globals__
             for name in sorted(globals_in(value.__code__) - space.keys() - _BUILTINS):
@@ -665,6 +667,11 @@ class Named:
             own = ((m._forward_pre_hooks, m._forward_hooks) for m in called)
             for table in itertools.chain(_OF_ALL_MODULES, *own):
                 yield from (Entry(path, None, None, hook) for hook in table.values())
+        elif isinstance(value, operator.attrgetter | operator.methodcaller):
+            keys = {part for name in value.__reduce__()[1] for part in str(name).split(".")}
+            self.names |= keys
+            self._read |= keys
+            return
         elif isinstance(value, types.ModuleType):
             held = vars(value)
             names = sorted(held.keys() & self.names)
@@ -685,7 +692,7 @@ class Named:
         is_indexed = isinstance(value, dict) and path.rpartition(".")[2] in self._indexed
         for entry in _members(path, value, False):
             if isinstance(entry.value, type) and entry.holder is None and not is_function:
-                implicit = () if id(value) in self._receivers else _IMPLICIT
+                implicit = _IMPLICIT - ({"__call__"} if id(value) in self._receivers else set())
                 yield from self._of_class(entry.value, implicit)
             elif (
                 not isinstance(entry.key, str)

@@ -60,6 +60,8 @@ class StaticInputs:
         static: torch.Tensor = leaf
         if not isinstance(leaf, torch.nn.Parameter):
             require_place("a tensor of the call", leaf)
+            if leaf.is_quantized:
+                raise CaptureError("a tensor of the call is quantized: pass q.int_repr() instead")
             if names := [name for name in vars(leaf) if not name.startswith("_")]:
                 raise CaptureError(
                     f"a tensor of the call has attributes ({', '.join(names)}), which its static "

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from devgraph.api.tensors import tensors_in
 from devgraph.cpu.ops import OpPlan
 
 logger = logging.getLogger(__name__)
@@ -93,12 +94,18 @@ _UNFAITHFUL = {
 """Operations whose fake results differ from those of the kernels."""
 
 
-def _require_plain(tensor: torch.Tensor, subject: str = "") -> None:
-    if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested):
-        return
+class _OddTensorError(Exception):
+    """An argument has no plain memory."""
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def _odd(tensor: torch.Tensor, subject: str) -> UnrecordableError:
     kind = "quantized" if tensor.is_quantized else tensor.layout
     kind = "nested" if tensor.is_nested else kind
-    raise UnrecordableError(
+    return UnrecordableError(
         f"{subject}a {kind} tensor, but a graph needs tensors with plain memory at fixed "
         f"addresses. Use a plain, dense tensor, or call the operation in a function marked "
         f"@dg.no_graph"
@@ -109,7 +116,8 @@ def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not value.is_cpu:
             raise OtherDeviceError(value.device)
-        _require_plain(value, "an argument is ")
+        if not _is_plain(value):
+            raise _OddTensorError
         return (value.dtype, value.shape, value.stride())
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
@@ -149,9 +157,13 @@ class Metadata:
         Raises DataDependentError, OtherDeviceError, or UnrecordableError (the operation resizes an
         argument, a tensor is not dense, or torch cannot determine the result).
         """
-        named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
+        try:
+            named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
+            given = _key(args)
+        except _OddTensorError:
+            return _ask_odd(plan, args, kwargs)
         with_grad = plan.depends_on_grad and torch.is_grad_enabled()
-        key = (plan, _key(args), named, with_grad, torch.get_default_dtype())
+        key = (plan, given, named, with_grad, torch.get_default_dtype())
         try:
             layouts = self._known.get(key)
         except TypeError:  # An argument is not hashable, such as a script object.
@@ -293,8 +305,24 @@ def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return answers[0]
 
 
+def _ask_odd(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the layouts of an operation that reads sparse or quantized tensors of the caller."""
+    tensors = tensors_in((args, kwargs))
+    refusal = _odd(next(t for t in tensors if not _is_plain(t)), "an argument is ")
+    if plan.writes:
+        raise refusal
+    try:
+        return _try(plan, args, kwargs)
+    except (DataDependentError, UnrecordableError, OtherDeviceError):
+        raise
+    except Exception as error:  # the operation does not accept such tensors
+        raise refusal from error
+
+
 def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
     """Return a tensor like ``tensor`` filled with ``fill``; integers are 0, a legal index."""
+    if not _is_plain(tensor):
+        return tensor
     scratch = _new(Layout.of(tensor))
     # Elements of expanded tensors share memory, so write through a flat view.
     count = scratch.untyped_storage().nbytes() // scratch.itemsize
@@ -324,7 +352,8 @@ def _new(layout: Layout, device: str = "cpu") -> torch.Tensor:
 
 
 def _layout(plan: OpPlan, result: torch.Tensor, device: str = "cpu") -> Layout:
-    _require_plain(result, f"{plan.name} returns ")
+    if not _is_plain(result):
+        raise _odd(result, f"{plan.name} returns ")
     if result.device.type != device:
         raise OtherDeviceError(result.device)
     return Layout.of(result)

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from devgraph.api.errors import DeviceGraphError
 from devgraph.api.modes import OwnMode
+from devgraph.api.tensors import tensors_in
 
 
 class Kind(enum.Enum):
@@ -242,6 +243,8 @@ class Binder:
         single = isinstance(outputs, torch.Tensor)
         targets = (outputs,) if single or not isinstance(outputs, tuple) else outputs
         variant = plan.out
+        if any(tensor.is_sparse for tensor in tensors_in(args)):  # often without such an overload
+            variant = None
         if variant is not None and (single or all(isinstance(t, torch.Tensor) for t in targets)):
             kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
             named = dict(zip(variant.outputs, targets, strict=True))

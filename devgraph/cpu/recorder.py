@@ -529,6 +529,8 @@ class Recorder:
         return empty(layouts) if isinstance(layouts, Layout) else map_layouts(layouts, empty)
 
     def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided or tensor.is_nested:  # read where it is
+            return tensor
         for pool in self._pools:
             alias = pool.alias(tensor)
             if alias is not tensor:

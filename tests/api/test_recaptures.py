@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -442,3 +443,84 @@ def test_each_run_of_a_new_capture_begins_from_the_same_state(cap: Any, warmup: 
     with pytest.warns(DeviceGraphWarning, match=AGAIN):
         assert torch.equal(captured.replay(), x * 2 + 3)
     assert position.item() == 4
+
+
+@dataclasses.dataclass
+class _Batch:
+    x: Any
+    mask: Any = None
+
+
+def test_argument_that_was_none_may_be_a_tensor(cap: Any) -> None:
+    def step(batch: _Batch) -> Any:
+        return batch.x * 2 if batch.mask is None else batch.x * batch.mask
+
+    captured, was_none = cap(step, _Batch(torch.randn(3))), True
+    for masks in ([None, None], [torch.randn(3), torch.randn(3)], [None], [torch.randn(3)] * 2):
+        for mask in masks:
+            batch = _Batch(torch.randn(3), mask)
+            is_other, was_none = was_none is not (mask is None), mask is None
+            with pytest.warns(DeviceGraphWarning, match=AGAIN) if is_other else NOTHING:
+                got = captured.replay(batch)
+            assert torch.equal(got, step(batch))
+    with pytest.raises(dg.InputError, match="batch.x' is None"):
+        captured.replay(_Batch(None, torch.randn(3)))
+
+
+class _Options:
+    """An object whose attributes come from a dictionary."""
+
+    def __init__(self) -> None:
+        self.held = {"gain": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__.get("held", {})
+        if name in held:
+            return held[name]
+        raise AttributeError(name)
+
+    def step(self, x: Any) -> Any:
+        return x * self.gain
+
+
+class _Holder:
+    """An object with a tensor."""
+
+    def __init__(self) -> None:
+        self.w = torch.full((3,), 2.0)
+
+
+def _with_default(x: Any, w: Any = 2.0) -> Any:
+    return x * w
+
+
+def _of_attribute_getter() -> Any:
+    holder, get = _Holder(), operator.attrgetter("w")
+    return lambda x: x * get(holder), lambda: setattr(holder, "w", torch.full((3,), 5.0))
+
+
+def _of_lookup_method() -> Any:
+    options = _Options()
+    return options.step, lambda: options.held.update(gain=5.0)
+
+
+def _of_default() -> Any:
+    step = types.FunctionType(_with_default.__code__, globals(), "step", (torch.full((3,), 2.0),))
+    return step, lambda: setattr(step, "__defaults__", (torch.full((3,), 5.0),))
+
+
+@pytest.mark.parametrize("make", [_of_attribute_getter, _of_lookup_method, _of_default])
+@pytest.mark.parametrize("is_graphed", [False, True])
+def test_state_that_is_found_without_its_name_in_the_step(
+    cap: Any, make: Any, is_graphed: bool
+) -> None:
+    step, change = make()
+    x = torch.randn(3)
+    captured = dg.graphed(step, backend="cpu") if is_graphed else cap(step, x)
+    for _ in range(3):
+        assert torch.equal(captured(x), x * 2)
+    change()
+    with NOTHING if is_graphed else pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured(x), x * 5)
+    for _ in range(3):
+        assert torch.equal(captured(x), x * 5)

@@ -112,3 +112,31 @@ RESIZED = (_grown, _out_of_sort, _out_of_other_size, lambda x: (x * 1).resize_(2
 @pytest.mark.parametrize("fn", RESIZED)
 def test_tensor_that_the_step_made_may_be_resized(fn: Any) -> None:
     check_replays(fn, lambda seed: [X * seed])
+
+
+SPARSE = torch.eye(4).to_sparse().coalesce()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.mv(SPARSE, x),
+        lambda x: torch.sparse.mm(SPARSE, x.view(4, 1)) + SPARSE.to_dense(),
+        lambda x: SPARSE.values() * x,
+    ],
+)
+def test_sparse_state_may_be_read(fn: Any) -> None:
+    check_replays(fn, lambda seed: [X * seed])
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_argument_keeps_its_scale() -> None:
+    def quantized(seed: int, scale: float) -> torch.Tensor:
+        return torch.quantize_per_tensor(X * seed, scale, 0, torch.qint8)
+
+    captured = dg.capture(lambda q: q.dequantize() * 2, quantized(1, 0.5), backend="cpu")
+    for seed in (2, 3):
+        given = quantized(seed, 0.5)
+        assert torch.equal(captured.replay(given), given.dequantize() * 2)
+    with pytest.raises(dg.InputError, match=r"scale=0\.25"):
+        captured.replay(quantized(2, 0.25))
