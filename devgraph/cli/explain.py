@@ -43,7 +43,7 @@ class _Part:
     seconds: float
     """Median over a few replays, from the launch until the device has finished."""
     spread: tuple[float, ...]
-    """Seconds of the replays without the fastest and the slowest quarter."""
+    """Seconds of the replays, excluding the fastest and the slowest quarter."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,7 +43,8 @@ class _Console(Console):
 
 
 def _console(*, stderr: bool = False) -> Console:
-    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"  # nor bold
+    # With NO_COLOR, rich would still print bold text; without a color system it does not.
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     console = _Console(
         color_system=colors, stderr=stderr, highlight=False, markup=False, emoji=False
     )
