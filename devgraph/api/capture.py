@@ -201,8 +201,8 @@ class Captured:
         self._plan.close()
         self._use(job, plan, seconds)
         warnings.warn(
-            f"a replay captured the step again, at most {job.recaptures} times (recaptures=): "
-            f"{cause}",
+            f"a replay captured the step again, at most {job.recaptures} times (recaptures=), "
+            f"because {str(cause).partition('. ')[0]}",
             DeviceGraphWarning,
             stacklevel=4,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -35,15 +36,20 @@ def run(args: argparse.Namespace) -> int:
     sizes = _sizes(args)
     if args.emit and args.json:
         raise CommandError("--emit prints flags or variables, --json prints the plan: choose one")
-    if args.cluster is None:
-        if args.emit:
-            raise CommandError("--emit prints the settings of each node: add --cluster FILE")
-        plans = [_plan_here(args, config, sizes)]
-        data = {**plans[0].to_dict(), "mode": config.to_dict()}
-    else:
-        plans = list(_plan_groups(args, config, sizes))
-        groups = [plan.to_dict() for plan in plans]
-        data = {"devgraph": __version__, "mode": config.to_dict(), "groups": groups}
+    if args.emit and args.cluster is None:
+        raise CommandError("--emit prints the settings of each node: add --cluster FILE")
+    log = logging.getLogger(resolve.__module__)
+    log.disabled = not (args.json or args.emit)  # The tables show the rules that fired.
+    try:
+        if args.cluster is None:
+            plans = [_plan_here(args, config, sizes)]
+            data = {**plans[0].to_dict(), "mode": config.to_dict()}
+        else:
+            plans = list(_plan_groups(args, config, sizes))
+            groups = [plan.to_dict() for plan in plans]
+            data = {"devgraph": __version__, "mode": config.to_dict(), "groups": groups}
+    finally:
+        log.disabled = False
     failed = [plan for plan in plans if plan.error]
     if args.json:
         print_json(data)
@@ -183,27 +189,23 @@ def _emit(plans: list[_Plan], form: str) -> None:
     """Print the effective mode of each group as flags or as environment variables."""
     for plan in plans:
         if plan.resolution is None or plan.error is not None:
-            print_lines(f"# {plan.title}: cannot be planned: {_one_line(plan.error)}")
+            print_lines(f"# {plan.title}: cannot be planned: {' '.join(str(plan.error).split())}")
             continue
         mode = shlex.quote(plan.resolution.effective.to_json())
         line = f"{MODE} {mode}" if form == "flags" else f"export {MODE_VARIABLE}={mode}"
         print_lines(f"# {plan.title}", line)
 
 
-def _one_line(error: ConfigError | None) -> str:
-    return " ".join(str(error).split())
-
-
 def _print(plans: list[_Plan], *, estimated: bool) -> None:
     for plan in plans:
         if plan.resolution is None:
-            say(f"{plan.title}: cannot be planned: {_one_line(plan.error)}", style="error")
+            say(f"{plan.title}: cannot be planned: {plan.error}", style="error")
             say()
             continue
         _print_phases(plan, estimated=estimated)
         _print_settings(plan.resolution)
         if plan.error is not None:
-            say(f"{plan.title}: error: {_one_line(plan.error)}", style="error")
+            say(f"{plan.title}: error: {plan.error}", style="error")
         for estimate in plan.estimates:
             if estimate.uncovered:
                 say(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -87,7 +87,26 @@ class StateViews:
             setattr(self, name, tensor)
         self.history = history
 
+    def must_read_history(self, step: Callable[[], Any]) -> Any:
+        """Call ``step``, and raise ConfigError if it does not read ``history``."""
+        views = vars(self)
+        views["_unread"] = views.pop("history")
+        try:
+            result = step()
+            if "_unread" in views:
+                names = ", ".join(f"batch.state.history.{name}[t]" for name in [*views][:-1])
+                raise ConfigError(
+                    f"a step of several tokens must also write the state after each token t, which "
+                    f"accepted= restores: {names}"
+                )
+            return result
+        finally:
+            views.setdefault("history", views.pop("_unread", None))
+
     def __getattr__(self, name: str) -> Any:
+        if name == "history" and "_unread" in vars(self):
+            self.history = self.__dict__.pop("_unread")
+            return self.history
         names = [declared for declared in vars(self) if declared != "history"]
         raise AttributeError(f"the batch has no state {name!r}. {did_you_mean(name, names)}")
 

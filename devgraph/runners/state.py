@@ -8,6 +8,7 @@ before the step, and version W - w + n the state after n of its tokens.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -192,6 +193,8 @@ class StateStore:
                 for name, current in self.buffers.items():
                     rows = raw(current).index_select(0, slots)
                     raw(earlier[name])[self.width - width].index_copy_(0, slots, rows)
+                if width > 1 and not torch.compiler.is_compiling():
+                    return batch.state.must_read_history(functools.partial(forward, batch))
             return forward(batch)
 
         return step

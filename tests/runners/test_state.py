@@ -37,6 +37,16 @@ def accumulate(batch: Any) -> torch.Tensor:
     return torch.stack(means, 1).flatten(0, 1).float()
 
 
+def test_a_step_of_several_tokens_that_keeps_no_history_is_refused():
+    def step(batch: Any) -> torch.Tensor:
+        batch.state.total.index_add_(0, batch.state_slots, batch.x[:: batch.width].double())
+        return batch.x
+
+    options = {"state": STATE[:1], "max_requests": 2, "variants": [{}, {"width": 2}]}
+    with pytest.raises(dg.ConfigError, match=r"accepted= restores: batch.state.history.total\[t"):
+        decode_of(step, (X,), outputs=dg.OutputSlot(rows="tokens"), **options)
+
+
 def runner_of(**options: Any) -> dg.DecodeRunner:
     options.setdefault("max_requests", 4)
     options.setdefault("outputs", dg.OutputSlot(rows="tokens"))
@@ -393,6 +403,8 @@ def test_state_has_a_dtype_of_its_own(dtype: torch.dtype):
         bits = batch.state.h.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
         old = bits[batch.state_slots]
         bits.index_copy_(0, batch.state_slots, old + 1)
+        for version in batch.state.history.h if batch.state.history else ():
+            version.view(bits.dtype).index_copy_(0, batch.state_slots, old + 1)
         return old.float() + batch.x[:: batch.width, :2]
 
     state = [dg.StateSlot("h", 2, dtype)]

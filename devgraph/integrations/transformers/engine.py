@@ -738,7 +738,7 @@ class Engine:
             sampling = [sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise InputError(
-                f"got {counted(len(sampling), 'SamplingParams object')} for "
+                f"got {counted(len(sampling), 'sampling parameter')} for "
                 f"{counted(len(prompts), 'prompt')}; pass one for each"
             )
         requests = [
