@@ -8,7 +8,7 @@ import attrs
 
 
 def _optional(*hooks: str) -> Any:
-    """Declare a capability, off by default, for which a vendor implements ``hooks`` (methods)."""
+    """Declare a capability, off by default; ``hooks`` are the methods that implement it."""
     return attrs.field(default=False, metadata={"hooks": hooks})
 
 

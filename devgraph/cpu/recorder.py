@@ -358,9 +358,9 @@ class Recorder:
         return view
 
     def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
-        """Refuse a change of layout, which replays do not repeat, unless it has no effect later.
+        """Refuse to change the layout of a tensor that outlives the step: replays would not do so.
 
-        It has none for empty tensors and tensors of the capture.
+        Empty tensors and tensors of the capture may change.
         """
         if self._is_own(tensor, or_empty=True):
             return
@@ -529,7 +529,7 @@ class Recorder:
         return empty(layouts) if isinstance(layouts, Layout) else map_layouts(layouts, empty)
 
     def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided or tensor.is_nested:  # read where it is
+        if tensor.layout is not torch.strided or tensor.is_nested:  # it has no single address
             return tensor
         for pool in self._pools:
             alias = pool.alias(tensor)

@@ -181,8 +181,8 @@ class UpdateStrategy:
     ) -> Executable:
         """Return a launch target for ``executable``, which has the parameters of ``recording``.
 
-        None means those of the capture. ``own`` marks the graph's own executable, into which
-        recordings are written.
+        Without ``recording``, it has those of the capture. ``own`` marks the graph's own
+        executable, into which recordings are written.
         """
         return executable
 
