@@ -26,12 +26,8 @@ logger = logging.getLogger(__name__)
 ERROR = 2
 _INTERRUPTED = 130
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
-_COLORS: Mapping[str, Mapping[str, str | None]] = {
-    "auto": {},
-    "always": {"FORCE_COLOR": "1", "NO_COLOR": None},
-    "never": {"NO_COLOR": "1", "FORCE_COLOR": None},
-}
-"""Environment variables for rich by the value of ``--color``."""
+_COLORS = {"always": ("FORCE_COLOR", "NO_COLOR"), "never": ("NO_COLOR", "FORCE_COLOR")}
+"""Environment variables to set and to remove for a value of ``--color``, which rich reads."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,41 +39,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _environment(), _messages():
             args = _parser().parse_args(argv)
             logging.getLogger("devgraph").setLevel(_LEVELS[min(getattr(args, "verbose", 0), 2)])
-            with _variables(_COLORS[getattr(args, "color", "auto")]):
-                return _run(args)
+            if (color := getattr(args, "color", "auto")) in _COLORS:
+                os.environ[_COLORS[color][0]] = "1"
+                os.environ.pop(_COLORS[color][1], None)
+            return _run(args)
     except KeyboardInterrupt:
         _complain("devgraph: interrupted")
         return _INTERRUPTED
 
 
-def _environment() -> contextlib.AbstractContextManager[None]:
-    """Set variables that imports read, unless the user has set them."""
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Set variables that imports read, unless the user has set them; restore all at the end."""
+    before = dict(os.environ)
     # Progress bars would mix with piped text. torch imports tqdm, which reads this variable.
-    wanted = {"TQDM_DISABLE": "1"}
+    os.environ.setdefault("TQDM_DISABLE", "1")
     if AUTOLOAD not in os.environ:
         # The registry imports vendor packages by name. With autoload, a package without its driver
         # would make `import torch` fail, and doctor could not report the package.
-        wanted |= {AUTOLOAD: "0", AUTOLOAD_WAS_ON: "1"}
-    return _variables({name: value for name, value in wanted.items() if name not in os.environ})
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables for the block; None removes a variable."""
-    before = {name: os.environ.get(name) for name in values}
-    _set_variables(values)
+        os.environ.update({AUTOLOAD: "0", AUTOLOAD_WAS_ON: "1"})
     try:
         yield
     finally:
-        _set_variables(before)
-
-
-def _set_variables(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        for name in [*os.environ]:
+            if name not in before:
+                del os.environ[name]
+        os.environ.update(before)
 
 
 def _run(args: argparse.Namespace) -> int:

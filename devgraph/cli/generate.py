@@ -263,12 +263,8 @@ def run_engine(
     engine: Engine, task: Task, on_event: Callable[[TokenEvent], None] | None = None
 ) -> _Repeat:
     engine.reset_stats()
-    done = engine.generate(
-        task.prompts,
-        max_new_tokens=task.args.max_new_tokens,
-        sampling=task.sampling,
-        on_event=on_event,
-    )
+    options: dict[str, Any] = {"sampling": task.sampling, "on_event": on_event}
+    done = engine.generate(task.prompts, max_new_tokens=task.args.max_new_tokens, **options)
     return done, engine.stats()
 
 
@@ -291,9 +287,8 @@ def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str,
         "seconds": seconds,
         "decode_seconds": decode_seconds,
         "tokens_per_second": generated / seconds,
-        "decode_tokens_per_second": (
-            stats.decode_tokens / decode_seconds if decode_seconds else None
-        ),
+        "decode_tokens_per_second": (decode_seconds and stats.decode_tokens / decode_seconds)
+        or None,
         "fused": None if fusion is None else fusion.counts,
         "unfused": None if fusion is None else fusion.unfused,
         "phases": [runner.stats().to_dict() for runner in engine.runners],
@@ -320,9 +315,7 @@ def _print_phases(report: dict[str, Any]) -> None:
         "requested": [requested[phase["phase"]]["policy"] for phase in phases],
         "effective": [phase["effective"] for phase in phases],
         "steps": [phase["steps"] for phase in phases],
-        "steps in graphs": [
-            f"{phase['graph_steps']} ({percent(phase['hit_ratio'])})" for phase in phases
-        ],
+        "steps in graphs": [f"{p['graph_steps']} ({percent(p['hit_ratio'])})" for p in phases],
         "eager steps": [phase["eager"] for phase in phases],
         "padding": [percent(phase["padding_ratio"]) for phase in phases],
         "buckets": [_buckets(phase) for phase in phases],
@@ -340,8 +333,8 @@ def _buckets(phase: dict[str, Any]) -> str | None:
     """Return the captured buckets of a phase as text, or None."""
     captured = [row for row in reversed(phase["buckets"]) if row["state"] == "captured"]
     sizes = [row["bucket"] for row in captured]
-    unit = "tokens" if phase["phase"] == "prefill" else "requests"
-    return f"{ranges(sizes)} {unit}" if sizes else None
+    unit = "token" if phase["phase"] == "prefill" else "request"
+    return f"{ranges(sizes)} {unit}{'s' * (sizes != [1])}" if sizes else None
 
 
 def _print_speed(runs: Sequence[dict[str, Any]]) -> None:

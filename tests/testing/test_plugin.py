@@ -191,7 +191,7 @@ def test_undeclared_and_working_is_reported(run):
     result = run(_capabilities(), "--devgraph-backend", "fake")
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(
-        ["*'fake' does not declare streams and passes all 2 tests of it; consider declaring it"]
+        ["*streams *no * 2 * 0 * 0", "*passes all of its tests: consider declaring streams"]
     )
 
 
