@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if args.emit and args.cluster is None:
         raise CommandError("--emit prints the settings of each node: add --cluster FILE")
     log = logging.getLogger(resolve.__module__)
-    log.disabled = not (args.json or args.emit)  # The tables show the rules that fired.
+    # The tables show the rules that fired.
+    log.disabled = not (args.json or args.emit or getattr(args, "verbose", 0))
     try:
         if args.cluster is None:
             plans = [_plan_here(args, config, sizes)]
