@@ -97,6 +97,8 @@ class NamedState:
         for sized, size in zip(self._sized, self._sizes, strict=True):
             kind = "inner" if (id(sized), None) in named.inner else "each"
             terms[kind].append(("len({}) == {}", (sized, size)))
+        self._tables = [(table, len(table)) for table in named.tables]
+        terms["inner"] += [("len({}) == {}", pair) for pair in self._tables]
         self.terms: list[Term] = [
             *(("[*{}] == {}", order) for order in self._orders),
             *terms["each"],
@@ -123,6 +125,11 @@ class NamedState:
                     f"{brief([*mapping])} and had {brief(keys)} at capture, and the graph uses the "
                     f"old keys in their order. Restore the keys, or {AGAIN}."
                 )
+        if any(len(table) != size for table, size in self._tables):
+            raise StateError(
+                f"a module whose tensors the step iterates over has other parameters or buffers "
+                f"than at capture, but the graph uses the old ones. Remove new ones, or {AGAIN}."
+            )
         try:
             self._bound.check()
         except StateError:

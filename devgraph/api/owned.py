@@ -46,6 +46,7 @@ from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.modes import FAKE, PROXY, OwnMode, tracer
 from devgraph.api.named import NamedState, content_of, text_of_changes
+from devgraph.api.process import several_ranks
 from devgraph.api.reach import (
     ABSENT,
     PLAIN,
@@ -134,8 +135,6 @@ class Owned:
         value, by path."""
         self._created: dict[str, torch.Tensor] | None = None
         """Tensors that the first run of the step made for later runs, by path."""
-        self._keeper: Callable[[Iterable[tuple[str, torch.Tensor]]], Snapshot] | None = None
-        """Saves the tensors that the first run made, and restores the state before that run."""
         self._after_first: Snapshot | None = None
         self._first: Watch | None = None
         """The places before the first run, if that run made state for later runs."""
@@ -230,8 +229,10 @@ class Owned:
             self._require_settled()
         if is_first and not captured:
             self._created = {p: t for item in changes for p, t in item.tensors}
-            if self._created and self._keeper is not None:
-                self._after_first, self._first = self._keeper(self._created.items()), watch
+            if self._created and self._saved:
+                self._after_first = self._saved[0].beside(self._created.items())
+                self._first = watch
+                self.rewind()
                 versioned = (t for t in self._created.values() if not t.is_inference())
                 self._unwritten = [(tensor, tensor._version) for tensor in versioned]
                 self.is_unsettled = True
@@ -257,7 +258,7 @@ class Owned:
         run is repeated to find the tensors, unless the second run made or wrote them as well.
         """
         before = self._first
-        if before is None or self.is_unsettled:
+        if before is None or self.is_unsettled or several_ranks():
             return
         self._first, named = None, Named(self.roots, regions=regions)
         modules = filter(None, (*named.modules, self._owner))
@@ -406,12 +407,7 @@ class Owned:
                 if weight.data_ptr() != before.data_ptr():
                     raise CaptureError(rebinding("replaces", f"{path}.data"))
 
-        def keeper(created: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-            saved = Snapshot(backend, (), limit=limit, optional=created)
-            snapshot.restore()
-            return saved
-
-        self._keeper, self._saved = keeper, (snapshot, parameters)
+        self._saved = snapshot, parameters
         self._named = Named(self.roots, regions=regions)
         self._values = {
             (id(entry.holder), entry.key): (entry.value, content_of(entry.value))
@@ -436,7 +432,7 @@ class Owned:
                 note(error, f"the contents of the arguments could not be restored: {lost}")
             raise
         finally:
-            self._keeper, self._saved = None, ()  # frees the copies of the snapshot
+            self._saved = ()  # frees the copies
         self.gradients = [
             (leaf, leaf.grad)
             for (leaf, grad), version in zip(leaves, versions, strict=True)

@@ -459,6 +459,10 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
+def _is_of_user(tensor: torch.Tensor) -> bool:
+    return bool(vars(tensor)) or type(tensor) not in _TENSORS
+
+
 def _is_users(module: types.ModuleType) -> bool:
     return not is_machinery_module(module.__name__)
 
@@ -547,6 +551,7 @@ class Named:
         inner: pairs (id of the holder, key) of the places that are inside module containers; for
             ``spaces`` the key is None.
         whole: the mappings that the step iterates over.
+        tables: the parameters and buffers of modules, if the step iterates over such tensors.
         modules: torch modules in the places, except those in module containers.
         names: the names that the step uses.
         iterated: the names of values that the step iterates over.
@@ -588,6 +593,7 @@ class Named:
             self.places: list[Entry] = []
             self.spaces: list[dict[Any, Any]] = []
             self.leaves = set[int]()
+            self.tables: list[dict[str, Any]] = []
             self.inner = set[tuple[int, Any]]()
             self.whole: list[dict[Any, Any]] = []
             self.modules: list[torch.nn.Module] = []
@@ -611,11 +617,11 @@ class Named:
                 entries = self._below(path, value)
             seen.add(id(value))
             is_open = isinstance(value, torch.nn.Module) or has_state(value)
-            space = getattr(value, "__dict__", None) if is_open else value
-            if isinstance(space, dict) and (is_first or len(self.spaces) < _MOST_SPACES):
-                self.spaces.append(space)
-                if not is_first:
-                    self.inner.add((id(space), None))
+            for space in (value, getattr(value, "__dict__", None) if is_open else None):
+                if isinstance(space, dict) and (is_first or len(self.spaces) < _MOST_SPACES):
+                    self.spaces.append(space)
+                    if not is_first:
+                        self.inner.add((id(space), None))
             for entry in entries:
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
                 if isinstance(entry.value, types.ModuleType) and not _is_users(entry.value):
@@ -630,6 +636,8 @@ class Named:
                     self.leaves.add(id(entry.value))
                     if isinstance(entry.value, str) and not str(entry.key).startswith("__"):
                         self.texts.add(entry.value)
+                    elif isinstance(entry.value, torch.Tensor) and _is_of_user(entry.value):
+                        todo.append((entry.path, entry.value))
                     continue
                 is_child = isinstance(entry.value, torch.nn.Module) and isinstance(value, _MODULES)
                 is_own = is_first or value is None
@@ -661,8 +669,19 @@ class Named:
             space = value.__globals__
             for name in sorted(globals_in(value.__code__) - space.keys() - _BUILTINS):
                 yield Entry(name, space, name, ABSENT)
+            used = names_in(value.__code__)
+            if not used.isdisjoint(_INDIRECT):  # globals()["name"]
+                for name in sorted(space.keys() & (used | _strings_in(value.__code__))):
+                    yield Entry(name, space, name, space[name])
         elif isinstance(value, torch.nn.Module):
-            self._use(getattr(type(value), "forward", None))
+            forward: Any = getattr(type(value), "forward", None)
+            self._use(forward)
+            if is_machinery_module(type(value).__module__) and hasattr(forward, "__code__"):
+                for name in names_in(forward.__code__):  # such as _conv_forward
+                    self._use(getattr(type(value), name, None))
+            if not self.names.isdisjoint(_OF_TENSORS):
+                tables = (t for m in value.modules() for t in (m._parameters, m._buffers))
+                self.tables += [table for table in tables if isinstance(table, dict)]
             called = (m for m in value.modules() if id(m) not in self._inside)
             own = ((m._forward_pre_hooks, m._forward_hooks) for m in called)
             for table in itertools.chain(_OF_ALL_MODULES, *own):
@@ -677,11 +696,18 @@ class Named:
             names = sorted(held.keys() & self.names)
             yield from (Entry(f"{value.__name__}.{name}", held, name, held[name]) for name in names)
             return
-        elif isinstance(value, torch.Tensor | types.BuiltinMethodType | types.MethodWrapperType):
+        elif isinstance(value, torch.Tensor):
+            held = vars(value)
+            yield Entry(path, None, None, type(value))
+            for name in sorted(held.keys() & self._read):
+                yield Entry(f"{path}.{name}", held, name, held[name])
+            return
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
             return
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
             yield from self._of_class(value)
+            yield from self._of_class(type(value))
             self._computed += self._members_of(value, self._called - self.names, self._called)
             return
         if isinstance(value, _MODULES):
@@ -720,7 +746,10 @@ class Named:
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
         if isinstance(value, ChainMap | UserDict | UserList):  # the search skips their methods
             return True
-        return not self.names.isdisjoint(("vars", "__dict__", "asdict"))
+        is_whole = not self.names.isdisjoint(("vars", "__dict__", "asdict"))
+        if is_whole and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
+            self.whole.append(vars(value))
+        return is_whole
 
     def _of_class(self, kind: type, implicit: Iterable[str] = ()) -> Iterator[Entry]:
         """Yield the named attributes and methods of a class of the user and of its bases."""
@@ -762,9 +791,18 @@ _IMPLICIT = frozenset(
     """__call__ __get__ __getattr__ __getattribute__ __getitem__ __missing__ __iter__ __next__
     __len__ __contains__ __bool__ __int__ __float__ __index__ __enter__ __exit__ __eq__ __lt__
     __gt__ __le__ __ge__ __neg__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
-    __rtruediv__ __matmul__ __rmatmul__ __pow__ __torch_function__""".split()
+    __rtruediv__ __matmul__ __rmatmul__ __pow__ __torch_function__ __str__ __repr__ __format__
+    __hash__ __abs__ __invert__ __mod__ __floordiv__ __and__ __or__ __xor__ __reversed__""".split()
 )
 """Special methods that Python calls although no code names them."""
+
+_INDIRECT = frozenset({"globals", "modules", "import_module"})
+"""Names with which code reads its globals without naming them."""
+
+_OF_TENSORS = frozenset(
+    "parameters named_parameters buffers named_buffers state_dict parameters_to_vector".split()
+)
+"""Names of functions that iterate over tensors of modules."""
 
 _INSTANCE = frozenset({"__init__", "__post_init__", "__call__"})
 """Special methods that run if a step makes and calls an object of a class that it names."""

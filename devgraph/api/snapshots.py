@@ -89,7 +89,7 @@ class Snapshot:
         self.random = backend.get_rng_state()
         self._host_random = torch.get_rng_state()
         self._generators = [(generator, generator.get_state()) for generator in generators]
-        self._left = DEFAULT_LIMIT if limit is None else limit
+        self._left = self._limit = DEFAULT_LIMIT if limit is None else limit
         self._saved: list[_Saved] = []
         self._rows: list[_Rows] = []
         self._disturbed: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -102,6 +102,10 @@ class Snapshot:
                     if key not in seen and has_place(tensor):
                         seen.add(key)
                         self._save(name, tensor, needed)
+
+    def beside(self, named: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
+        """Return a snapshot of other tensors with the same limit."""
+        return Snapshot(self._backend, (), limit=self._limit, optional=named)
 
     def _save(self, name: str, tensor: torch.Tensor, needed: bool) -> None:
         # Contiguous tensors are copied as bytes, because not every dtype has a copy kernel.

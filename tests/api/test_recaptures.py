@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -527,3 +528,114 @@ def test_state_that_is_found_without_its_name_in_the_step(
         assert torch.equal(captured(x), x * 5)
     for _ in range(3):
         assert torch.equal(captured(x), x * 5)
+
+
+GAIN = 2.0
+
+
+class _Name:
+    n = 0
+
+    def __str__(self) -> str:
+        return f"k{self.n}"
+
+
+class _Meta(type):
+    gain = 2.0
+
+    @property
+    def scale(cls) -> float:
+        return cls.gain
+
+
+class _WithMeta(metaclass=_Meta):
+    pass
+
+
+class _Scaled(torch.Tensor):
+    scale = 2.0
+
+
+class _OfBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.full((4,), 2.0))
+
+    def forward(self, x: Any) -> Any:
+        return x * sum(self.buffers())
+
+
+def _of_text() -> Any:
+    name, table = _Name(), {"k0": 2.0, "k1": 5.0}
+    return lambda x: x * table[str(name)], lambda: setattr(name, "n", 1)
+
+
+def _of_globals() -> Any:
+    return lambda x: x * globals()["GAIN"], lambda: globals().update(GAIN=GAIN + 3)
+
+
+def _of_vars() -> Any:
+    held = types.SimpleNamespace()
+    held.a = 1.0
+    return lambda x: x * (1 + len(vars(held))), lambda: [setattr(held, n, 0) for n in "bcd"]
+
+
+def _of_counter() -> Any:
+    counter = collections.Counter(a=2)
+    return lambda x: x * (counter["a"] + counter["b"]), lambda: counter.update(b=3)
+
+
+def _of_metaclass() -> Any:
+    return lambda x: x * _WithMeta.scale, lambda: setattr(_Meta, "gain", _Meta.gain + 3)
+
+
+def _of_tensor_class() -> Any:
+    ones = torch.ones(4).as_subclass(_Scaled)
+    _Scaled.scale = 2.0
+    step = lambda x: x * ones.as_subclass(torch.Tensor) * type(ones).scale  # noqa: E731
+    return step, lambda: setattr(_Scaled, "scale", 5.0)
+
+
+def _of_tensor_attribute() -> Any:
+    ones: Any = torch.ones(4)
+    ones.gain = 2.0
+    return lambda x: x * ones * ones.gain, lambda: setattr(ones, "gain", 5.0)
+
+
+def _of_buffers() -> Any:
+    module = _OfBuffers()
+    return module, lambda: module.register_buffer("b", torch.full((4,), 3.0))
+
+
+UNNAMED = [
+    _of_text,
+    _of_globals,
+    _of_vars,
+    _of_counter,
+    _of_metaclass,
+    _of_tensor_class,
+    _of_tensor_attribute,
+    _of_buffers,
+]
+
+
+@pytest.mark.parametrize("make", UNNAMED)
+def test_state_that_code_reads_indirectly_is_compared(cap: Any, make: Any) -> None:
+    step, change = make()
+    x = torch.randn(4)
+    captured = cap(step, x)
+    for _ in range(2):
+        assert torch.equal(captured(x), step(x))
+    change()
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured(x), step(x))
+    assert torch.equal(captured(x), step(x))
+
+
+def test_attribute_that_a_helper_of_a_module_reads_is_compared(cap: Any) -> None:
+    conv = nn.Conv1d(1, 1, 2)
+    captured = cap(lambda x: conv(x), torch.randn(1, 1, 6))
+    conv.dilation = (2,)
+    x = torch.randn(1, 1, 6)
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured(x), conv(x))
