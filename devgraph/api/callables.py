@@ -21,7 +21,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 
 import attrs
 import torch
@@ -148,6 +148,18 @@ class _Entry:
     graph_seconds: list[float] = attrs.field(factory=list)
 
 
+class _Call(NamedTuple):
+    """One call that no fast path recognised."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    host: dict[str, Any]
+    tensors: list[torch.Tensor]
+    needs_gradient: tuple[bool, ...]
+    with_gradients: bool
+    settings: Settings
+
+
 class Graphed:
     """A callable that runs in graphs; made by ``graphed``."""
 
@@ -242,54 +254,38 @@ class Graphed:
             raise
         if entry is not None and entry.state and _share_memory(entry.state, tensors):
             return self._run_eagerly(EagerReason.SHARED_MEMORY, args, {**kwargs, **host})
+        call = _Call(args, kwargs, host, tensors, needs_gradient, with_gradients, settings)
         if entry is None or entry.graph is None or entry.graph_seconds is not _NO_TIMES:
-            return self._slow_call(tuple(key), entry, args, kwargs, host, tensors, with_gradients)
+            return self._slow_call(tuple(key), entry, call)
         entry.used = next(self._clock)
         graph = entry.graph
         with graph.lock:
             if not self._weights_hold():
-                self._drop_all("recaptures")
-                return self._slow_call(
-                    tuple(key), entry, args, kwargs, host, tensors, with_gradients
-                )
+                return self._slow_call(tuple(key), entry, call)
             self._replays += 1
             result = graph.run(tensors, host)
-            self._keep_repeat(entry, args, kwargs, needs_gradient, settings)
+            self._keep_repeat(entry, call)
             return result
 
-    def _keep_repeat(
-        self,
-        entry: _Entry,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        needs_gradient: tuple[bool, ...],
-        settings: Settings,
-    ) -> None:
+    def _keep_repeat(self, entry: _Entry, call: _Call) -> None:
         """Give the entry a fast path, and make it the most recent entry."""
         others = [other for other in self._recent if other is not entry]
         # If the entry is already recent, its fast path refused this call and must be renewed.
         if entry.repeat is None or len(others) < len(self._recent):
-            is_known = not self._host_names
-            entry.repeat = (
-                self._repeat_of(entry, args, kwargs, needs_gradient, settings) if is_known else None
-            )
+            entry.repeat = None if self._host_names else self._repeat_of(entry, call)
         if entry.repeat is not None:
             self._recent = [entry, *others[: _RECENT - 1]]
 
     def _repeat_of(
-        self,
-        entry: _Entry,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        needs_gradient: tuple[bool, ...],
-        settings: Settings,
+        self, entry: _Entry, call: _Call
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
         """Return a fast path for calls like this one, or None if it has arguments that are trees.
 
         The fast path does not refer to the ``Graphed``, so that dropping the last reference to that
         object frees the graphs.
         """
-        flat, names, graph = (*args, *kwargs.values()), (*kwargs,), entry.graph
+        flat, names, graph = (*call.args, *call.kwargs.values()), (*call.kwargs,), entry.graph
+        needs_gradient = call.needs_gradient
         places = [index for index, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
         constants = [
             (index, type(leaf), leaf)
@@ -306,7 +302,7 @@ class Graphed:
         ):
             return None
         lock, run, count, state = graph.lock, graph.run, len(flat), entry.state
-        alike, same_settings = alike_to(tensors), settings.hold
+        alike, same_settings = alike_to(tensors), call.settings.hold
         required = [tensor.requires_grad for tensor in tensors]
         training, named = self._watched.training(), self._named_constants()
 
@@ -349,13 +345,14 @@ class Graphed:
         return repeat
 
     def _weights_hold(self) -> bool:
-        """Whether the weights are those of the captures. If not, watch the new weights."""
+        """Whether the weights are those of the captures. If not, drop the graphs."""
         try:
             if not self._guard.same():
                 self._guard.settle()
         except StateError:
             self._watch_weights()
             self._named, self._names = None, Guard(())
+            self._drop_all()
             return False
         return True
 
@@ -378,7 +375,7 @@ class Graphed:
             named = self._name() if self._named is None else self._named
             constants = named.constants()
         except StateError:
-            self._drop_all("recaptures")
+            self._drop_all()
             for entry in self._entries.values():
                 entry.calls = 0
             named = self._name()
@@ -430,23 +427,15 @@ class Graphed:
         self._eager_counts[reason] += 1
         return self._fn(*args, **kwargs)
 
-    def _slow_call(
-        self,
-        key: tuple[Any, ...],
-        entry: _Entry | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        host: dict[str, Any],
-        tensors: list[torch.Tensor],
-        with_gradients: bool,
-    ) -> Any:
+    def _slow_call(self, key: tuple[Any, ...], entry: _Entry | None, call: _Call) -> Any:
         """Run a call that is eager, timed, or preceded by a capture."""
-        options = self._options
+        options, args, with_gradients = self._options, call.args, call.with_gradients
+        kwargs = {**call.kwargs, **call.host}
         if entry is None:
             entry = self._entries.setdefault(key, _Entry())
-            self._note_floats(key, args, kwargs)
+            self._note_floats(key, call)
         if entry.reason is None:
-            entry.reason = self._obstacle(tensors, with_gradients)
+            entry.reason = self._obstacle(call.tensors, with_gradients)
         entry.calls += 1
         timed = options.min_speedup is not None and not with_gradients
         wanted = 1 + (_TIMED if timed else 0)
@@ -457,7 +446,7 @@ class Graphed:
             leaves = [p for p in self._parameters() if not (is_lazy(p) or p.is_inference())]
             versions = [leaf._version for leaf in leaves] if entry.calls == 1 else []
             with self._timed(entry.eager_seconds if timed and entry.calls > 1 else None):
-                result = self._run_eagerly(reason, args, {**kwargs, **host})
+                result = self._run_eagerly(reason, args, kwargs)
             if self._named is not None:
                 self._named.leave_out_changes()
             entry.written += [p for p, v in zip(leaves, versions, strict=False) if p._version != v]
@@ -471,22 +460,19 @@ class Graphed:
             return result
         if entry.graph is not None:  # still timed
             with entry.graph.lock:
-                if not self._weights_hold():
-                    self._drop_all("recaptures")
+                self._weights_hold()
         if entry.graph is None:
             if self._device().capture_lock.is_recording_here:  # warm-up of another capture
-                return self._run_eagerly(EagerReason.IN_CAPTURE, args, {**kwargs, **host})
+                return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
             try:
                 with self._capturing:
-                    # All graphs must use the same parameters and buffers as the new graph.
-                    if not self._weights_hold():
-                        self._drop_all("recaptures")
+                    self._weights_hold()  # All graphs must use the same parameters and buffers.
                     state = optimizer_state(roots_of(self._fn)) if entry.written else ()
                     changing = [*entry.written, *(tensor for _, tensor in state)]
                     saved = [(tensor, tensor.detach().clone()) for tensor in changing]
                     try:
                         if entry.graph is None:
-                            self._capture(entry, args, kwargs, host)
+                            self._capture(entry, call)
                     finally:
                         for leaf, content in saved:
                             overwrite(leaf, content)
@@ -502,7 +488,7 @@ class Graphed:
                     stacklevel=3,
                 )
             if entry.reason is not None:  # The error and its autograd nodes are freed now.
-                return self._run_eagerly(entry.reason, args, {**kwargs, **host})
+                return self._run_eagerly(entry.reason, args, kwargs)
         graph = entry.graph
         assert graph is not None
         if not timed:
@@ -510,7 +496,7 @@ class Graphed:
         entry.used = next(self._clock)
         with graph.lock, self._timed(entry.graph_seconds if timed else None):
             self._replays += 1
-            result = graph.run(tensors, host)
+            result = graph.run(call.tensors, call.host)
         if timed and len(entry.graph_seconds) >= _TIMED:
             self._judge(entry)
         return result
@@ -523,17 +509,14 @@ class Graphed:
             return EagerReason.BREAKS_WITH_GRADIENTS
         return None
 
-    def _note_floats(
-        self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _note_floats(self, key: tuple[Any, ...], call: _Call) -> None:
         masked = tuple(float if isinstance(part, _Float) else part for part in key)
         if masked == key:
             return
         self._float_keys[masked] += 1
         if self._float_keys[masked] == _FLOAT_KEYS:
-            names = [
-                path for path, leaf in self._named_leaves(args, kwargs) if isinstance(leaf, float)
-            ]
+            leaves = self._named_leaves(call.args, call.kwargs)
+            names = [path for path, leaf in leaves if isinstance(leaf, float)]
             warnings.warn(
                 f"{', '.join(names)} of {self!r} changes between calls, and each value needs a "
                 f"graph of its own. Pass a tensor, or declare it in host_args= if only marked "
@@ -577,31 +560,19 @@ class Graphed:
             assert self._backend is not None
         return self._backend
 
-    def _capture(
-        self,
-        entry: _Entry,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        host: Mapping[str, Any],
-    ) -> None:
+    def _capture(self, entry: _Entry, call: _Call) -> None:
         backend = self._device()
         if self._pool is None:
             self._pool = backend.make_pool()
-        while sum(other.graph is not None for other in self._entries.values()) >= (
-            self._options.max_graphs
-        ):
-            oldest = min(
-                (other for other in self._entries.values() if other.graph is not None),
-                key=lambda other: other.used,
-            )
-            self._drop(oldest, "evictions")
+        while len(live := self._live) >= self._options.max_graphs:
+            self._drop(min(live, key=lambda other: other.used), "evictions")
         if self._module is not None and (computed := set_by_hooks(self._module)):
             raise CaptureError(
                 f"a hook of the module computes {', '.join(sorted(computed))} before each forward, "
                 f"outside of the graph. Use torch.nn.utils.parametrizations, or graph a module "
                 f"that contains this one."
             )
-        static_inputs = StaticInputs(args, kwargs)
+        static_inputs = StaticInputs(call.args, call.kwargs)
         if entry.has_gradients:
             parameters = [p for p in self._parameters() if p.requires_grad]
             # Activations live from the forward to the backward graph, so no other graph may share
@@ -613,7 +584,7 @@ class Graphed:
             capture_steps([graph], self._options.warmup)
             entry.graph = graph
         else:
-            declared = {**(self._options.host_args or {}), **host}
+            declared = {**(self._options.host_args or {}), **call.host}
             captured = capture(
                 self._fn,
                 *static_inputs.args,
@@ -642,28 +613,27 @@ class Graphed:
         if graph is not None:
             graph.close()
 
-    def _drop_all(self, counter: str) -> None:
-        for entry in self._entries.values():
-            if entry.graph is not None:
-                self._drop(entry, counter)
+    @property
+    def _live(self) -> list[_Entry]:
+        return [entry for entry in self._entries.values() if entry.graph is not None]
+
+    def _drop_all(self) -> None:
+        for entry in self._live:
+            self._drop(entry, "recaptures")
 
     # Reports.
 
     def stats(self) -> dict[str, Any]:
         """Return counters: captures, replays, evictions, eager calls by reason, bytes."""
         live = [entry.graph for entry in self._entries.values() if entry.graph is not None]
+        pools = {graph.pool for graph in live}
         return {
             "keys": len(self._entries),
             "graphs": len(live),
             "replays": self._replays,
             **{n: self._counts[n] for n in ("captures", "recaptures", "evictions", "dropped")},
             "eager": {str(reason): count for reason, count in self._eager_counts.items()},
-            "pool_bytes": sum(
-                pool.bytes
-                for pool in {
-                    entry.graph.pool for entry in self._entries.values() if entry.graph is not None
-                }
-            ),
+            "pool_bytes": sum(pool.bytes for pool in pools),
         }
 
     def explain(self) -> str:

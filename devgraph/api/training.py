@@ -194,11 +194,11 @@ class TrainingGraphs:
         the last forward, by ``index``. All callables of a step share this dictionary."""
         self.index = 0
         self._leaf_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._input_grads: list[torch.Tensor | None] = []
-        """Gradient of each input; an input that occurs twice has it at the first position."""
+        self._input_grads: list[tuple[int, torch.Tensor | None]] = []
+        """The ``id`` and the gradient of each input, at the first position of the input."""
         self._used_by: list[set[int]] = []
         """For each differentiable output, the ``id`` of each wanted tensor that it depends on."""
-        self._weight_grads: list[torch.Tensor | None] = []
+        self._weight_grads: list[tuple[int, torch.Tensor | None]] = []
         self._epoch = 0
         """Number of forward replays, negated after the backward of the last one."""
 
@@ -243,8 +243,8 @@ class TrainingGraphs:
             if grad is not None and tensor.is_leaf
         ]
         left = dict(zip(map(id, self._wanted), grads, strict=True))
-        self._input_grads = [left.pop(id(tensor), None) for tensor in self.static_inputs.tensors]
-        self._weight_grads = [left.get(id(parameter)) for parameter in self._parameters]
+        self._input_grads = [(id(t), left.pop(id(t), None)) for t in self.static_inputs.tensors]
+        self._weight_grads = [(id(p), left.get(id(p))) for p in self._parameters]
         self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
         # Drop the autograd history: a live AccumulateGrad node of the capture stream would make
         # later backward passes of the caller synchronise with that stream.
@@ -328,21 +328,14 @@ class TrainingGraphs:
                 else:
                     overwrite(target, grad)
             self._backward.replay()
-            used = {
-                leaf
-                for grad, ids in zip(given, self._used_by, strict=True)
-                if grad is not None
-                for leaf in ids
-            }
-            inputs = [
-                grad.clone() if grad is not None and id(tensor) in used else None
-                for tensor, grad in zip(self.static_inputs.tensors, self._input_grads, strict=True)
-            ]
-            weights = [
-                grad.detach() if grad is not None and id(parameter) in used else None
-                for parameter, grad in zip(self._parameters, self._weight_grads, strict=True)
-            ]
-            return inputs + weights
+            pairs = zip(given, self._used_by, strict=True)
+            used = set[int]().union(*(ids for grad, ids in pairs if grad is not None))
+            inputs, weights = (
+                [grad if key in used else None for key, grad in grads]
+                for grads in (self._input_grads, self._weight_grads)
+            )
+            copies = [None if grad is None else grad.clone() for grad in inputs]
+            return copies + [None if grad is None else grad.detach() for grad in weights]
 
     # Reports.
 
