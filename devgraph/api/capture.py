@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -308,11 +308,21 @@ class Captured:
             part.check()
         assert self._job is not None
         try:
-            with self.gates.held_open():
+            with self.gates.held_open(), self.uncounted_misses():
                 return prove(self, self._job, terms)
         except Exception as error:
             raise_if_lost(self.backend, error)
             raise
+
+    @contextlib.contextmanager
+    def uncounted_misses(self) -> Iterator[None]:
+        """Record new keys in the block without counting them against the budget of misses."""
+        plan: Any = self._plan
+        before, plan.free_misses = getattr(plan, "free_misses", True), True
+        try:
+            yield
+        finally:
+            plan.free_misses = before
 
     def info(self) -> GraphInfo:
         """Return the totals of all segments."""

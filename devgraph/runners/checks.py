@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
 
 import attrs
 
+from devgraph.api.capture import Captured
 from devgraph.api.config.phase import Verify
 from devgraph.api.errors import CaptureError
 from devgraph.api.prove import Report, Terms
@@ -50,7 +52,11 @@ class GraphChecks:
         self._proofs += 1
         tag = f"{self._name}/prove{self._proofs}"
         proof = Proof(self._step, terms, self._implied, self._ranks, tag)
-        with self._step.gates.held_open():
+        with contextlib.ExitStack() as within:
+            within.enter_context(self._step.gates.held_open())
+            for graph in chosen:
+                if isinstance(graph.captured, Captured):
+                    within.enter_context(graph.captured.uncounted_misses())
             return proof.of(self._graphs, chosen), proof
 
     def at_start(self, graphs: Sequence[BucketGraph]) -> None:

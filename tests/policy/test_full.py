@@ -327,3 +327,12 @@ def test_miss_budget_earns_back_no_more_than_it_started_with(
         assert not budget.allows(key)
     assert not budget.allows("d")  # seen too long ago
     assert budget.allows("g")
+
+
+def test_proofs_do_not_spend_the_miss_budget() -> None:
+    cap, x = captured(step, 1, misses=1)
+    assert cap.prove(1, host_args=[{"n": n} for n in (2, 3, 4)]).ok
+    check(cap, step, x, 9)
+    assert cap.stats()["broken_over_miss_budget"] == 0
+    check(cap, step, x, 10)
+    assert cap.stats()["broken_over_miss_budget"] == 1

@@ -53,6 +53,10 @@ class PPProxyTensors:
         self.tensors = tensors
 
 
+class ForwardBatch(types.SimpleNamespace):
+    """A batch as SGLang's runners get it; can be referred to weakly, as that can."""
+
+
 class SRTPlatform:
     _enum: Any = None
 
@@ -213,7 +217,12 @@ def _surroundings() -> dict[str, dict[str, Any]]:
             "_TorchMemorySaverAdapterReal": type("MemorySaver", (MemorySaver,), {}),
         },
         MODEL: {},
-        f"{MODEL}.forward_batch_info": {"PPProxyTensors": PPProxyTensors},
+        f"{MODEL}.forward_batch_info": {
+            "PPProxyTensors": PPProxyTensors,
+            "ForwardBatch": ForwardBatch,
+            "ForwardMode": types.SimpleNamespace(EXTEND="extend", DECODE="decode"),
+            "CaptureHiddenMode": types.SimpleNamespace(NULL=0),
+        },
         f"{MODEL}.cuda_graph_config": {
             "Backend": types.SimpleNamespace(BREAKABLE="breakable"),
             "ALLOWED_KEYS_PER_PHASE": {

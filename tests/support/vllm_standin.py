@@ -319,6 +319,13 @@ class GPUModelRunner:
             self._dummy_run(desc.num_tokens, cudagraph_runtime_mode=mode)
 
 
+class SecondModelRunner:
+    """What the V2 runner has of the check at start."""
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        return 0
+
+
 class ModelCudaGraphManager(CudaGraphManager):
     hidden_states: torch.Tensor | None = None
 
@@ -519,7 +526,10 @@ def modules(version: str = "0.33") -> dict[str, types.ModuleType]:
             "capture_pool": lambda pool, config: contextlib.nullcontext(pool),
             "torch": torch,
         },
-        "vllm.v1.worker.gpu.model_runner": {"ModelCudaGraphManager": ModelCudaGraphManager},
+        "vllm.v1.worker.gpu.model_runner": {
+            "ModelCudaGraphManager": ModelCudaGraphManager,
+            "GPUModelRunner": SecondModelRunner,
+        },
     }
     if version == "0.22":
         managers = contents["vllm.v1.worker.gpu.cudagraph_utils"]
@@ -527,7 +537,8 @@ def modules(version: str = "0.33") -> dict[str, types.ModuleType]:
         managers["ModelCudaGraphManager"] = OldModelCudaGraphManager
         del managers["BreakableCUDAGraphWrapper"], managers["capture_pool"]
         contents["vllm.v1.worker.gpu.model_runner"] = {
-            "ModelCudaGraphManager": OldModelCudaGraphManager
+            "GPUModelRunner": SecondModelRunner,
+            "ModelCudaGraphManager": OldModelCudaGraphManager,
         }
     made: dict[str, types.ModuleType] = {}
     for name, values in contents.items():

@@ -89,7 +89,7 @@ class FullPlan:
         self._budget = job.budget or UpdateBudget()
         self._misses = _MissBudget(self._budget.misses)
         # Asynchronous updates run the host code of regions for known keys too, so misses are free.
-        self._free_misses = job.budget is None and job.backend.capabilities.async_update
+        self.free_misses = job.budget is None and job.backend.capabilities.async_update
         self._graphs = [graph]
         self._current: DeviceGraph | None = graph
         """The graph that ``run`` launches; None means the broken form."""
@@ -110,7 +110,7 @@ class FullPlan:
                 self.notes["hits"] += 1
                 self._misses.earn()
                 return
-        if self._free_misses or self._misses.allows(key) or not self._can_break():
+        if self.free_misses or self._misses.allows(key) or not self._can_break():
             self.notes["misses"] += 1
             self._record(key, host)
         else:

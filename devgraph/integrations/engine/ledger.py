@@ -57,6 +57,8 @@ class EagerReason:
     """The batch has more tokens than the largest captured size."""
     NO_MATCH = "no_matching_graph"
     """No captured size fits the requests and tokens of the batch."""
+    VERIFY_FAILED = "verify_failed"
+    """The check at start found that the graph differs from eager."""
     NOT_CAPTURED = "not_captured_yet"
     """The engine has not captured yet."""
 
@@ -104,9 +106,12 @@ class ModeCount:
         }
 
 
-def totals(memory: GraphMemory, counts: Mapping[str, ModeCount]) -> dict[str, Any]:
-    """Return the name of the backend, the counters by mode and the bytes of graph memory."""
+def totals(
+    memory: GraphMemory, counts: Mapping[str, ModeCount], checks: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the backend's name, the counters by mode, bytes of graph memory, and ``checks``."""
     return {
+        **checks,
         "backend": None if memory.made is None else memory.made.name,
         "modes": {name: count.as_dict() for name, count in counts.items()},
         "pool_bytes": memory.bytes,
@@ -199,5 +204,10 @@ def prometheus(engine: str, stats: Mapping[str, Any]) -> str:
         for mode, count in stats["modes"].items():
             for reason, calls in sorted(count[key].items()):
                 page.sample(name, calls, mode=mode, reason=reason)
+    for name, text in (
+        ("checks", "Replays compared with eager."),
+        ("failed_checks", "Graphs that the check at start dropped."),
+    ):
+        page.metric(f"{name}_total", "counter", text, stats[name])
     page.metric("pool_bytes", "gauge", "Device memory of the graph pools.", stats["pool_bytes"])
     return page.text()

@@ -26,6 +26,7 @@ from devgraph.integrations.engine.steps import (
     engine_session,
     recorded,
 )
+from devgraph.integrations.engine.verification import StartCheck
 from devgraph.integrations.sglang.segments import segment_classes, undifferentiated
 from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, require_updatable
 
@@ -46,14 +47,44 @@ class Shared:
         self.memory = GraphMemory(lambda: "")
         self.counts = {name: ModeCount() for name in ("full", "breakable")}
         self.publisher = Publisher("sglang", self.stats)
+        self.check = StartCheck("SGLang", self.memory)
+        self.checked: set[str] = set()
+        """Phases whose graphs were checked at start."""
 
     def stats(self) -> dict[str, Any]:
-        return totals(self.memory, self.counts)
+        return totals(self.memory, self.counts, self.check.counts)
 
 
 @functools.cache
 def shared() -> Shared:
     return Shared()
+
+
+class _EagerForm:
+    """The eager form of a captured step: its function, and the lengths of attention's kernels.
+
+    Full prefill has the largest lengths of its shape in the metadata of attention, which all shapes
+    share. SGLang sets them only at capture. Other lengths select other kernels.
+    """
+
+    def __init__(self, backend: Any, forward: Callable[[], Any]) -> None:
+        self.forward = forward
+        chosen = getattr(backend._runner.model_runner, "attn_backend", None)
+        shared = backend._reuse_output_buffer  # SGLang asks for it in full prefill only.
+        attention = getattr(chosen, "prefill_backend", chosen)
+        metadata = getattr(attention, "forward_metadata", None) if shared else None
+        self._values: dict[str, Any] = getattr(metadata, "__dict__", {})
+        self._lengths = {name: n for name, n in self._values.items() if type(n) is int}
+
+    @contextlib.contextmanager
+    def lengths(self) -> Iterator[None]:
+        """Give attention the lengths of the capture inside the block."""
+        before = {name: self._values[name] for name in self._lengths}
+        self._values.update(self._lengths)
+        try:
+            yield
+        finally:
+            self._values.update(before)
 
 
 class _OnDevgraph:
@@ -91,6 +122,7 @@ class _OnDevgraph:
         self._count = shared().counts[self._devgraph_mode]
         self._shared_outputs = SharedOutputs()
         self._capture_inputs: dict[Any, Any] = {}
+        self._eager_forms: dict[Any, _EagerForm] = {}
 
     def _let_memory_go(self) -> None:
         """Use releasable memory if SGLang's memory saver pauses the memory of graphs."""
@@ -177,6 +209,8 @@ class _OnDevgraph:
             captured = self._capture(pool, body)
         self._graphs[shape_key], self._outputs[shape_key] = captured
         self._capture_inputs[shape_key] = capture_inputs
+        if shared().check.phases:
+            self._eager_forms[shape_key] = _EagerForm(self, forward_fn)
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -191,7 +225,7 @@ class _OnDevgraph:
         """Free all graphs. The backend can capture again afterwards."""
         for graph in self._graphs.values():
             graph.reset()
-        for kept in (self._graphs, self._capture_inputs, self._shared_outputs):
+        for kept in (self._graphs, self._capture_inputs, self._shared_outputs, self._eager_forms):
             kept.clear()
         super().cleanup()  # type: ignore[misc]
         self._devgraph_pool = None

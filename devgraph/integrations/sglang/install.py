@@ -14,9 +14,11 @@ from devgraph.api.config.phase import MODE_VARIABLE, PhaseConfig
 from devgraph.api.errors import ConfigError, DeviceGraphError
 from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
 from devgraph.integrations.engine.memory import GraphMemory
+from devgraph.integrations.engine.verification import phases_to_check
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend, shared
 from devgraph.integrations.sglang.segments import BREAKS
 from devgraph.integrations.sglang.updated import with_region
+from devgraph.integrations.sglang.verification import check_at_start
 
 SWITCH = "DEVGRAPH_SGLANG"
 """Environment variable: 0 or unset is off, 1 installs, strict installs or raises an error."""
@@ -56,6 +58,8 @@ class EngineMode:
     phases: dict[str, dict[str, Any]]
     limits: tuple[float, ...] = ()
     """Executable budgets of the phases, for which SGLang has no option."""
+    checked: frozenset[str] = frozenset()
+    """Phases whose graphs are checked at start."""
 
     def put_into(self, arguments: Any) -> None:
         """Write the mode into SGLang's ``ServerArgs`` before SGLang resolves them."""
@@ -116,16 +120,17 @@ def engine_mode(text: str, backend: str) -> EngineMode:
     phases = {"decode": config.decode, "prefill": config.prefill}
     budgets = (value.executable_budget for value in phases.values())
     limits = tuple(budget for budget in budgets if budget is not None)
-    return EngineMode(text, {name: _values(name, value) for name, value in phases.items()}, limits)
+    values = {name: _values(name, value) for name, value in phases.items()}
+    return EngineMode(text, values, limits, phases_to_check(config))
 
 
 def _values(phase: str, config: PhaseConfig) -> dict[str, Any]:
-    extra = sorted(config.explicit - {*_KEYS, "executable_budget"})
+    extra = sorted(config.explicit - {*_KEYS, "executable_budget", "verify"})
     if extra:
         raise ConfigError(
             f"{MODE_VARIABLE}: SGLang has no equivalent of {', '.join(extra)} for {phase}. A mode "
-            f"for SGLang may have {', '.join(_KEYS)} and executable_budget. Use SGLang's options "
-            f"for the rest."
+            f"for SGLang may have {', '.join(_KEYS)}, verify and executable_budget. Use SGLang's "
+            f"options for the rest."
         )
     if "policy" in config.explicit and config.policy not in _POLICIES:
         raise ConfigError(
@@ -160,10 +165,10 @@ def install(*, mode: str | None = None, strict: bool = True) -> None:
     """
     if not _here.repeated(mode=mode):
         text, changes = mode_text(mode), Changes("SGLang 0.5.17 to 0.5.23")
-        _here.put(changes, lambda: _change(changes, text), strict=strict, mode=text)
+        _here.put(changes, lambda: _change(changes, text, strict), strict=strict, mode=text)
 
 
-def _change(changes: Changes, mode: str | None) -> None:
+def _change(changes: Changes, mode: str | None, strict: bool) -> None:
     for module, names in _USED.items():
         owner = importlib.import_module(module)
         for name in names.split():
@@ -181,9 +186,19 @@ def _change(changes: Changes, mode: str | None) -> None:
     for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
         after = functools.partial(_with_graphs, ours)
         changes.around(saver._TorchMemorySaverAdapterReal, name, after=after)
+    phases = phases_to_check()
     if mode is not None:
         platform = importlib.import_module("sglang.srt.platforms").current_platform
-        _put_mode(changes, engine_mode(mode, platform.device_name))
+        parsed = engine_mode(mode, platform.device_name)
+        phases = parsed.checked
+        _put_mode(changes, parsed)
+    for phase in sorted(phases):
+        runners = importlib.import_module(f"{MODEL}.runner.{phase}_cuda_graph_runner")
+        runner = getattr(runners, f"{phase.title()}CudaGraphRunner")
+        changes.around(runner, "capture", after=functools.partial(check_at_start, phase))
+    if phases:
+        changes.change(shared().check, "phases", phases)
+        changes.change(shared().check, "strict", strict)
 
 
 def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> None:

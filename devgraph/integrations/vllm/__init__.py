@@ -21,14 +21,15 @@ __all__ = ["DeviceGraphWrapper", "InstallError", "install", "plugin", "stats", "
 def stats() -> dict[str, Any]:
     """Return the counters of the graph layer of this process.
 
-    Keys: ``installed`` (replaced attributes of vLLM), ``backend``, ``pool_bytes`` and ``modes``.
-    For "piecewise", "full" and "breakable", ``modes`` has captures, replays, live graphs, segments,
-    regions, bytes of graphs, capture seconds, and ``eager``: calls without a graph, by reason. In
-    mode piecewise, each piece of a model counts as one call.
+    Keys: ``installed`` (replaced attributes of vLLM), ``backend``, ``checks`` and ``failed_checks``
+    of the check at start, ``pool_bytes`` and ``modes``. For "piecewise", "full" and "breakable",
+    ``modes`` has captures, replays, live graphs, segments, regions, bytes of graphs, capture
+    seconds, and ``eager``: calls without a graph, by reason. In mode piecewise, each piece of a
+    model counts as one call.
     """
     places = [] if here.now is None else list(here.now.places)
     layer = current_layer()
-    return {"installed": places, **totals(layer.memory, layer.counts)}
+    return {"installed": places, **totals(layer.memory, layer.counts, layer.check.counts)}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,8 @@ from devgraph.api.config.phase import MODE_VARIABLE
 from devgraph.api.errors import ConfigError
 from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
 from devgraph.integrations.engine.memory import GraphMemory
-from devgraph.integrations.vllm import manager
+from devgraph.integrations.engine.verification import phases_to_check
+from devgraph.integrations.vllm import manager, verification
 from devgraph.integrations.vllm.layer import Layer, current_layer, reset_layer
 from devgraph.integrations.vllm.wrappers import graph_wrapper, step_wrapper
 
@@ -54,6 +55,8 @@ class EngineMode:
     """Whether prefill runs in segments around attention, without torch.compile."""
     text: str
     """The original configuration, for messages."""
+    checked: frozenset[str] = frozenset()
+    """Phases whose graphs are checked at start."""
 
     def put_into(self, config: Any) -> None:
         """Write the mode into vLLM's ``CompilationConfig`` before vLLM resolves it."""
@@ -88,7 +91,7 @@ def engine_mode(text: str, backend: str | None = None) -> EngineMode:
     if backend is not None:
         config = config.for_backend(backend)
     for phase, value in (("decode", config.decode), ("prefill", config.prefill)):
-        if extra := sorted(value.explicit - {"policy"}):
+        if extra := sorted(value.explicit - {"policy", "verify"}):
             raise ConfigError(
                 f"{MODE_VARIABLE}: devgraph passes the policy of {phase} to vLLM, but not "
                 f"{', '.join(extra)}. Use vLLM's own options instead, such as "
@@ -102,7 +105,8 @@ def engine_mode(text: str, backend: str | None = None) -> EngineMode:
             f"Choose one of: {known}."
         )
     name, breakable = _MODES[wanted]
-    return EngineMode(name=name, breakable=breakable, text=text)
+    checked = phases_to_check(config)
+    return EngineMode(name=name, breakable=breakable, text=text, checked=checked)
 
 
 class Installation(Changes):
@@ -117,7 +121,8 @@ class Installation(Changes):
             self.mode = engine_mode(mode, backend or _platform_backend())
         self.on_undo(reset_layer, reset_layer(layer))
         self._put_wrappers()
-        self._put_managers()
+        layer.check.phases = phases_to_check() if self.mode is None else self.mode.checked
+        self._put_managers(layer)
         self._put_breaks()
         self._put_sleep(layer.memory)
         if self.mode is not None:
@@ -132,7 +137,7 @@ class Installation(Changes):
         for name in (V1_RUNNER, MICROBATCHES):
             self.change(importlib.import_module(name), "CUDAGraphWrapper", graph_wrapper())
 
-    def _put_managers(self) -> None:
+    def _put_managers(self, layer: Layer) -> None:
         for name in (MANAGERS, "vllm.v1.worker.encoder_cudagraph", MICROBATCHES):
             overlay = functools.partial(manager.graph_making_torch, threads=name == MICROBATCHES)
             self.wrap(importlib.import_module(name), "torch", overlay)
@@ -142,6 +147,10 @@ class Installation(Changes):
         base = managers.CudaGraphManager
         self.wrap(base, "capture", manager.sparing_capture)
         self.wrap(base, "dispatch", manager.counting_dispatch)
+        if layer.check.phases:
+            second = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+            self.wrap(base, "run_fullgraph", verification.comparing_run)
+            self.around(second, "capture_model", after=verification.check_at_start)
         first = importlib.import_module(V1_RUNNER).GPUModelRunner
         self.wrap(first, "_capture_cudagraphs", manager.sparing_round)
         self.wrap(first, "_warmup_and_capture", manager.sparing_step)

@@ -17,6 +17,7 @@ from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.steps import engine_session
+from devgraph.integrations.engine.verification import StartCheck
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class Layer:
         self.strict = strict
         self.memory = GraphMemory(_device_type, backend)
         self.counts = {name: ModeCount() for name in ("piecewise", "full", "breakable")}
+        self.check = StartCheck("vLLM", self.memory, strict=strict)
         self._here = _Here()
 
     @property

@@ -20,6 +20,7 @@ from devgraph.api.marks.marks import is_capturing
 from devgraph.integrations.engine.ledger import EagerReason
 from devgraph.integrations.engine.steps import CapturedStep, engine_session, recorded
 from devgraph.integrations.vllm.layer import Round, current_layer
+from devgraph.integrations.vllm.verification import FORWARDS
 from devgraph.integrations.vllm.wrappers import BreakableStep
 
 _UNNAMED = ("devgraph", "graphs without a pool")
@@ -65,8 +66,13 @@ def _is_current(stream: Any) -> bool:
 def own_pool(pool: Any, config: Any) -> Iterator[Any]:
     """Replace vLLM's ``capture_pool``, a separate pool for whole steps.
 
-    With devgraph, whole steps and pieces share one pool, which sleep mode can release.
+    With devgraph, whole steps and pieces share one pool, which sleep mode can release. Collectives
+    that need registered memory allocate in vLLM's pool until a capture of devgraph begins.
     """
+    from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+
+    if pool is not None:
+        set_graph_pool_id(pool)
     yield pool
 
 
@@ -100,6 +106,8 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         runner = getattr(self, "breakable_cg_runner", None)
         if self._graphs_captured and runner is not None:
             runner.clear_graphs()
+        if not hasattr(self, "graphs"):  # A manager of pieces only, made without __init__.
+            return capture(self, create_forward_fn, *args, **kwargs)
         before = set(self.graphs)
 
         def drop() -> None:
@@ -113,6 +121,8 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
                 result = create_forward_fn(desc, *args, **kwargs)
                 # Up to vLLM 0.24, the result includes the attention state.
                 forward, *state = result if isinstance(result, tuple) else (result,)
+                if layer.check.phases:
+                    vars(self).setdefault(FORWARDS, {})[desc] = forward
 
                 def run(mode: Any) -> Any:
                     if mode == CUDAGraphMode.PIECEWISE:
@@ -138,6 +148,8 @@ def sparing_round(capture_all: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(capture_all)
     def capture_sparingly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer.check.phases:
+            layer.check.skip("the V1 runner")
         return layer.capture_round(self.vllm_config, lambda _: capture_all(self, *args, **kwargs))
 
     return capture_sparingly

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+
 from devgraph.api.errors import StateError
 from devgraph.integrations.engine.ledger import EagerReason, ModeCount
 from devgraph.integrations.engine.steps import (
@@ -18,6 +20,7 @@ from devgraph.integrations.engine.steps import (
     addresses,
     capture_under,
     recorded,
+    tensors,
     weak,
 )
 from devgraph.integrations.vllm.breaks import AttentionBreaks, attention_ops
@@ -52,12 +55,14 @@ class _Graphs:
         self._validate, self._counter = validate_cudagraph_capturing_enabled, compilation_counter
         self._offloader, self._none = get_offloader, CUDAGraphMode.NONE
         self._layer: Layer = current_layer()
+        self._check = self._layer.check
         self._counts = {mode: self._layer.counts[name] for mode, name in counts.items()}
         self.graph_pool = self._layer.default_handle()
         self.compilation_config = self.vllm_config.compilation_config
         self.is_debugging_mode = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
         self._checked = checked or self.is_debugging_mode
         self.concrete_cudagraph_entries: dict[Hashable, CapturedStep] = {}
+        self._dropped: set[Hashable] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._available():
@@ -71,7 +76,11 @@ class _Graphs:
         key = self._key(context, *args, **kwargs)
         entry = self.concrete_cudagraph_entries.get(key)
         if entry is None:
+            if key in self._dropped:
+                return self._eagerly(EagerReason.VERIFY_FAILED, args, kwargs)
             return self._capture(key, context, *args, **kwargs)
+        if self._check.running:
+            return self._compared(key, entry, args, kwargs)
         count = self._counts[mode]
         if entry.inputs is not None:
             if entry.inputs != addresses(args, kwargs):
@@ -85,6 +94,23 @@ class _Graphs:
         entry.launch()
         count.replays += 1
         return entry.output
+
+    def _compared(self, key: Hashable, entry: CapturedStep, args: Any, kwargs: Any) -> Any:
+        """Replay in a check at start; drop the graph if it differs from eager."""
+
+        def replay() -> Any:
+            entry.launch()
+            return entry.output
+
+        name = f"piece {getattr(self.runnable, 'piecewise_compile_index', 0)} of {key}"
+        eager = functools.partial(self.runnable, *args, **kwargs)
+        inputs = [t for t in tensors((args, kwargs)) if not isinstance(t, torch.nn.Parameter)]
+        output = self._check.run(name, eager, replay, inputs)
+        if name in self._check.failed:
+            self._dropped.add(key)
+            output = eager()
+            self._drop(key, entry)
+        return output
 
     def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._counts[None].eager[reason] += 1

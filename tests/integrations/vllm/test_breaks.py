@@ -19,6 +19,7 @@ import devgraph as dg
 from devgraph.api.marks.marks import is_capturing
 from devgraph.integrations import vllm
 from devgraph.integrations.vllm.layer import Layer, current_layer, no_full_collections
+from devgraph.integrations.vllm.manager import own_pool
 from devgraph.integrations.vllm.wrappers import BreakableStep, step_wrapper
 from tests.support.vllm_engine import (
     ENGINES,
@@ -758,3 +759,33 @@ def test_no_full_collection_comes_where_they_are_deferred():
         assert gc.get_threshold() == (10, 2, 2)
     finally:
         gc.set_threshold(*thresholds)
+
+
+def test_collectives_know_the_pool_before_a_whole_step_is_captured(second: Engine) -> None:
+    """As in vLLM's own capture_pool."""
+    seen: list[Any] = []
+    name = "vllm.distributed.device_communicators.pynccl_allocator"
+    pools = importlib.import_module(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pools, "set_graph_pool_id", seen.append)
+        with own_pool("handle", None) as pool:
+            assert (pool, seen) == ("handle", ["handle"])
+
+
+def test_manager_without_whole_steps_captures_its_pieces(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(second, monkeypatch, breakable=True)
+    manager = setup.manager
+    del manager.graphs, manager.vllm_config
+    manager._capture_descs[second.Mode.FULL] = []
+    calls: list[Any] = []
+
+    def create(desc: Any, warmup: bool) -> Any:
+        return lambda mode: calls.append((warmup, mode))
+
+    base = next(kind for kind in type(manager).__mro__ if kind.__name__ == "CudaGraphManager")
+    base.capture(manager, create)
+    modes = second.Mode.NONE, second.Mode.PIECEWISE
+    assert [mode for _, mode in calls] == [*modes, *modes]
+    assert [warmup for warmup, _ in calls] == [True, not setup.own_breaks] * 2

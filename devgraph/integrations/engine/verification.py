@@ -1,0 +1,155 @@
+"""The check at start: an engine's graphs compared with eager calls in its dummy steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PHASES, VERIFY_VARIABLE, verify_from_environment
+from devgraph.api.device import raise_if_lost
+from devgraph.api.errors import CapabilityError, CaptureError, ConfigError, DeviceLost, counted
+from devgraph.api.process import keep_forever
+from devgraph.api.prove import compare, compare_near
+from devgraph.api.snapshots import same_bytes
+from devgraph.integrations.engine.memory import GraphMemory
+from devgraph.integrations.engine.steps import tensors
+
+logger = logging.getLogger(__name__)
+
+
+def phases_to_check(config: DeviceGraphConfig | None = None) -> frozenset[str]:
+    """Return the phases that the key ``verify``, or else DEVGRAPH_VERIFY, checks at start."""
+    default = verify_from_environment()
+    given = {name: getattr(getattr(config, name, None), "verify", None) for name in PHASES}
+    found = {name: verify or default for name, verify in given.items()}
+    if any(verify is not None and verify.every is not None for verify in found.values()):
+        raise ConfigError(
+            f"{VERIFY_VARIABLE}, or the key verify: in engines, graphs are checked only at start. "
+            f'Use "start" instead of "every".'
+        )
+    return frozenset(name for name, verify in found.items() if verify is not None)
+
+
+class StartCheck:
+    """The check at start of this process. ``failed`` has the graphs that differ from eager."""
+
+    def __init__(self, engine: str, memory: GraphMemory, *, strict: bool = False) -> None:
+        self.phases: frozenset[str] = frozenset()
+        """The phases whose graphs are checked."""
+        self.strict = strict
+        self.running = False
+        self.failed: dict[Hashable, str] = {}
+        self.counts = {"checks": 0, "failed_checks": 0}
+        """Number of replays that were compared with eager, and of graphs that differed."""
+        self._engine = engine
+        self._memory = memory
+        self._began = 0.0
+        self._before = 0
+
+    def skip(self, reason: str) -> None:
+        """Log that nothing is checked; raise CapabilityError under strict."""
+        text = f"{self._engine}: the check at start is not possible with {reason}"
+        if self.strict:
+            raise CapabilityError(f"{text}. Unset {VERIFY_VARIABLE} or the key verify.")
+        logger.warning("%s; graphs are not compared with eager", text)
+
+    @contextlib.contextmanager
+    def started(self, buffers: Iterable[Tensor]) -> Iterator[None]:
+        """Run the check in the block, with noise in floating-point ``buffers``.
+
+        Afterwards the buffers are zero, as engines allocate them, and random states are as before.
+        """
+        kind = self._memory.backend.device.type
+        self.running, self.failed = True, {}
+        self._began, self._before = time.perf_counter(), self.counts["checks"]
+        with contextlib.ExitStack() as after:
+            after.callback(setattr, self, "running", False)
+            device = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
+            known = kind if device else "cuda"
+            after.enter_context(torch.random.fork_rng(device, device_type=known))
+            for buffer in buffers:
+                after.callback(buffer.zero_)
+                if buffer.is_floating_point() and buffer.itemsize > 1:  # torch has no 8-bit noise.
+                    buffer.normal_()
+            try:
+                yield
+            except DeviceLost:
+                keep_forever(after.pop_all())  # Every call on the device would fail.
+                raise
+
+    def run(
+        self,
+        name: Hashable,
+        eager: Callable[[], Any],
+        replay: Callable[[], Any],
+        inputs: Iterable[Tensor] = (),
+        *,
+        shared: bool = False,
+    ) -> Any:
+        """Compare a replay with an eager call on the same ``inputs``; return its output.
+
+        ``shared`` outputs are the same tensors in both runs, and are overwritten in between.
+        """
+        saved = [(tensor, tensor.clone()) for tensor in inputs]
+
+        def reset() -> None:
+            for tensor, value in saved:
+                tensor.copy_(value)
+
+        def run_eagerly() -> list[Tensor]:
+            reset()
+            found = tensors(eager())
+            copies = [tensor.clone() for tensor in found]
+            for tensor in found if shared else ():
+                tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+            return copies
+
+        try:
+            want = run_eagerly()
+            reset()
+            output = replay()
+            pairs = [(a, b.clone()) for a, b in zip(want, tensors(output), strict=True)]
+            pairs = [pair for pair in pairs if not same_bytes(*pair)]
+            if pairs and name not in self.failed:
+                steady = all(map(same_bytes, want, run_eagerly()))
+                # If eager differs from itself, equality within the tolerance is enough.
+                texts = [(compare if steady else compare_near)(*pair) for pair in pairs]
+                if text := next(filter(None, texts), ""):
+                    self.failed[name] = text
+                output = replay()
+        except Exception as error:
+            try:
+                raise_if_lost(self._memory.backend, error)
+            except DeviceLost as lost:
+                raise DeviceLost(
+                    f"{self._engine}: the check of graph {name} failed on the device. Probably the "
+                    f"graph reads memory of the batch of its capture, such as the metadata of "
+                    f"attention without a mark. {lost}"
+                ) from error
+            raise
+        self.counts["checks"] += 1
+        return output
+
+    def finish(self) -> None:
+        """Log the result; raise CaptureError under strict if a graph differs."""
+        count = len(self.failed)
+        self.counts["failed_checks"] += count
+        took = time.perf_counter() - self._began
+        text = "%s: compared %d replays with eager in %.2f s; %d graphs differ"
+        logger.info(text, self._engine, self.counts["checks"] - self._before, took, count)
+        for name, difference in self.failed.items():
+            logger.warning("%s: dropped %s, because its graph %s", self._engine, name, difference)
+        if self.failed and self.strict:
+            name, difference = next(iter(self.failed.items()))
+            raise CaptureError(
+                f"{self._engine}: {counted(count, 'graph')} failed the check at start. The first, "
+                f"{name}, {difference}. Mark the code that reads values of the batch on the host, "
+                f"or run without strict, so that these steps run eagerly."
+            )

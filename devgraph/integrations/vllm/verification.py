@@ -1,0 +1,98 @@
+"""The check at start in vLLM: graphs compared with eager, in dummy steps of the V2 runner."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+
+from devgraph.api.process import several_ranks
+from devgraph.integrations.engine.steps import tensors
+from devgraph.integrations.vllm.layer import current_layer
+
+FORWARDS = "_devgraph_forwards"
+"""Attribute of a manager with the forward functions of its captures."""
+_CONTEXTS = (5, 70)
+"""Context lengths of the two dummy batches."""
+
+
+def comparing_run(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``CudaGraphManager.run_fullgraph``, which a check at start compares with eager."""
+    from vllm.config import CUDAGraphMode
+
+    check = current_layer().check
+
+    @functools.wraps(run)
+    def run_compared(self: Any, desc: Any) -> Any:
+        forward = vars(self).get(FORWARDS, {}).get(desc)
+        if not check.running or forward is None:
+            return run(self, desc)
+        names = ("hidden_states", "aux_hidden_states", "intermediate_tensors")
+        buffers = tensors([getattr(self, name, None) for name in names])
+        outputs = [buffer[: desc.num_tokens] for buffer in buffers]
+
+        def eager() -> list[torch.Tensor]:
+            forward(CUDAGraphMode.NONE)
+            return outputs
+
+        def replay() -> list[torch.Tensor]:
+            run(self, desc)
+            return outputs
+
+        return check.run(desc, eager, replay, shared=True)
+
+    return run_compared
+
+
+def check_at_start(runner: Any, *_: Any, profile_only: bool = False, **__: Any) -> None:
+    """Compare the graphs of the V2 runner with eager, and drop graphs that differ.
+
+    No request owns pages of the cache yet, so dummy batches use all of them.
+    """
+    check, manager = current_layer().check, runner.cudagraph_manager
+    if profile_only or not vars(manager).get(FORWARDS):
+        vars(manager).pop(FORWARDS, None)
+        return
+    descs = [desc for descs in manager._capture_descs.values() for desc in descs]
+    separate = any(map(_decodes, descs))
+    if several_ranks() or runner.vllm_config.parallel_config.world_size_across_dp > 1:
+        check.skip("several ranks")
+    elif not {"context_len", "randomize_inputs"} <= {*signature(runner._dummy_run).parameters}:
+        check.skip("the dummy steps of this version of vLLM")
+    else:
+        with check.started(tensors(runner.kv_caches)):
+            for desc in descs:
+                phase = "decode" if _decodes(desc) else "prefill"
+                for context in _CONTEXTS if phase in check.phases or not separate else ():
+                    _dummy_step(runner, manager, desc, context)
+        for desc in check.failed:
+            for known in manager._candidates.values():
+                if desc in known:
+                    known.remove(desc)
+            manager.graphs.pop(desc, None)
+        check.finish()
+    del vars(manager)[FORWARDS]
+
+
+def _decodes(desc: Any) -> bool:
+    """Whether steps of ``desc`` only decode. Without such steps, graphs serve both phases."""
+    return desc.uniform_token_count is not None or getattr(desc, "max_query_len", None) is not None
+
+
+def _dummy_step(runner: Any, manager: Any, desc: Any, context: int) -> None:
+    """Run a dummy batch of ``desc``: few long requests after the first context, else many."""
+    tokens, requests = desc.num_tokens, desc.num_reqs
+    if requests is None:
+        few = -(-tokens // (runner.max_model_len - context))
+        many = max(few, min(tokens, runner.max_num_reqs))
+        requests = few if context == _CONTEXTS[0] else many
+    asked = dataclasses.replace(desc, num_reqs=requests)
+    manager.dispatch = lambda *_, **__: asked
+    try:
+        runner._dummy_run(tokens, context_len=context, randomize_inputs=True)
+    finally:
+        del manager.dispatch

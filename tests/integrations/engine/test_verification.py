@@ -1,0 +1,79 @@
+"""One comparison of the check at start, and what it asks of the environment."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.integrations.engine.verification import StartCheck, phases_to_check
+
+
+class Backend(types.SimpleNamespace):
+    """A device that an error can lose."""
+
+    def __init__(self) -> None:
+        super().__init__(device=torch.device("cpu"), lost="", graphs=[], keep_memory=lambda: None)
+
+    def lost_reason(self, error: BaseException) -> str | None:
+        return str(error) if "illegal" in str(error) else None
+
+
+def check() -> StartCheck:
+    memory: Any = types.SimpleNamespace(backend=Backend())
+    return StartCheck("engine", memory)
+
+
+def test_lost_device_names_the_graph_and_nothing_else_is_called_on_it() -> None:
+    def replay() -> Any:
+        raise RuntimeError("illegal memory access")
+
+    made, cache = check(), torch.zeros(3)
+    with (
+        pytest.raises(
+            dg.DeviceLost, match=r"check of graph bucket 8 .*without a mark.*start a new"
+        ),
+        made.started([cache]),
+    ):
+        made.run("bucket 8", lambda: torch.ones(2), replay)
+    assert cache.any()  # A lost device cannot write the zeros.
+
+
+def test_other_errors_pass_and_the_caches_are_zero_afterwards() -> None:
+    def replay() -> Any:
+        raise RuntimeError("out of paper")
+
+    made, cache, state = check(), torch.zeros(3), torch.get_rng_state()
+    small = torch.ones(3).to(torch.float8_e4m3fn)  # torch makes no noise of this type.
+    with pytest.raises(RuntimeError, match="out of paper"), made.started([cache, small]):
+        assert cache.any()
+        made.run("bucket 8", lambda: torch.ones(2), replay)
+    assert not (cache + small.float()).any()
+    assert not made.running
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_eager_that_differs_from_itself_is_compared_within_tolerance() -> None:
+    made = check()
+    noise = iter((1e-8, 2e-8, 0.0, 0.0))
+    made.run("near", lambda: torch.ones(2) * 1e-3 + next(noise), lambda: torch.ones(2) * 1e-3)
+    assert not made.failed
+    made.run("far", lambda: torch.ones(2) + next(noise), lambda: torch.ones(2) * 2)
+    assert list(made.failed) == ["far"]
+    assert made.counts == {"checks": 2, "failed_checks": 0}
+
+
+def test_environment_is_the_default_of_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEVGRAPH_VERIFY", raising=False)
+    given = DeviceGraphConfig.from_json('{"decode": {"verify": "start"}}')
+    assert phases_to_check(given) == {"decode"}
+    assert phases_to_check() == frozenset()
+    monkeypatch.setenv("DEVGRAPH_VERIFY", "start")
+    assert phases_to_check(given) == phases_to_check() == {"decode", "prefill"}
+    monkeypatch.setenv("DEVGRAPH_VERIFY", '{"every": 9}')
+    with pytest.raises(dg.ConfigError, match=r"only at start"):
+        phases_to_check()
