@@ -184,7 +184,7 @@ def _print_capabilities(names: Sequence[str]) -> None:
         rows.append(["recommended mode", *("the default" if m == "{}" else m for m in modes)])
         print_table("declared capabilities", ("capability", *(kind.name for kind in some)), rows)
     for name in (name for name, kind in declared.items() if kind is None):
-        say(f"{name} is registered as a function, so it declares no capabilities")
+        say(f"{name} declares nothing: it is a function, or its package cannot be loaded")
     for kind in kinds:
         for need in dict.fromkeys(kind.needs.values()):
             needy = [name for name, other in kind.needs.items() if other == need]

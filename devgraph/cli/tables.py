@@ -101,6 +101,9 @@ def print_table(
     *,
     numbers: Sequence[str] = (),
 ) -> None:
+    """Print a table with a title, or nothing if it has no rows."""
+    if not (rows := list(rows)):
+        return
     console = _console()
     cells = [[_text(value) for value in row] for row in rows]
     widths = _widths([Text(name) for name in columns], cells, console.width)

@@ -21,6 +21,11 @@ def test_table_fits_the_terminal_without_broken_words(
     assert {"several", "words", "that", "need", "two", "lines", "-"} <= {*out.split()}
 
 
+def test_table_without_rows_is_not_printed(capsys: pytest.CaptureFixture[str]):
+    tables.print_table("title", ("name", "text"), [])
+    assert capsys.readouterr().out == ""
+
+
 def test_table_that_is_too_wide_becomes_a_list(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
