@@ -272,8 +272,8 @@ class Captured:
         """Compare replays with eager runs of ``fn`` on fresh inputs.
 
         Each case runs eagerly and as a graph from the same state: arguments, ``bound`` tensors,
-        parameters and buffers, and random generators. Outputs and state are compared. Afterwards
-        the state has its contents from before the proof, bit for bit.
+        parameters and buffers, and random generators. Outputs and state are compared. The
+        state is then restored bit for bit.
 
         Args:
             cases: number of cases per set of host arguments.
@@ -449,9 +449,9 @@ def capture(
         after_warmup: called after each warm-up run, for example to restore state.
         check: whether replays wait for the device after each segment. A device error is then raised
             by its segment, and the notes of the error name that segment.
-        name_nodes: whether to record the nodes of each marked function, for ``explain`` and for
-            ``ranges`` of the graphs in ``segments``. With a module, hooks also record the nodes of
-            its submodules. Pieces of "piecewise" call no submodules.
+        name_nodes: True, False or a module: whether to record the nodes of each marked function,
+            for ``explain`` and for ``ranges`` of the graphs in ``segments``. If it is a module,
+            hooks also record the nodes of its submodules. "piecewise" calls no submodules.
         budget: budget of policy "full" for new host arguments in replays.
         bound: other state of the graph by name: trees of tensors, modules, and functions that
             return such trees (``lambda: model.cache``). Every replay compares the tensors, in about

@@ -28,7 +28,7 @@ class Watched(Protocol):
 class Guard:
     """A comparison of all watched state in one call.
 
-    ``terms`` are additional terms of ``same``, which ``settle`` does not check.
+    ``same`` also tests ``terms``; ``settle`` does not check them.
     """
 
     def __init__(self, parts: Iterable[Watched], terms: Iterable[Term] = ()) -> None:

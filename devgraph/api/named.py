@@ -36,15 +36,15 @@ and the lengths of containers outside of module containers.
 class NamedState:
     """The globals, closure cells, attributes and entries that a step reads, with their values.
 
-    Such a location is a *place*; ``reach.Named`` finds them. A replay compares identities. If an
-    object was replaced, the places are searched again. The new object is accepted if it has the
-    same tensors, equal plain values and the same code.
+    These locations are called *places*; ``reach.Named`` finds them. A replay compares identities.
+    If an object was replaced, the places are searched again. The new object is accepted if it has
+    the same tensors, equal plain values and the same code.
 
     Args:
         roots: pairs of a name and an object from which the search starts.
         is_changed: returns whether the step itself changed a place. Such places are not compared.
         regions: whether regions are part of the graph.
-        found: an earlier search, which is used if it has the same result now.
+        found: an earlier search, reused if its result is still current.
 
     Attributes:
         modules: the modules in the places.

@@ -866,7 +866,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return the named roots of the search for a step's state; none for a step of devgraph."""
+    """Return the named roots of the search for a step's state; none if devgraph defines it."""
     target = fn
     while isinstance(target, functools.partial):
         target = target.func

@@ -19,7 +19,7 @@ from devgraph.api.errors import StateError
 class _Identity:
     """A token that identifies the process, because device handles do not survive a fork.
 
-    Every forked child has another token. Compare tokens with ``is``.
+    Each forked child has a different token. Compare tokens with ``is``.
     """
 
     def __init__(self) -> None:

@@ -492,8 +492,8 @@ class Comparison:
 
         With ``exact``, results must be equal bit for bit. Two kinds of state rows are exempt.
         ``shared`` rows, which several rows of the batch write, are not compared if two eager runs
-        differ. ``scratch`` rows are also written by several rows, but no real row uses them. A
-        device may write them in any order, so the check is only that both runs write them.
+        differ. ``scratch`` rows are also written by several rows, but no real row reads them. The
+        order of these writes is undefined, so the check only requires that both runs write them.
         ``want`` and ``got`` are the results of the two runs, if known.
         """
 

@@ -767,7 +767,7 @@ class Named:
         for (name, _), base in sorted(holders.items(), key=operator.itemgetter(0)):
             path, member = f"{base.__name__}.{name}", vars(base)[name]
             ways = (getattr(member, way, None) for way in ("fget", "__func__", "func"))
-            function = next(filter(callable, ways), member)  # of a property, ...
+            function = next(filter(callable, ways), member)  # of a property, classmethod, ...
             if isinstance(function, types.FunctionType) and function is not member:
                 yield Entry(path, None, None, function)
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))

@@ -366,7 +366,7 @@ class TrainingGraphs:
             differentiable = [tensor for tensor in outputs if tensor.requires_grad]
             ones = [torch.ones_like(tensor) for tensor in differentiable]
             grads = torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
-            # Copy inside the block, because a gradient of the caller may be memory of the graph.
+            # Copy before the block restores the state, with which the results may share memory.
             named = [(f"output {index}", t.detach().clone()) for index, t in enumerate(outputs)]
             found = [(f"gradient {i}", g.clone()) for i, g in enumerate(grads) if g is not None]
         return named + found

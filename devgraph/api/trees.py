@@ -178,7 +178,7 @@ def change_in(
     """Return the step's first change to its copy of a container, as a verb and a path.
 
     Only changes of tensors and keys count; None if there are none. ``note_state`` is called with
-    the path, the old and the new value of each plain value that changed before that.
+    the path, old value and new value of each plain entry that changed before this change.
     """
     before, after = dict(copied.children), dict(children_of(copied.copy) or ())
     for suffix in [*before, *after]:

@@ -103,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} does not exist. {hint}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments. The error for an unknown option names the help of its command."""
+        """Parse all arguments. The error for an unknown option points to its help."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             (commands,) = (action for action in self._actions if action.dest == "command")

@@ -197,7 +197,7 @@ def _check(add: Options) -> None:
     text = f"omit findings of this kind, one of {', '.join(KINDS)}; may be repeated"
     add("--ignore", text, action="append", default=[], metavar="KIND")
     add("--grad", "run with autograd", action="store_true")
-    text = "text (default), annotations of GitHub Actions, or SARIF"
+    text = "text (default), GitHub Actions annotations, or SARIF"
     add("--output-format", text, choices=("text", "github", "sarif"), default="text")
 
 

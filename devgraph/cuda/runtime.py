@@ -1,4 +1,4 @@
-"""CUDA's graph calls, as far as they differ from the table for all vendors (``node_calls``)."""
+"""The CUDA graph calls that differ from the table for all vendors (``node_calls``)."""
 
 from __future__ import annotations
 

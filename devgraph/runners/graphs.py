@@ -271,7 +271,7 @@ class Graphs:
         """Return the decision for a batch of a declared variant.
 
         If the batch's bucket was dropped, use the next larger graph within the padding factor. If
-        the bucket is only not captured yet, run eagerly, because such eager steps trigger its
+        the bucket has merely not been captured yet, run eagerly: these eager steps trigger its
         capture.
         """
         rows = self.rows(size)

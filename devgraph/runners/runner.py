@@ -718,8 +718,9 @@ class Runner:
             state: compare state as well as outputs.
             rtol: relative tolerance against the real batch; torch's default if None.
             atol: absolute tolerance against the real batch; torch's default if None.
-            snapshot_limit: maximum bytes of copies of the state. In larger tensors, only the rows
-                whose index an integer slot of the case contains are restored; the rest is hashed.
+            snapshot_limit: maximum bytes of copies of the state. Of a larger tensor, only the rows
+                whose indices are in an integer slot of the case are restored; the other rows are
+                hashed.
 
         Returns:
             a report with ``ok``, ``failures``, ``causes`` and ``not_varied``.

@@ -74,7 +74,7 @@ def swallowed(mark: Mark, error: BaseException) -> CaptureError:
     """Return the error for a step that catches an ``error`` of a marked function."""
     return CaptureError(
         f"{mark.name} raised {type(error).__name__} ({error}), and the step caught it and "
-        f"continued, which a graph cannot. Decide before the call which function runs, or catch "
+        f"continued; a graph cannot do that. Decide before the call which function runs, or catch "
         f"the error inside the marked function."
     )
 

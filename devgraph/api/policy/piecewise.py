@@ -815,7 +815,7 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
             f"Use {cure}policy='breakable', which compiles nothing."
         ) from error
     reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-    # The last two are the tracer's errors for a marked method, whose mark it traces.
+    # The tracer raises the last two of these when it traces the mark of a marked method.
     if any(sign in reason for sign in ("args/kwargs to proxy", "ContextVar", "get_ident")):
         raise CaptureError(
             f"policy 'piecewise' needs the whole step in one trace, but the call at {line} passes "

@@ -144,8 +144,8 @@ class NodeRuntime:
     structures: ClassVar[Mapping[str, type[Any]]]
     """The ctypes structure of the parameters of each kind of node."""
     instantiate_flags: ClassVar[int]
-    """The flags with which torch instantiates graphs. They decide priorities, and whether a launch
-    frees memory that the graph allocated."""
+    """The flags with which torch instantiates graphs. They determine whether nodes have
+    priorities, and whether a launch frees memory that the graph allocated."""
 
     def __init__(self, brief: Any, waiting: Any) -> None:
         self._functions: dict[str, Any] = {}

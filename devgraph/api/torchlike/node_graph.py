@@ -156,7 +156,7 @@ class UpdateStrategy:
         """Prepare for a capture that may have updatable regions."""
 
     def close_regions(self, graph: NodeGraph, number: int) -> None:
-        """Launch work after the regions of recording ``number``; number 0 is the capture."""
+        """Launch work that must follow the regions of recording ``number`` (0: the capture)."""
 
     def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
         """Whether to create an executable for ``recording``, which has none."""

@@ -710,8 +710,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete all ``prompts`` and return their completions in order.
 
-        Prompts wait until a slot is free. Any error, including one of ``on_event``, cancels all
-        prompts.
+        Prompts wait until a slot is free. Any error, including one raised by ``on_event``, cancels
+        all prompts.
 
         Args:
             prompts: texts or lists of token ids.

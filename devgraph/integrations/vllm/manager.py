@@ -1,7 +1,7 @@
 """Graphs of devgraph for code of vLLM that creates graphs itself.
 
-The managers of the V2 runner (model, drafts, decoder replay), encoder graphs and micro-batch pairs
-create a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``. In their modules,
+Managers create a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``: those of
+the V2 runner (model, drafts, decoder replay), encoders and micro-batch pairs. In their modules,
 devgraph replaces these two names. vLLM still prepares and orders the captures, because that code
 differs between versions.
 """
