@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import enum
 import functools
 import itertools
@@ -278,6 +279,9 @@ def is_alike(old: Any, new: Any) -> bool:
     return is_equal(old, new)
 
 
+_BUFFERS = (bytearray, array.array, memoryview, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+
+
 def content_of(value: Any) -> Any:
     """Return the length of a list or large set, or the contents of a small set or array.
 
@@ -287,7 +291,7 @@ def content_of(value: Any) -> Any:
         return len(value)
     if isinstance(value, set):
         return frozenset(value) if len(value) <= _SMALL else len(value)
-    if isinstance(value, bytearray | array.array) or is_array(value):
+    if isinstance(value, _BUFFERS) or is_array(value):
         view = memoryview(value)
         return view.tobytes() if view.nbytes <= _SMALL else None
     return None

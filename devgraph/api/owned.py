@@ -643,7 +643,7 @@ class Weights:
         self.modules = [inner for module in every for inner in module.modules()]
         self._roots, self._has_modes = every if modes else [], modes
         self._tables = [t for m in self._roots for t in (m._forward_hooks, m._forward_pre_hooks)]
-        self._modes = self.training() if modes else [], [*map(len, self._tables)]
+        self._modes = self.training() if modes else []
         self._held = [
             (table, key, tensor, path)
             for module in every
@@ -684,11 +684,13 @@ class Weights:
 
     def _term_of(self, module: torch.nn.Module) -> Term:
         kind, forward = _kind_of(module)
-        values = (module, kind, vars(module), forward)
+        text, values = (
+            "{}.__class__ is {} and {}.get('forward') is {}",
+            (module, kind, vars(module)),
+        )
         if not self._has_modes:
-            return "{}.__class__ is {} and {}.get('forward') is {}", values
-        text = "{}.__class__ is {} and {}.get('forward') is {} and {}.training == {}"
-        return text, (*values, module, module.training)
+            return text, (*values, forward)
+        return text + " and {}.training == {}", (*values, forward, module, module.training)
 
     def _hooks_now(self) -> list[list[Any]]:
         tables = [t for m in self.modules for t in (m._forward_hooks, m._forward_pre_hooks)]
@@ -714,15 +716,17 @@ class Weights:
                 "a module of the step has a different class or forward than at capture, but the "
                 "graph runs the old forward. Capture again."
             )
-        training, hooks = self._modes
-        if self._has_modes and self.training() != training:
+        if self._has_modes and self.training() != self._modes:
             raise StateError(
                 "a module of the step was captured in training mode and is in evaluation mode "
                 "now, or vice versa, but the graph uses the captured mode. Call train() or "
                 "eval() on the module, or capture again."
             )
-        if self._hooks_now() != self._hooks or [*map(len, self._tables)] != hooks:
-            raise StateError(_OTHER_HOOKS)
+        if self._hooks_now() != self._hooks:
+            raise StateError(
+                "a module of the step has different forward hooks than at capture, but the graph "
+                "contains the work of the old hooks. Capture again."
+            )
         if not self._memory.is_kept():
             self._refuse("a parameter or buffer")
         # Renew the terms only if an assignment was to these modules.
@@ -752,11 +756,6 @@ _TURN = 4
 _OLD = (
     ", but the graph uses the old state. Write new data into the old tensors with copy_() (as "
     "load_state_dict() without assign=True does), or capture again."
-)
-
-_OTHER_HOOKS = (
-    "a module of the step has different forward hooks than at capture, but the graph contains the "
-    "work of the old hooks. Capture again."
 )
 
 _assignments = [0]

@@ -367,6 +367,8 @@ def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}[{index}]", child) for index, child in enumerate(value))
     elif isinstance(value, weakref.ref):
         yield path, value()
+    elif isinstance(value, types.MappingProxyType):
+        yield from ((path, held) for held in gc.get_referents(value))
     elif isinstance(value, torch.jit.ScriptModule):
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
             yield f"{path}.{name}", tensor
@@ -661,6 +663,8 @@ class Named:
                     yield Entry(path, None, None, mark.fn)
                 elif mark is None and hasattr(value, "__wrapped__"):  # @torch.no_grad(), ...
                     yield Entry(path, None, None, value.__wrapped__)
+                if isinstance(functions := vars(value).get("registry"), Mapping):  # singledispatch
+                    yield from (Entry(path, None, None, f) for f in functions.values())
                 return
             self._use(value)
             if value.__defaults__:
@@ -706,7 +710,7 @@ class Named:
             return
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
-            yield from self._of_class(value)
+            yield from self._of_class(value, {"__class_getitem__"})
             yield from self._of_class(type(value))
             self._computed += self._members_of(value, self._called - self.names, self._called)
             return
@@ -744,7 +748,9 @@ class Named:
                 self.whole.append(value)
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
-        if isinstance(value, ChainMap | UserDict | UserList):  # the search skips their methods
+        if isinstance(
+            value, (ChainMap, UserDict, UserList, weakref.WeakKeyDictionary)
+        ):  # the search skips their methods
             return True
         is_whole = not self.names.isdisjoint(("vars", "__dict__", "asdict"))
         if is_whole and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
@@ -769,7 +775,7 @@ class Named:
             ways = (getattr(member, way, None) for way in ("fget", "__func__", "func"))
             function = next(filter(callable, ways), member)  # of a property, classmethod, ...
             if isinstance(function, types.FunctionType) and function is not member:
-                yield Entry(path, None, None, function)
+                yield Entry(path, None, None, getattr(member, "dispatcher", function))
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
             if not is_leaf or name in read:
                 # A class that inherits the member may get its own, unless super() skips that.
@@ -804,7 +810,7 @@ _OF_TENSORS = frozenset(
 )
 """Names of functions that iterate over tensors of modules."""
 
-_INSTANCE = frozenset({"__init__", "__post_init__", "__call__"})
+_INSTANCE = frozenset({"__new__", "__init__", "__post_init__", "__call__"})
 """Special methods that run if a step makes and calls an object of a class that it names."""
 
 

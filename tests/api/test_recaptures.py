@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import enum
+import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -607,7 +610,64 @@ def _of_buffers() -> Any:
     return module, lambda: module.register_buffer("b", torch.full((4,), 3.0))
 
 
+class _Keyed:
+    table = {"a": 2.0}  # noqa: RUF012
+    base = 2.0
+
+    def __new__(cls) -> _Keyed:
+        made = object.__new__(cls)
+        made.base = cls.base
+        return made
+
+    def __class_getitem__(cls, key: str) -> float:
+        return cls.table[key]
+
+    @functools.singledispatchmethod
+    def scaled(self, kind: object, x: Any) -> Any:
+        return x
+
+    @scaled.register
+    def _(self, kind: int, x: Any) -> Any:
+        return x * kind * self.table["a"]
+
+
+def _of_class_entry() -> Any:
+    return lambda x: x * _Keyed["a"], lambda: _Keyed.table.update(a=_Keyed.table["a"] + 1)
+
+
+def _of_new_object() -> Any:
+    return lambda x: x * _Keyed().base, lambda: setattr(_Keyed, "base", _Keyed.base + 1)
+
+
+def _of_single_dispatch() -> Any:
+    keyed = _Keyed()
+    return lambda x: keyed.scaled(3, x) * 1, lambda: keyed.table.update(a=keyed.table["a"] + 1)
+
+
+def _of_weak_key() -> Any:
+    key = _Name()
+    table = weakref.WeakKeyDictionary({key: 2.0})
+    return lambda x: x * table[key], lambda: table.update({key: 5.0})
+
+
+def _of_proxy() -> Any:
+    table = {"a": 2.0}
+    proxy = types.MappingProxyType(table)
+    return lambda x: x * proxy["a"], lambda: table.update(a=5.0)
+
+
+def _of_number_of_c() -> Any:
+    number = ctypes.c_float(2.0)
+    return lambda x: x * number.value, lambda: setattr(number, "value", 5.0)
+
+
 UNNAMED = [
+    _of_class_entry,
+    _of_new_object,
+    _of_single_dispatch,
+    _of_weak_key,
+    _of_proxy,
+    _of_number_of_c,
     _of_text,
     _of_globals,
     _of_vars,
