@@ -145,19 +145,18 @@ def _messages() -> Iterator[None]:
     root = logging.getLogger("devgraph")
     handler = _Handler()
     handler.setFormatter(logging.Formatter("devgraph: %(message)s"))
-    before, propagate = root.level, root.propagate
+    before, propagate, plain = root.level, root.propagate, warnings.showwarning
     root.addHandler(handler)
     root.propagate = False
+
+    def show(message: Any, category: Any, *rest: Any, **more: Any) -> None:
+        if issubclass(category, DeviceGraphWarning):
+            _complain(f"devgraph: warning: {_one_line(message)}")
+        else:
+            plain(message, category, *rest, **more)
+
     try:
         with warnings.catch_warnings():
-            plain = warnings.showwarning
-
-            def show(message: Any, category: Any, *rest: Any, **more: Any) -> None:
-                if issubclass(category, DeviceGraphWarning):
-                    _complain(f"devgraph: warning: {_one_line(message)}")
-                else:
-                    plain(message, category, *rest, **more)
-
             warnings.simplefilter("always", DeviceGraphWarning)
             warnings.showwarning = show
             yield

@@ -64,9 +64,8 @@ class Contender:
 
     def time(self, backend: Backend, steps: int) -> None:
         lengths, call = self.lengths(), self.call
-        self.timings.append(
-            seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
-        )
+        timing = seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
+        self.timings.append(timing)
 
     def row(self, eager: Contender) -> dict[str, Any]:
         """Return the medians over all repeats and the speedups over eager as JSON values."""
@@ -104,9 +103,8 @@ def time_in_turns(
 def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> int:
     """Time all contenders; return 1 if a policy fails or its outputs differ from eager."""
     if args.plot is not None and not args.plot.endswith(".svg"):
-        raise CommandError(
-            f"cannot write the chart {args.plot}: charts are SVG, so the name must end in .svg"
-        )
+        why = "charts are SVG, so the name must end in .svg"
+        raise CommandError(f"cannot write the chart {args.plot}: {why}")
     if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
         raise CommandError(f"cannot write {args.plot}: there is no such folder")
     check_compilers(args, args.policy or policies())
@@ -122,8 +120,8 @@ def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> in
         "devgraph": __version__,
         "torch": torch.__version__,
         "backend": backend.name,
-        "device_type": backend.device.type,
         "device": backend.device_name,
+        "device_type": backend.device.type,
         "threads": torch.get_num_threads(),
         "work": "one decode step",
         "shape": {**sizes, "dtype": args.dtype},
@@ -223,9 +221,8 @@ def _replays(
     lengths = {name: _in_turn(kv_len)}
     if not breaks(captured.policy) and _takes_lengths(captured) and window > 1:
         fresh = itertools.cycle(range(1, window + 1))
-        lengths[f"{name}, 4 lengths in turn"] = _in_turn(
-            *(max(1, kv_len - i) for i in range(min(4, kv_len)))
-        )
+        turns = [max(1, kv_len - i) for i in range(min(4, kv_len))]
+        lengths[f"{name}, 4 lengths in turn"] = _in_turn(*turns)
         lengths[f"{name}, new length in each step"] = lambda: fresh
     info, seconds = captured.info(), captured.capture_seconds
     numbers = seconds, captured.pool.bytes, info.segments, info.nodes

@@ -28,9 +28,7 @@ def run(args: argparse.Namespace) -> int:
     ignored = [kind for text in args.ignore for kind in text.split(",")]
     for kind in ignored:
         if kind not in KINDS:
-            raise CommandError(
-                f"--ignore {kind}: there is no such kind. {did_you_mean(kind, KINDS)}"
-            )
+            raise CommandError(f"--ignore {kind}: no such kind. {did_you_mean(kind, KINDS)}")
     if args.json and args.output_format != "text":
         raise CommandError(f"--json and --output-format {args.output_format}: choose one of them")
     findings: dict[str, list[dict[str, Any]]] = {}
@@ -61,17 +59,12 @@ def check_target(target: Target) -> list[dict[str, Any]]:
     No device work runs. After each read of a device value, the run continues with an assumed value.
     """
     reference: Any = get_backend("cpu")  # Only the reference backend lists findings.
-    findings = [
-        {**attrs.asdict(violation), "see": f"docs/{KINDS[violation.kind]}"}
-        for violation in reference.check(
-            target.fn, target.args, kwargs=target.kwargs, host_args=target.host_args
-        )
-    ]
-    findings.sort(key=lambda finding: (finding["file"], finding["line"]))
-    return [
-        {**finding, "source": getline(finding["file"], finding["line"]).strip()}
-        for finding in findings
-    ]
+    options = {"kwargs": target.kwargs, "host_args": target.host_args}
+    findings = [*map(attrs.asdict, reference.check(target.fn, target.args, **options))]
+    for one in findings:
+        one["see"] = f"docs/{KINDS[one['kind']]}"
+        one["source"] = getline(one["file"], one["line"]).strip()
+    return sorted(findings, key=lambda finding: (finding["file"], finding["line"]))
 
 
 def _ignored_kinds(source: str) -> list[str]:
@@ -111,25 +104,15 @@ def _github(finding: Mapping[str, Any]) -> str:
 
 
 def _sarif(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    results = [
-        {
-            "ruleId": finding["kind"],
-            "level": "error",
-            "message": {"text": finding["text"]},
-            "locations": [{"physicalLocation": _sarif_location(finding)}],
-        }
-        for finding in findings
-    ]
+    results = []
+    for finding in findings:
+        path = _path(finding)
+        file = {"uri": path.as_uri() if path.is_absolute() else path.as_posix()}
+        place = {"artifactLocation": file, "region": {"startLine": finding["line"]}}
+        result = {"ruleId": finding["kind"], "level": "error", "message": {"text": finding["text"]}}
+        results.append({**result, "locations": [{"physicalLocation": place}]})
     rules = [{"id": kind, "help": {"text": f"docs/{page}"}} for kind, page in KINDS.items()]
     driver = {"name": "devgraph", "version": __version__, "rules": rules}
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": results}],
-    }
-
-
-def _sarif_location(finding: Mapping[str, Any]) -> dict[str, Any]:
-    path = _path(finding)
-    uri = path.as_uri() if path.is_absolute() else path.as_posix()
-    return {"artifactLocation": {"uri": uri}, "region": {"startLine": finding["line"]}}
+    runs = [{"tool": {"driver": driver}, "results": results}]
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return {"$schema": schema, "version": "2.1.0", "runs": runs}

@@ -80,10 +80,8 @@ def run(args: argparse.Namespace) -> int:
     wanted = [info for info in found if not args.backend or info.name in args.backend]
     if args.capabilities:
         if args.json:
-            raise CommandError(
-                "--capabilities prints tables only; use --no-probe --json, which has the same data "
-                "under `declared`"
-            )
+            way = "use --no-probe --json, which has the same data under `declared`"
+            raise CommandError(f"--capabilities prints tables only; {way}")
         _print_capabilities([info.name for info in wanted])
         return 0
     checked = [_check(info, probe=not args.no_probe) for info in wanted]
@@ -139,10 +137,8 @@ def _planned(path: str) -> list[dict[str, Any]]:
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and all(key in group for key in keys) for group in groups
     ):
-        raise CommandError(
-            f"{path} is not the plan of a cluster; write one to another file with "
-            f"devgraph plan --cluster FILE --json > plan.json"
-        )
+        way = "write one to another file with devgraph plan --cluster FILE --json > plan.json"
+        raise CommandError(f"{path} is not the plan of a cluster; {way}")
     version = document.get("devgraph")
     return [{**group, "devgraph": version, "mode": document.get("mode", {})} for group in groups]
 
@@ -248,26 +244,13 @@ def _devices() -> list[str]:
 
 def _report(checked: list[dict[str, Any]]) -> dict[str, Any]:
     packages = {name: installed_version(name) for name, _, _ in _PACKAGES}
-    missing = [
-        {"what": name, "for": purpose, "get": how}
-        for name, purpose, how in _PACKAGES
-        if packages[name] is None
-    ]
-    missing += [
-        {"what": f"backend {entry['name']}", "for": "device graphs", "get": entry["reason"]}
-        for entry in checked
-        if not entry["available"]
-    ]
-    return {
-        "devgraph": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "devices": _devices(),
-        "packages": packages,
-        "missing": missing,
-        "backends": checked,
-    }
+    lacking = [row for row in _PACKAGES if packages[row[0]] is None]
+    for entry in (entry for entry in checked if not entry["available"]):
+        lacking.append((f"backend {entry['name']}", "device graphs", entry["reason"]))
+    missing = [{"what": what, "for": purpose, "get": how} for what, purpose, how in lacking]
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "devices": _devices()}
+    found = {"packages": packages, "missing": missing, "backends": checked}
+    return {"devgraph": __version__, "python": platform.python_version(), **machine, **found}
 
 
 def _print(report: dict[str, Any], *, probed: bool) -> None:
@@ -303,10 +286,8 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
     print_table("missing packages and backends", ("missing", "purpose", "installation"), missing)
     if probed and all(probe["ok"] for entry in checked for probe in entry["probes"]):
         usable = ", ".join(entry["name"] for entry in checked if entry["available"])
-        if usable:
-            say(f"all declared capabilities work on: {usable}")
-        else:
-            say("none of the requested backends is usable here: see the missing packages above")
+        none = "none of the requested backends is usable here: see the missing packages above"
+        say(f"all declared capabilities work on: {usable}" if usable else none)
 
 
 def _memory(entry: dict[str, Any]) -> str | None:
@@ -326,13 +307,10 @@ def probe_backend(backend: Backend) -> list[dict[str, Any]]:
     """
     able = backend.capabilities
     usable = [name for name in policies() if able.piecewise or not compiles(name)]
-    return [
-        *(_probe(name, True, functools.partial(_policy, backend, name)) for name in usable),
-        *(
-            _probe(name, getattr(able, name), functools.partial(run, backend))
-            for name, run in _PROBES.items()
-        ),
-    ]
+    probes = [(name, True, functools.partial(_policy, backend, name)) for name in usable]
+    for name, run in _PROBES.items():
+        probes.append((name, getattr(able, name), functools.partial(run, backend)))
+    return [_probe(*probe) for probe in probes]
 
 
 class _AnswerIsNo(Exception):

@@ -54,16 +54,14 @@ def run(args: argparse.Namespace) -> int:
     owner = getattr(target.fn, "__self__", target.fn)
     with contextlib.ExitStack() as stack:
         with torch.set_grad_enabled(args.grad), user_code(target.name):
-            captured = capture(
-                target.fn,
-                *target.args,
-                kwargs=target.kwargs,
-                policy=args.policy,
-                backend=backend,
-                host_args=target.host_args,
-                compiler=args.compiler,
-                name_nodes=owner if isinstance(owner, torch.nn.Module) else True,
-            )
+            way: dict[str, Any] = {
+                "policy": args.policy,
+                "compiler": args.compiler,
+                "backend": backend,
+            }
+            way["name_nodes"] = owner if isinstance(owner, torch.nn.Module) else True
+            way |= {"kwargs": target.kwargs, "host_args": target.host_args}
+            captured = capture(target.fn, *target.args, **way)
             stack.enter_context(captured)
             parts = list(map(_part, itertools.count(), captured.segments, _timed(captured, target)))
             report = _proof(captured, target, args)
@@ -90,13 +88,8 @@ def _proof(captured: Captured, target: Target, args: argparse.Namespace) -> Repo
 def _timed(captured: Captured, target: Target) -> list[list[float]]:
     """Return ascending seconds of each segment, with a synchronisation after each."""
     captured.replay(**target.host_args)
-    runs = [
-        [
-            seconds_per_call(segment.replay, captured.backend, calls=1).wall
-            for segment in captured.segments
-        ]
-        for _ in range(_RUNS)
-    ]
+    time = functools.partial(seconds_per_call, backend=captured.backend, calls=1)
+    runs = [[time(one.replay).wall for one in captured.segments] for _ in range(_RUNS)]
     return [sorted(column) for column in zip(*runs, strict=True)]
 
 
@@ -108,14 +101,9 @@ def _part(index: int, segment: Any, walls: list[float]) -> _Part:
     if not isinstance(segment, DeviceGraph):
         return part(kind="eager", name=repr(segment).strip("<>"))
     info = segment.info()
-    return part(
-        kind="graph",
-        name=f"graph {index}",
-        nodes=info.nodes,
-        regions=tuple(call.mark.name for call in segment.calls),
-        ranges=tuple(segment.ranges),
-        bytes=info.bytes,
-    )
+    regions = tuple(call.mark.name for call in segment.calls)
+    work: dict[str, Any] = {"nodes": info.nodes, "bytes": info.bytes, "regions": regions}
+    return part(kind="graph", name=f"graph {index}", ranges=tuple(segment.ranges), **work)
 
 
 def _data(captured: Captured, parts: list[_Part], report: Any) -> dict[str, Any]:
@@ -147,15 +135,14 @@ def _page(captured: Captured, target: Target, parts: list[_Part], report: Any) -
         ("recordings, with executables", format_bytes(captured.pool.recordings.bytes)),
         *((part.name, format_bytes(part.bytes)) for part in parts if part.kind == "graph"),
     ]
-    tables = [
+    return html.page(
+        f"{target.name} on {captured.backend.device_name}",
         captured._repr_html_(),
         html.table("one replay", ("#", "segment", "median", ""), times),
         html.table("nodes", ("#", "module or region", "nodes"), ranges),
         html.table("memory", ("", ""), memory),
-    ]
-    if report is not None:
-        tables.append(html.table("proof", ("",), [(report,)]))
-    return html.page(f"{target.name} on {captured.backend.device_name}", *tables)
+        *([] if report is None else [html.table("proof", ("",), [(report,)])]),
+    )
 
 
 def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) -> None:
@@ -165,15 +152,10 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
         f"({captured.backend.device_name})",
         ("#", "segment", "nodes", "updatable regions", "bytes", "replay"),
         [
-            (
-                part.index,
-                "graph" if part.kind == "graph" else part.name,
-                part.nodes,
-                _counted(part.regions) or None,
-                format_bytes(part.bytes) if part.kind == "graph" else None,
-                time_text(part.seconds),
-            )
-            for part in parts
+            (p.index, "graph", p.nodes, _counted(p.regions) or None, format_bytes(p.bytes), time)
+            if p.kind == "graph"
+            else (p.index, p.name, None, None, None, time)
+            for p, time in ((part, time_text(part.seconds)) for part in parts)
         ],
         numbers=("#", "nodes", "bytes", "replay"),
     )

@@ -118,10 +118,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         return list(args.prompt)
     file = args.prompts_file
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise CommandError(
-            "there is no prompt: pass --prompt TEXT or --prompts-file FILE, or pipe prompts, one "
-            "per line"
-        )
+        ways = "pass --prompt TEXT or --prompts-file FILE, or pipe prompts, one per line"
+        raise CommandError(f"there is no prompt: {ways}")
     name = "standard input" if file is None else file
     try:
         text = sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8-sig")
@@ -150,12 +148,8 @@ def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
         raise CommandError("--seed has no effect on greedy requests; add --temperature T")
     if args.temperature and args.seed is None:
         args.seed = secrets.randbelow(1 << 31)
-    return [
-        SamplingParams(
-            temperature=args.temperature, seed=None if args.seed is None else args.seed + index
-        )
-        for index in range(prompts)
-    ]
+    seeds = [None if args.seed is None else args.seed + index for index in range(prompts)]
+    return [SamplingParams(temperature=args.temperature, seed=seed) for seed in seeds]
 
 
 class OrderedText:

@@ -110,9 +110,8 @@ def _plan_groups(
     if args.backend != "auto":
         raise CommandError("--backend is not allowed with --cluster: each group names its backend")
     if args.fact:
-        raise CommandError(
-            f"--fact is not allowed with --cluster: state facts per group in {args.cluster}"
-        )
+        place = f"state facts per group in {args.cluster}"
+        raise CommandError(f"--fact is not allowed with --cluster: {place}")
     for planned in plan_cluster(config, Cluster.from_file(args.cluster)):
         group = planned.group
         plan = _Plan(
@@ -207,12 +206,9 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
         _print_settings(plan.resolution)
         if plan.error is not None:
             say(f"{plan.title}: error: {plan.error}", style="error")
-        for estimate in plan.estimates:
-            if estimate.uncovered:
-                say(
-                    f"{estimate.phase} steps of {estimate.uncovered} run eagerly: no bucket fits "
-                    f"them within max_padding"
-                )
+        for estimate in (one for one in plan.estimates if one.uncovered):
+            why = "no bucket fits them within max_padding"
+            say(f"{estimate.phase} steps of {estimate.uncovered} run eagerly: {why}")
         say()
     if not estimated:
         say("add --model for estimates of memory and of the graphs between breaks")
@@ -222,7 +218,7 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
 
 def _print_phases(plan: _Plan, *, estimated: bool) -> None:
     assert plan.resolution is not None
-    rows: list[list[Any]] = [[name] for name in _LINES]
+    columns = []
     for estimate in plan.estimates:
         asked = phase_config(None, estimate.phase)
         if estimate.phase in PHASES:
@@ -236,9 +232,9 @@ def _print_phases(plan: _Plan, *, estimated: bool) -> None:
             estimate.streams or None,
             format_bytes(estimate.bytes) if estimate.bytes else None,
         )
-        for row, cell in zip(rows, cells, strict=True):
-            row.append(cell)
+        columns.append(cells)
     title = plan.title + (", graphs and memory estimated" if estimated else "")
+    rows = zip(_LINES, *columns, strict=True)
     print_table(title, ("", *(estimate.phase for estimate in plan.estimates)), rows)
 
 

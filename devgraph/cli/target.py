@@ -47,10 +47,8 @@ def literals(flag: str, given: Sequence[str]) -> dict[str, Any]:
         try:
             values[name] = ast.literal_eval(text)
         except Exception as error:  # literal_eval raises many types, such as MemoryError.
-            raise CommandError(
-                f"{flag} {f'{name}={text}'!r}: {text!r} is not a Python literal such as 512, "
-                f"[1, 2] or 'x'"
-            ) from error
+            why = f"{text!r} is not a Python literal such as 512, [1, 2] or 'x'"
+            raise CommandError(f"{flag} {f'{name}={text}'!r}: {why}") from error
     return values
 
 
@@ -58,9 +56,8 @@ def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
     module_name, colon, name = text.rpartition(":")
     module_name = module_name or module_of
     if not module_name or not name or (not colon and not module_of):
-        raise CommandError(
-            f"{text!r} does not name a function: write MODULE:FUNCTION, such as engine.step:decode"
-        )
+        example = "write MODULE:FUNCTION, such as engine.step:decode"
+        raise CommandError(f"{text!r} does not name a function: {example}")
     module = _load(module_name)
     try:
         function = operator.attrgetter(name)(module)
@@ -83,10 +80,9 @@ def _load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise CommandError(
-            f"there is no module {name!r} that Python can import from {here}; run this in the "
-            f"folder of the module, or pass the path of its .py file"
-        ) from error
+        ways = "run this in the folder of the module, or pass the path of its .py file"
+        text = f"there is no module {name!r} that Python can import from {here}; {ways}"
+        raise CommandError(text) from error
 
 
 def _importable(folder: Path) -> None:
@@ -154,6 +150,5 @@ def user_code(name: str) -> Iterator[None]:
                 "--inputs MODULE:FUNCTION names a function that returns the arguments, and "
                 "--host-arg NAME=VALUE gives a host argument"
             )
-        raise CommandError(
-            f"{name} raised {type(error).__name__}: {text[0]}{where} ({hint})"
-        ) from error
+        said = f"{type(error).__name__}: {text[0]}{where}"
+        raise CommandError(f"{name} raised {said} ({hint})") from error
