@@ -60,33 +60,6 @@ def shared() -> Shared:
     return Shared()
 
 
-class _EagerForm:
-    """The eager form of a captured step: its function, and the lengths of attention's kernels.
-
-    Full prefill has the largest lengths of its shape in the metadata of attention, which all shapes
-    share. SGLang sets them only at capture. Other lengths select other kernels.
-    """
-
-    def __init__(self, backend: Any, forward: Callable[[], Any]) -> None:
-        self.forward = forward
-        chosen = getattr(backend._runner.model_runner, "attn_backend", None)
-        shared = backend._reuse_output_buffer  # SGLang asks for it in full prefill only.
-        attention = getattr(chosen, "prefill_backend", chosen)
-        metadata = getattr(attention, "forward_metadata", None) if shared else None
-        self._values: dict[str, Any] = getattr(metadata, "__dict__", {})
-        self._lengths = {name: n for name, n in self._values.items() if type(n) is int}
-
-    @contextlib.contextmanager
-    def lengths(self) -> Iterator[None]:
-        """Give attention the lengths of the capture inside the block."""
-        before = {name: self._values[name] for name in self._lengths}
-        self._values.update(self._lengths)
-        try:
-            yield
-        finally:
-            self._values.update(before)
-
-
 class _OnDevgraph:
     """The common part of all backends: memory, warm-up, and the setup of captures.
 
@@ -122,7 +95,7 @@ class _OnDevgraph:
         self._count = shared().counts[self._devgraph_mode]
         self._shared_outputs = SharedOutputs()
         self._capture_inputs: dict[Any, Any] = {}
-        self._eager_forms: dict[Any, _EagerForm] = {}
+        self._eager_forms: dict[Any, tuple[Callable[[], Any], Callable[[], object]]] = {}
 
     def _let_memory_go(self) -> None:
         """Use releasable memory if SGLang's memory saver pauses the memory of graphs."""
@@ -210,7 +183,19 @@ class _OnDevgraph:
         self._graphs[shape_key], self._outputs[shape_key] = captured
         self._capture_inputs[shape_key] = capture_inputs
         if shared().check.phases:
-            self._eager_forms[shape_key] = _EagerForm(self, forward_fn)
+            self._eager_forms[shape_key] = forward_fn, self._setting_lengths()
+
+    def _setting_lengths(self) -> Callable[[], object]:
+        """Return a function that gives attention the lengths of this shape in full prefill.
+
+        There, all shapes share the metadata of attention, with the largest lengths of a shape.
+        SGLang sets them only at capture, and other lengths select other kernels.
+        """
+        chosen = getattr(self._runner.model_runner, "attn_backend", None)
+        metadata = getattr(getattr(chosen, "prefill_backend", chosen), "forward_metadata", None)
+        values = getattr(metadata, "__dict__", {}) if self._reuse_output_buffer else {}
+        lengths = {name: value for name, value in values.items() if type(value) is int}
+        return functools.partial(values.update, lengths)
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:

@@ -59,13 +59,15 @@ class _Replays:
             return shared().check.run(key, eager, replay, shared=True)
 
     def _eager(self, key: Any, batch: Any) -> Any:
+        forward, set_lengths = self._backend._eager_forms[key]
+        set_lengths()
         if self._body is None:
-            return self._backend._eager_forms[key].forward()
+            return forward()
         # During a step, SGLang has replaced the forward method of the layers by the replay.
         runner, module = self._runner, sys.modules[type(self._runner).__module__]
         positions = runner._get_layer_model_positions(batch)
         kwargs = module._build_layer_model_forward_kwargs(runner.layer_model, batch, None)
-        with undifferentiated(), self._backend._eager_forms[key].lengths():
+        with undifferentiated():
             output = self._body(batch.input_ids, positions, batch, **kwargs)
             return runner._pack_qwen_bcg_hc_output(output)
 
