@@ -16,6 +16,8 @@ from devgraph.integrations.vllm.layer import current_layer
 
 FORWARDS = "_devgraph_forwards"
 """Attribute of a manager with the forward functions of its captures."""
+_CHECKED = "_devgraph_checked"
+"""Attribute of a runner whose first captures were checked."""
 _CONTEXTS = (5, 70)
 """Context lengths of the two dummy batches."""
 
@@ -49,14 +51,15 @@ def comparing_run(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_at_start(runner: Any, *_: Any, profile_only: bool = False, **__: Any) -> None:
-    """Compare the graphs of the V2 runner with eager, and drop graphs that differ.
+    """Compare the graphs of the V2 runner's first captures with eager; drop graphs that differ.
 
     No request owns pages of the cache yet, so dummy batches use all of them.
     """
     check, manager = current_layer().check, runner.cudagraph_manager
-    if profile_only or not vars(manager).get(FORWARDS):
+    if profile_only or not vars(manager).get(FORWARDS) or hasattr(runner, _CHECKED):
         vars(manager).pop(FORWARDS, None)
         return
+    setattr(runner, _CHECKED, True)
     descs = [desc for descs in manager._capture_descs.values() for desc in descs]
     separate = any(map(_decodes, descs))
     if several_ranks() or runner.vllm_config.parallel_config.world_size_across_dp > 1:

@@ -101,6 +101,11 @@ def test_right_graphs_pass_and_the_caches_are_as_before(
     requests = [desc.num_reqs for desc, context in runner.seen if context == 5]
     assert requests == [4, 2, 1, 1]
     check_at_start(runner)  # The forward functions are released, so nothing runs.
+    runner.setup.manager.release_graphs()
+    runner.setup.capture()
+    runner.kv_caches[0].fill_(3)  # Requests own the cache by now.
+    check_at_start(runner)
+    assert runner.kv_caches[0].eq(3).all()
     assert len(runner.seen) == 8
 
 
@@ -198,6 +203,7 @@ def test_what_cannot_be_checked_is_said(
     with pytest.raises(dg.CapabilityError, match=f"not possible with .*{what}"):
         attempt()
     check.strict = False
+    vars(runner).pop("_devgraph_checked", None)
     attempt()
     assert "graphs are not compared" in caplog.text
     assert vllm.stats()["checks"] == 0
