@@ -651,9 +651,8 @@ class Named:
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
             yield Entry(path, None, None, {"param_groups": value.param_groups})
-            keys = {"param_groups"}.union(*value.param_groups)
-            self.names |= keys
-            self._read |= keys
+            self._read = self._read.union({"param_groups"}, *value.param_groups)
+            self.names |= self._read
             return
         if isinstance(value, types.FunctionType):
             if is_machinery_module(value.__globals__.get("__name__", "")):
@@ -691,9 +690,8 @@ class Named:
             for table in itertools.chain(_OF_ALL_MODULES, *own):
                 yield from (Entry(path, None, None, hook) for hook in table.values())
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
-            keys = {part for name in value.__reduce__()[1] for part in str(name).split(".")}
-            self.names |= keys
-            self._read |= keys
+            self._read.update(*(str(name).split(".") for name in value.__reduce__()[1]))
+            self.names |= self._read
             return
         elif isinstance(value, types.ModuleType):
             held = vars(value)

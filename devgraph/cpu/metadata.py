@@ -94,10 +94,6 @@ _UNFAITHFUL = {
 """Operations whose fake results differ from those of the kernels."""
 
 
-class _OddTensorError(Exception):
-    """An argument has no plain memory."""
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
@@ -116,9 +112,9 @@ def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not value.is_cpu:
             raise OtherDeviceError(value.device)
-        if not _is_plain(value):
-            raise _OddTensorError
-        return (value.dtype, value.shape, value.stride())
+        if value.is_nested:
+            raise _odd(value, "an argument is ")
+        return (value.dtype, value.shape, value.stride() if _is_plain(value) else value.layout)
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, torch.Generator):
@@ -157,13 +153,9 @@ class Metadata:
         Raises DataDependentError, OtherDeviceError, or UnrecordableError (the operation resizes an
         argument, a tensor is not dense, or torch cannot determine the result).
         """
-        try:
-            named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
-            given = _key(args)
-        except _OddTensorError:
-            return _ask_odd(plan, args, kwargs)
+        named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
         with_grad = plan.depends_on_grad and torch.is_grad_enabled()
-        key = (plan, given, named, with_grad, torch.get_default_dtype())
+        key = (plan, _key(args), named, with_grad, torch.get_default_dtype())
         try:
             layouts = self._known.get(key)
         except TypeError:  # An argument is not hashable, such as a script object.
@@ -177,6 +169,9 @@ class Metadata:
         return layouts
 
     def _ask(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        odd = next((t for t in tensors_in((args, kwargs)) if not _is_plain(t)), None)
+        if odd is not None:
+            return _ask_odd(plan, args, kwargs, _odd(odd, "an argument is "))
         if plan.name in _UNFAITHFUL:
             return _try(plan, args, kwargs)
         if _is_fast(plan):
@@ -305,10 +300,10 @@ def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return answers[0]
 
 
-def _ask_odd(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ask_odd(
+    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: UnrecordableError
+) -> Any:
     """Return the layouts of an operation that reads sparse or quantized tensors of the caller."""
-    tensors = tensors_in((args, kwargs))
-    refusal = _odd(next(t for t in tensors if not _is_plain(t)), "an argument is ")
     if plan.writes:
         raise refusal
     try:
