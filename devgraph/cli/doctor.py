@@ -53,16 +53,8 @@ _PACKAGES = (
     ("gguf", "generate: models in GGUF files", "pip install gguf"),
     ("accelerate", "generate: models in GGUF files", "pip install accelerate"),
     ("PyYAML", "configuration and cluster files in YAML", "pip install pyyaml"),
-    (
-        "pytest",
-        "the conformance suite",
-        "pip install pytest pytest-xdist pytest-timeout hypothesis",
-    ),
+    ("pytest", "conformance suite", "pip install pytest pytest-xdist pytest-timeout hypothesis"),
 )
-
-
-_COLUMNS = 4
-"""Number of backends whose capabilities fit side by side into 80 columns."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -174,7 +166,8 @@ def _print_capabilities(names: Sequence[str]) -> None:
     declared = {name: declaration(name) for name in names}
     kinds = [kind for kind in declared.values() if kind is not None]
     fields = [field.name for field in attrs.fields(Capabilities)]
-    for some in (kinds[start : start + _COLUMNS] for start in range(0, len(kinds), _COLUMNS)):
+    for start in range(0, len(kinds), 4):  # Four backends fit into 80 columns.
+        some = kinds[start : start + 4]
         modes = [json.dumps(dict(kind.recommended_mode)) for kind in some]
         rows = [[name, *(_declared(kind, name) for kind in some)] for name in fields]
         rows.append(["recommended mode", *("the default" if m == "{}" else m for m in modes)])

@@ -101,7 +101,6 @@ def print_table(
     *,
     numbers: Sequence[str] = (),
 ) -> None:
-    """Print a table with a title, or nothing if it has no rows."""
     if not (rows := list(rows)):
         return
     console = _console()

@@ -199,9 +199,9 @@ class _Plugin:
     def _reasons(self, row: _Row) -> str:
         """Return the reasons of skips, with one list of all undeclared capabilities."""
         start = f"backend {self.name!r} does not declare "
-        lacks = [text.removeprefix(start) for text in row.reasons if text.startswith(start)]
-        names = ", ".join(sorted({name for text in lacks for name in text.split(", ")}))
         others = [text for text in row.reasons if not text.startswith(start)]
+        lacks = {name for t in {*row.reasons} - {*others} for name in t[len(start) :].split(", ")}
+        names = ", ".join(sorted(lacks))
         return "; ".join([*[f"undeclared: {names}"] * bool(names), *others])
 
     @pytest.hookimpl(wrapper=True)
