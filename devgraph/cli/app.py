@@ -37,15 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _environment(), _messages():
+            _set_color([*(sys.argv[1:] if argv is None else argv)])  # for errors of the parser too
             args = _parser().parse_args(argv)
             logging.getLogger("devgraph").setLevel(_LEVELS[min(getattr(args, "verbose", 0), 2)])
-            if (color := getattr(args, "color", "auto")) in _COLORS:
-                os.environ[_COLORS[color][0]] = "1"
-                os.environ.pop(_COLORS[color][1], None)
             return _run(args)
     except KeyboardInterrupt:
         _complain("devgraph: interrupted")
         return _INTERRUPTED
+
+
+def _set_color(argv: list[str]) -> None:
+    for option, value in zip(argv, [*argv, ""][1:], strict=True):
+        flag, equals, own = option.partition("=")  # argparse accepts the start of a flag
+        color = own if equals else value
+        if color in _COLORS and len(flag) > 4 and "--color".startswith(flag):
+            os.environ[_COLORS[color][0]] = "1"
+            os.environ.pop(_COLORS[color][1], None)
 
 
 @contextlib.contextmanager

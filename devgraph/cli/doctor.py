@@ -115,7 +115,7 @@ def _expect(args: argparse.Namespace) -> int:
     else:
         for name, differences in report.items():
             say(f"{name}: {'as planned' if not differences else 'NOT as planned'}")
-            for line in differences:
+            for line in "\n".join(differences).splitlines():
                 say(f"  {line}", style="error")
         if any(": planned " in line for lines in report.values() for line in lines):
             say("devgraph plan --cluster FILE --emit env prints the mode that each node needs")

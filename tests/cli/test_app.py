@@ -134,9 +134,11 @@ def test_colour_is_the_choice_of_the_user(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    result = run_cli(capsys, "plan", "--color", color, "--backend", "cuba")
-    assert result.code == 2
-    assert ("\x1b[31m" in result.err) is colored
+    for given in (["--color", color], [f"--color={color}"], ["--col", color]):
+        for wrong in (["--backend", "cuba"], ["--emit", "nothing"]):  # the parser's error, too
+            result = run_cli(capsys, "plan", *given, *wrong)
+            assert result.code == 2
+            assert ("\x1b[31m" in result.err) is colored
     assert dict(os.environ) == before
 
 
