@@ -172,7 +172,7 @@ class Metadata:
         odd = next((t for t in tensors_in((args, kwargs)) if not _is_plain(t)), None)
         if odd is not None:
             return _ask_odd(plan, args, kwargs, _odd(odd, "an argument is "))
-        if plan.name in _UNFAITHFUL:
+        if plan.name in _UNFAITHFUL or (_is_pointwise(plan) and _has_expanded_half(args, kwargs)):
             return _try(plan, args, kwargs)
         if _is_fast(plan):
             try:
@@ -227,9 +227,17 @@ _FAST = frozenset(
 
 
 def _is_fast(plan: OpPlan) -> bool:
-    return plan.name in _FAST or (
-        plan.func.namespace == "aten" and torch.Tag.pointwise in plan.func.tags
-    )
+    return plan.name in _FAST or _is_pointwise(plan)
+
+
+def _is_pointwise(plan: OpPlan) -> bool:
+    return plan.func.namespace == "aten" and torch.Tag.pointwise in plan.func.tags
+
+
+def _has_expanded_half(*tree: Any) -> bool:
+    """Whether a 16-bit float is expanded; metadata kernels then order strides unlike eager."""
+    halves = (t for t in tensors_in(tree) if t.dtype in (torch.bfloat16, torch.float16))
+    return any(0 in tensor.stride() for tensor in halves)
 
 
 def _ask_kernel(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

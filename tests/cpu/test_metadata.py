@@ -151,3 +151,14 @@ def test_gradient_that_is_expanded_is_no_hindrance(norm: torch.nn.Module) -> Non
     captured = dg.capture(step, x, backend="cpu")
     x.copy_(torch.randn(3, 4))
     assert torch.equal(captured.replay(), step(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fn", [torch.add, torch.maximum, lambda a, b: torch.where(a > b, a, b)])
+def test_strides_of_expanded_operands_equal_eager(
+    fn: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    def step(row: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return fn(row.expand(3, 4), x.t())
+
+    check_replays(step, lambda seed: [torch.ones(1, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)])
