@@ -386,7 +386,8 @@ def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
             layout = f" of layout {leaf.layout}" if isinstance(leaf, torch.Tensor) else ""
             raise InputTypeError(
                 f"bound buffer {path!r} must be a tensor at a fixed address, a list or dictionary "
-                f"of tensors, a module, or a function that returns one, got {brief(leaf)}{layout}"
+                f"of tensors, a module, or a function that returns one of these, got "
+                f"{brief(leaf)}{layout}"
             )
 
 

@@ -28,7 +28,7 @@ class Watched(Protocol):
 class Guard:
     """A comparison of all watched state in one call.
 
-    ``same`` also tests ``terms``; ``settle`` does not check them.
+    The argument ``terms`` is tested by ``same`` only, not by ``settle``.
     """
 
     def __init__(self, parts: Iterable[Watched], terms: Iterable[Term] = ()) -> None:

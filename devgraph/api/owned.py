@@ -323,8 +323,8 @@ class Owned:
             if not names.isdisjoint(re.findall(r"\w+", path)):
                 raise CaptureError(
                     f"the step sets {path} to {brief(value)} before it calls {mark.name}, and to "
-                    f"{brief(ends[path])} afterwards. A replay runs only {mark.name}, with the "
-                    f"second value. Pass the value to {mark.name} as an argument."
+                    f"{brief(ends[path])} afterwards. Replays do not repeat these assignments, so "
+                    f"{mark.name} would read the second value. Pass the value as an argument."
                 )
 
     def _require_settled(self) -> None:
@@ -623,7 +623,7 @@ class Flags:
             if tensor.requires_grad != flag:
                 raise StateError(
                     f"requires_grad of {brief(tensor)} is {not flag} and was {flag} at capture, "
-                    f"and the graph does the work of that flag. Set it back, or {AGAIN}."
+                    f"and the graph has only the work for {flag}. Set it back, or {AGAIN}."
                 )
 
 

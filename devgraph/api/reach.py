@@ -776,7 +776,7 @@ class Named:
                 yield Entry(path, None, None, getattr(member, "dispatcher", function))
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
             if not is_leaf or name in read:
-                # A class that inherits the member may get its own, unless super() skips that.
+                # A value that ``kind`` gets would hide the inherited one, except from super().
                 own = base if "super" in self.names or isinstance(member, torch.Tensor) else kind
                 yield Entry(path, own, name, member)
 

@@ -120,10 +120,10 @@ def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
 class Runtime(NodeRuntime):
     """The graph calls of libamdhip64.
 
-    Nodes are written one at a time, which reports errors. ``hipGraphExecUpdate`` is not used: up to
-    HIP 7.14, it returns success although the executable keeps old packets (ROCm/rocm-systems pull
-    request 10714), and its time is quadratic in the number of nodes (11069). ``hipGraphUpload`` is
-    not used, because it has no effect.
+    Nodes are written one at a time, by calls that report errors. ``hipGraphExecUpdate`` is not
+    used: up to HIP 7.14, it returns success although the executable keeps old packets
+    (ROCm/rocm-systems pull request 10714), and its time is quadratic in the number of nodes
+    (11069). ``hipGraphUpload`` is not used, because it has no effect.
     """
 
     prefix = "hip"

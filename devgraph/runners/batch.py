@@ -76,8 +76,8 @@ class StateViews:
     """``batch.state``: the current state by name, each ``[request slots + 1, *shape]``.
 
     Attributes:
-        history: In a step of several tokens, the step writes the state after each token into
-            ``history.<name>[token]``, where the last tensor is the current state. Otherwise None.
+        history: None in a step of one token. A step of several tokens writes the state after each
+            token into ``history.<name>[token]``. The last of these tensors is the current state.
     """
 
     history: StateViews | None

@@ -87,7 +87,7 @@ class BucketGraph:
         self.real_rows = 0
         self.bytes = 0
         self.seconds = 0.0
-        """Time of the last capture of this graph, which counts against the time budget."""
+        """Duration of the last capture of this graph. It counts against the time budget."""
         self.timing: ReplayTimer | None = None
         """Timer of the replays; None before the first ``stats(timing=True)``."""
 

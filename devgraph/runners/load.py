@@ -81,7 +81,7 @@ class CopyPlan:
         """Transfers by the indices of inputs that come from the host; created on first use."""
         self._groups: list[_Group] = []
         self._fills: list[tuple[torch.Tensor, Scalar]] = []
-        """Padding without a template, each with its value."""
+        """Padded parts without a template, each with its pad value."""
         self._repeats: list[torch.Tensor] = []
         """Padding that repeats the last real row; ``_repeated`` has that row at the same index."""
         self._repeated: list[torch.Tensor] = []

@@ -33,9 +33,9 @@ class PrefillRunner(Runner):
     Unused rows contain pad values (a length sentinel, ``Pad.last()`` for offsets).
 
     Under the other policies, a graph contains only the body, which must not depend on the number of
-    requests, so batches with any number of requests can replay it. Slots that count requests keep
-    their real size, and regions, ``no_graph`` functions and the tail can read them from the batch.
-    The tail runs eagerly after the replay.
+    requests, so batches with any number of requests can replay it. Slots with a row
+    per request keep their real size, and regions, ``no_graph`` functions and the tail can read them
+    from the batch. The tail runs eagerly after the replay.
 
     Args:
         body: receives a ``Batch``; returns tensors with a row per token (see ``hidden``).
@@ -49,7 +49,7 @@ class PrefillRunner(Runner):
         max_tokens: maximum number of tokens in a step.
         max_requests: number of requests that static buffers hold. A step of more requests runs
             eagerly under ``full``. Under the other policies it runs in the graph, with new tensors
-            for its slots that count requests.
+            for its slots with a row per request.
         **options: see ``Options``.
 
     Raises:

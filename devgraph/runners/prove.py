@@ -187,9 +187,9 @@ class Proof:
     def _inputs(
         self, real: Size
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
-        """Return inputs of a batch, its marks, and the slots without a source of legal data.
+        """Return inputs, marks of real rows, and the slots without a source of legal data.
 
-        Marks are the values of slots with both ``real`` and ``sample``.
+        The marks are the values of slots with both ``real`` and ``sample``.
         """
         step = self.step
         implied = self._implied(real) if self._implied else {}
@@ -400,8 +400,8 @@ class _CaseRun:
     def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
         """Return the differences between the graph and eager on the unpadded batch.
 
-        State is compared only where the unpadded batch wrote it, except in rows that several rows
-        of the batch write.
+        Only state that the unpadded batch wrote is compared. State rows that several rows of the
+        batch write are skipped.
         """
         state: dict[str, Any] = {}
         graphs: dict[str, Any] = {}

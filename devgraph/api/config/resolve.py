@@ -120,8 +120,7 @@ def resolve(
     facts = EngineFacts() if facts is None else facts
     if not isinstance(config, DeviceGraphConfig):
         raise ConfigTypeError(
-            f"expected a DeviceGraphConfig, as from_args or from_json returns it, got "
-            f"{brief(config)}"
+            f"expected a DeviceGraphConfig (from from_args() or from_json()), got {brief(config)}"
         )
     if not isinstance(facts, EngineFacts):
         raise ConfigTypeError(f"expected EngineFacts(...), got {brief(facts)}")

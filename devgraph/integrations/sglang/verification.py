@@ -1,6 +1,6 @@
 """The check at start in SGLang: graphs compared with eager, in batches that the runners load.
 
-The runners load the batches as while serving, but nobody owns the requests and slots in them.
+The runners load the batches as they do while serving. No real request owns their cache slots.
 """
 
 from __future__ import annotations

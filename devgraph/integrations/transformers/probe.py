@@ -274,7 +274,7 @@ def _first_run(
     except _Refused:
         raise
     except Exception as error:
-        raise _Failed(f"a first forward failed with {type(error).__name__}: {error}") from error
+        raise _Failed(f"a trial run failed with {type(error).__name__}: {error}") from error
 
 
 class _StateProbe(DynamicCache):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Requests: sampling of their tokens, their text, and the choice of requests for each step.
 
 A request is *waiting* until a slot is free, then *running* until it ends. All running requests
-take part in every step. A step is a decode step if each request has one token left to run.
+take part in every step. A step is a decode step if each has one token to process.
 Otherwise it is a packed step, in which prompts share the token budget that the decoding requests
 leave. Decode steps need the slots ``0 .. n - 1``; ``compact`` returns the moves that close gaps.
 """
