@@ -248,7 +248,7 @@ class Owned:
     def rewind(self) -> None:
         """Restore the state before the first run, so that each run begins from it."""
         for saved in self._saved if self._created is not None else ():
-            self.written |= {id(t) for t in saved.written(self.given) if t.is_inference()}
+            self.written |= {id(tensor) for tensor in saved.written(self.given)}
             saved.restore()
 
     def require_independent(self, host: Mapping[str, Any], *, regions: bool) -> None:

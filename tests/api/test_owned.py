@@ -316,3 +316,19 @@ def test_random_numbers_of_the_host_are_named(kit: Kit, source: str) -> None:
     draw = random.random if source == "random" else sys.modules["numpy"].random.rand
     with pytest.warns(dg.DeviceGraphWarning, match=f"position of .*{source.rpartition('.')[0]}"):
         kit.capture(lambda x: x * float(draw()), kit.tensor(3))
+
+
+def test_input_that_a_kernel_writes_without_a_new_version_gets_its_new_contents() -> None:
+    """The fuzzer found it: a write through a raw pointer changes no version counter."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        version = x._version
+        x.add_(1)
+        torch._C._autograd._unsafe_set_version_counter((x,), (version,))
+        return x * 2
+
+    x = torch.zeros(3)
+    with dg.capture(step, x, backend="cpu", warmup=2) as captured:
+        new = torch.full((3,), 5.0)
+        captured.replay(new)
+        assert new.tolist() == [6.0] * 3
