@@ -62,7 +62,7 @@ from devgraph.api.reach import (
     rebinding,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
-from devgraph.api.tensors import Memory, has_place, is_size
+from devgraph.api.tensors import Memory, has_place, is_size, tensors_in
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
 logger = logging.getLogger(__name__)
@@ -247,6 +247,7 @@ class Owned:
 
     def rewind(self) -> None:
         """Restore the state before the first run, so that each run begins from it."""
+        # Compare contents, because a write through a raw pointer changes no version counter.
         for saved in self._saved if self._created is not None else ():
             self.written |= {id(tensor) for tensor in saved.written(self.given)}
             saved.restore()
@@ -829,20 +830,16 @@ class Origins(OwnMode):
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = func(*args, **kwargs), func._schema.name
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_tensor(leaf)]
+        given = tensors_in((args, kwargs))
         needs_data = not name.startswith("aten::new_") and not name.endswith("_like")
         is_of_host = not given or name == "aten::lift_fresh"
         if (any(map(self.include, given)) and needs_data) or (self._has_read and is_of_host):
             arguments = func._schema.arguments
             named = {**kwargs, **dict(zip([a.name for a in arguments], args, strict=False))}
             written = [named.get(a.name) for a in arguments if a.is_write]
-            self._add(leaf for leaf in pytree.tree_leaves((result, written)) if is_tensor(leaf))
+            self._add(tensors_in((result, written)))
             self._has_read |= name == "aten::_local_scalar_dense"
         return result
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_written(named: Iterable[tuple[str, torch.Tensor]]) -> bool:

@@ -17,7 +17,7 @@ from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import CapabilityError, CaptureError, ConfigError, DeviceLost, counted
 from devgraph.api.process import keep_forever
 from devgraph.api.prove import compare, compare_near
-from devgraph.api.snapshots import same_bytes
+from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.steps import tensors
 
@@ -66,14 +66,11 @@ class StartCheck:
 
         Afterwards the buffers are zero, as engines allocate them, and random states are as before.
         """
-        kind = self._memory.backend.device.type
         self.running, self.failed = True, {}
         self._began, self._before = time.perf_counter(), self.counts["checks"]
         with contextlib.ExitStack() as after:
             after.callback(setattr, self, "running", False)
-            device = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
-            known = kind if device else "cuda"
-            after.enter_context(torch.random.fork_rng(device, device_type=known))
+            after.callback(Snapshot(self._memory.backend, ()).restore)
             for buffer in buffers:
                 after.callback(buffer.zero_)
                 if buffer.is_floating_point() and buffer.itemsize > 1:  # torch has no 8-bit noise.

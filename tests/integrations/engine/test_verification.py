@@ -18,6 +18,7 @@ class Backend(types.SimpleNamespace):
 
     def __init__(self) -> None:
         super().__init__(device=torch.device("cpu"), lost="", graphs=[], keep_memory=lambda: None)
+        self.get_rng_state, self.set_rng_state = torch.get_rng_state, torch.set_rng_state
 
     def lost_reason(self, error: BaseException) -> str | None:
         return str(error) if "illegal" in str(error) else None
