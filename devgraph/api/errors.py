@@ -95,12 +95,12 @@ class EmptyCaptureError(CaptureError):
     """The capture recorded nothing."""
 
 
-def nothing_done(device: object) -> str:
-    """Return the end of every EmptyCaptureError message: its causes and remedies."""
-    return (
-        f". Run the step on this backend's device ({device}), inside the with block if there is "
-        f"one. A view of an argument records nothing: return a clone() instead. Work of a "
-        f"generator or coroutine that runs after the step has returned is not captured."
+def empty_capture(device: object) -> EmptyCaptureError:
+    return EmptyCaptureError(
+        f"the capture recorded no device work. Run the step on this backend's device ({device}), "
+        f"inside the with block if there is one. A view of an argument records nothing: return a "
+        f"clone() instead. Work of a generator or coroutine that runs after the step has returned "
+        f"is not captured."
     )
 
 

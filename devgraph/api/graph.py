@@ -32,13 +32,12 @@ import torch
 from devgraph.api.device import Device, acquiring, raise_if_lost, require_alive
 from devgraph.api.errors import (
     CaptureError,
-    EmptyCaptureError,
     ExecutableError,
     HostArgumentError,
     NestedCaptureError,
     StateError,
     UpdateUnsupportedError,
-    nothing_done,
+    empty_capture,
 )
 from devgraph.api.executable import Call, Executable, Recording, call_weakly, dereference
 from devgraph.api.marks.calls import MarkedCall
@@ -393,9 +392,7 @@ class DeviceGraph(abc.ABC):
         executable = self._end()
         if self.recorded_nothing:
             if not allow_empty:
-                raise EmptyCaptureError(
-                    f"the capture recorded no device work{nothing_done(self.backend.device)}"
-                )
+                raise empty_capture(self.backend.device)
             executable = _NOTHING
         if self.calls:
             self.key = self.key_of(self._host)

@@ -12,11 +12,10 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.errors import (
-    EmptyCaptureError,
     InputTypeError,
     brief,
+    empty_capture,
     finite,
-    nothing_done,
     whole,
 )
 from devgraph.api.graph import DeviceGraph
@@ -120,9 +119,7 @@ class Job:
         """Raise EmptyCaptureError unless a step without work returned tensors from before it."""
         tensors, known = tensors_in(outputs), {memory_of(t) for _, t in self.owned.everything()}
         if not tensors or not known.issuperset(map(memory_of, tensors)):
-            raise EmptyCaptureError(
-                f"the capture recorded no device work{nothing_done(self.backend.device)}"
-            )
+            raise empty_capture(self.backend.device)
 
     def make_graph(self) -> DeviceGraph:
         """Return an empty graph with the reachable state of the step."""
