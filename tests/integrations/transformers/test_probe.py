@@ -74,7 +74,7 @@ _LLAMA = {k: v for k, v in _TINY.items() if k != "max_position_embeddings"}
 REFUSED = {
     "recurrent state outside of the cache": (
         lambda: build("RecurrentGemmaForCausalLM"),
-        "recurrent state outside of its cache|first forward failed",  # 5.10: without its cache
+        "recurrent state outside of its cache|a trial run failed",  # 5.10: without its cache
     ),
     "recurrent state in a cache of its own": (
         lambda: build("MiniMaxForCausalLM"),
