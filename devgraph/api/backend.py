@@ -116,7 +116,7 @@ class Backend(Device):
         return None
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a host tensor in pinned memory, or the tensor itself without streams."""
+        """Return a copy of a host tensor in pinned memory; without streams, the tensor itself."""
         return tensor
 
     @contextlib.contextmanager
@@ -168,7 +168,7 @@ class Backend(Device):
 
 
 def own_pool(backend: Backend, pool: Pool | None, *, releasable: bool = False) -> Pool:
-    """Return ``pool``, or a new pool of ``backend`` if it is None."""
+    """Return ``pool``, or a new pool of ``backend`` if ``pool`` is None."""
     if pool is None:
         return backend.make_pool(releasable=True) if releasable else backend.make_pool()
     if not isinstance(pool, Pool):

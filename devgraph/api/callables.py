@@ -279,7 +279,7 @@ class Graphed:
     def _repeat_of(
         self, entry: _Entry, call: _Call
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
-        """Return a fast path for calls like this one, or None if it has arguments that are trees.
+        """Return a fast path for calls like ``call``, or None if an argument is a tree.
 
         The fast path does not refer to the ``Graphed``, so that dropping the last reference to that
         object frees the graphs.
@@ -519,8 +519,8 @@ class Graphed:
             names = [path for path, leaf in leaves if isinstance(leaf, float)]
             warnings.warn(
                 f"{', '.join(names)} of {self!r} changes between calls, and each value needs a "
-                f"graph of its own. Pass a tensor, or declare it in host_args= if only marked "
-                f"functions use it.",
+                f"separate graph. Pass a tensor, or declare the value in host_args= if only "
+                f"marked functions use it.",
                 DeviceGraphWarning,
                 stacklevel=4,
             )
@@ -645,7 +645,7 @@ class Graphed:
         return "\n".join(lines)
 
     def prove(self, cases: int = 3) -> Report:
-        """Compare each graph with eager on fresh inputs; see ``Captured.prove``.
+        """Compare each graph with eager runs on fresh inputs; see ``Captured.prove``.
 
         Raises:
             StateError: no graph is captured yet.
@@ -725,7 +725,7 @@ _OTHER = object()
 """Returned by a ``repeat`` for a call with another key."""
 
 _NO_TIMES: list[float] = []
-"""The ``graph_seconds`` of an entry that is not timed (any more)."""
+"""The ``graph_seconds`` of an entry that is not, or no longer, timed."""
 
 
 class _Float(str):

@@ -14,7 +14,7 @@ def _optional(*hooks: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """The features in which backends differ. The defaults declare the least.
+    """The features in which backends differ. The defaults declare as little as possible.
 
     The conformance suite fails if a declared capability does not work, and reports an undeclared
     capability that works.
@@ -45,7 +45,7 @@ class Capabilities:
     node_counts: bool = _optional("DeviceGraph._size")
     """``DeviceGraph.info()`` reports the number of nodes."""
     node_ranges: bool = _optional("DeviceGraph._nodes_so_far")
-    """The nodes of a capture can be counted while it records, so calls know their nodes."""
+    """The nodes of a capture can be counted while it records, so the nodes of calls are known."""
 
     remakes_executables: bool = _optional("DeviceGraph._end")
     """Executables can be evicted to meet the budget of their pool, and rebuilt from the graph.

@@ -440,7 +440,7 @@ def capture(
         warmup: number of runs of the step before the capture, on the capture stream. Two, as torch
             recommends, suffice for libraries that initialise lazily. "piecewise" runs the compiled
             step at least once. If other captures share the pool, the last run allocates memory for
-            the outputs. With 0 runs, replays of earlier captures may overwrite them.
+            the outputs. With 0 runs, replays of earlier captures may overwrite the outputs.
         pool: graph memory to share with other captures; None makes a new pool.
         compiler: compiler of the pieces of "piecewise". Other policies accept only None.
         capture_error_mode: see ``Backend.capture_context``.

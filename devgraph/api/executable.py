@@ -359,7 +359,7 @@ class EvictableExecutable(Recording):
             executable.launch()
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return a callable that launches once. Its second call binds to ``stream``."""
+        """Return a callable that launches once per call. Its second call binds to ``stream``."""
         bound, clock = self._bound, self._recordings.clock
 
         def launch() -> None:

@@ -594,7 +594,7 @@ class Gates(Mapping[str, Gate]):
     def check(self) -> None:
         """Raise GateTimeoutError, once, for a replay with a forgotten gate."""
         if self._unseen is not None:
-            with self._state:  # The watch may add the error of another launch.
+            with self._state:  # The watch thread may add the error of another launch.
                 error, self._unseen = self._unseen, None
             raise error
 

@@ -145,7 +145,7 @@ class DeviceGraph(abc.ABC):
         self.reached: Sequence[torch.Tensor] = ()
         """The caller's other tensors that the capture may use, such as weights."""
         self.names: Names | None = None
-        """Assigns the nodes of the current capture to named calls, if requested."""
+        """Named calls of the nodes in the current capture; None unless requested."""
         self.ranges: list[NodeRange] = []
         """The nodes of named calls, in the order in which the calls began."""
         self.spoiled: CaptureError | None = None
@@ -182,7 +182,7 @@ class DeviceGraph(abc.ABC):
 
     @abc.abstractmethod
     def _abort(self) -> None:
-        """Clean up after a failed body, ``_begin`` or ``_end``: stop recording and free all."""
+        """Stop recording and free the work after a failed body, ``_begin`` or ``_end``."""
 
     @abc.abstractmethod
     def _free(self) -> None:
@@ -222,7 +222,7 @@ class DeviceGraph(abc.ABC):
         return None
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> Recording:
-        """Re-run the regions with new host values and return the recording, changing no graph.
+        """Re-run the regions with new host values and return the recording. Graphs are unchanged.
 
         The regions must not allocate memory that belongs to a graph.
         """

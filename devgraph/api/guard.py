@@ -19,7 +19,7 @@ class Watched(Protocol):
 
     @property
     def terms(self) -> Sequence[Term]:
-        """If all of these terms are true, ``check`` passes. Changed terms are in a new object."""
+        """Terms that imply a successful ``check``. The object changes with the terms."""
 
     def check(self) -> None:
         """Raise StateError if the state differs from the capture; accept equal objects."""

@@ -29,8 +29,8 @@ _SMALL = 1024
 _EACH, _TURN = 32, 8
 """Number of dictionary entries that a replay compares: in general, and inside module containers.
 
-A replay compares this many entries, and as many others in rotation. It compares all other places,
-and the lengths of containers outside of module containers.
+A replay compares the first entries, up to this number, and as many of the rest in rotation. It
+compares all other places, and the lengths of containers outside of module containers.
 """
 
 

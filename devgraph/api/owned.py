@@ -127,7 +127,7 @@ class Owned:
         self._added: dict[str, Any] = {}
         """Plain values that the first run added."""
         self._watch: Watch | None = None
-        """Watches the places that the step can reach, during a run in a scope."""
+        """A watch on the places that the step can reach, during a run in a scope."""
         self._refuse: Callable[[list[Change]], None] = raise_rebinding
         """Called with the changes that the step made before an eager body."""
         self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
@@ -474,7 +474,7 @@ class Owned:
         )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
-        """Return state that replays and proofs compare, as two lists: the caller's, and found."""
+        """Return the caller's state and the found state, which replays and proofs compare."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Only functions in ``bound`` return trees. The step calls functions in its arguments.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -815,7 +815,7 @@ class Origins(OwnMode):
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._memory: dict[int, Any] = {}
-        """References that keep the numbers of the memory, but not the memory itself."""
+        """Weak references, which keep the ids of freed memory from being used again."""
         self._has_read = False
         self._add(tensors)
 
@@ -862,7 +862,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return the named roots of the search for a step's state; none if devgraph defines it."""
+    """Return the named roots of the search for the state of ``fn``; none if devgraph defines it."""
     target = fn
     while isinstance(target, functools.partial):
         target = target.func

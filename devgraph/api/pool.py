@@ -55,7 +55,7 @@ class Pool:
         self.ordered_stream: int | None = None
         """The current stream at the last ``order``; None on backends without streams."""
         self.epoch = 0
-        """Changes whenever a bound launch of a graph of the pool becomes invalid."""
+        """A number that changes whenever a bound launch of a graph of the pool becomes invalid."""
         self._static: list[weakref.ref[StaticBuffers]] = []
 
     @property
@@ -198,7 +198,7 @@ class Pool:
     def graph_memory(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that allocates from the pool outside of captures, between segments.
 
-        Later segments and other graphs may reuse memory that is freed in it.
+        Later segments and other graphs may reuse memory that is freed in the context.
         """
         return contextlib.nullcontext()
 

@@ -43,7 +43,7 @@ class Terms:
     atol: float | None = None
     snapshot_limit: int = DEFAULT_LIMIT
     quick: bool = False
-    """Compare only with eager on the padded batch, do not poison padding, and skip parameters."""
+    """Compare only with eager runs of the padded batch, without poisoned padding or parameters."""
 
     def __attrs_post_init__(self) -> None:
         whole("cases", self.cases)
@@ -55,7 +55,7 @@ class Terms:
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One comparison of a graph with eager."""
+    """One comparison of a graph with an eager run."""
 
     number: int
     host_args: Mapping[str, Any]
@@ -86,7 +86,7 @@ class Case:
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """A difference between a replay and eager, or another fault of a case."""
+    """A difference between a replay and an eager run, or another fault of a case."""
 
     case: int
     host_args: Mapping[str, Any]
@@ -98,7 +98,7 @@ class Failure:
     size of the bucket) or ``eager`` (two eager runs differ)."""
     bucket: str = ""
     lasting: bool = True
-    """Whether a second replay from the same state differs from eager as well."""
+    """Whether a second replay from the same state differs from the eager run as well."""
 
     @property
     def complete(self) -> bool:

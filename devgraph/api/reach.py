@@ -801,7 +801,7 @@ _IMPLICIT = frozenset(
 """Special methods that Python calls although no code names them."""
 
 _INDIRECT = frozenset({"globals", "modules", "import_module"})
-"""Names with which code reads its globals without naming them."""
+"""Names whose use means that code may read globals that it does not name."""
 
 _OF_TENSORS = frozenset(
     "parameters named_parameters buffers named_buffers state_dict parameters_to_vector".split()
@@ -934,7 +934,7 @@ class Watch:
 
         Args:
             note_state: called with the path, the old and the new value of a changed plain value.
-            empty: whether to call it also for plain values that were added or deleted.
+            empty: whether to call ``note_state`` also for plain values that were added or deleted.
         """
         changes, plain = [], (_Absent, *PLAIN) if empty else PLAIN
         for place in self._places:

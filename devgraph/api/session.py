@@ -35,7 +35,7 @@ CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class Session:
-    """Records graphs of one pool, one after another."""
+    """A context in which graphs of one pool are recorded one after another."""
 
     def __init__(self, pool: Pool, mode: str) -> None:
         self.pool = pool

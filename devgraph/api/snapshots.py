@@ -72,7 +72,7 @@ class Part(NamedTuple):
 class Snapshot:
     """Saved contents of tensors, and states of random generators including the default ones.
 
-    ``limit`` is the maximum bytes of all copies; None is ``DEFAULT_LIMIT``. Small tensors come
+    ``limit`` is the maximum bytes of all copies; None is ``DEFAULT_LIMIT``. Small tensors are saved
     first. ``named`` tensors above the limit are hashed, and ``optional`` ones are not saved.
     """
 

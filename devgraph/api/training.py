@@ -340,7 +340,7 @@ class TrainingGraphs:
     # Reports.
 
     def prove(self, cases: int) -> Report:
-        """Compare outputs and gradients with eager on fresh inputs."""
+        """Compare outputs and gradients with eager runs on fresh inputs."""
         generator, failures = torch.Generator().manual_seed(0), list[Failure]()
         tried = [Case(number=index, host_args={}) for index in range(cases)]
         for case in tried:
@@ -436,7 +436,7 @@ class _Final(torch.autograd.Function):
 
 
 def _leaves_below(output: torch.Tensor) -> set[int]:
-    """Return the ids of the leaf tensors to whose gradients a backward from ``output`` adds."""
+    """Return the ids of the leaf tensors whose gradients a backward from ``output`` changes."""
     if output.grad_fn is None:
         return {id(output)}
     todo, seen, leaves = [output.grad_fn], set(), set()

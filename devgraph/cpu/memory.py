@@ -145,7 +145,7 @@ class BlockPool:
     """Blocks of CPU memory for the tensors of captures. Thread-safe.
 
     New blocks are poisoned with NaN, huge integers or True. Memory that was in use before the
-    current recording is not, because recorded operations still read its old contents.
+    current recording is not poisoned, because recorded operations still read its old contents.
     """
 
     def __init__(self) -> None:

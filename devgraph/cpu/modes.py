@@ -24,7 +24,7 @@ from devgraph.api.marks.source import user_line
 from devgraph.api.modes import FAKE, PROXY, STACKS, Stack, tracer
 
 Report = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Receives a function, its arguments and keyword arguments, and returns the result of the call."""
+"""A callable that receives a function and its arguments, and returns the result of the call."""
 
 
 class _BottomMode:
@@ -92,7 +92,7 @@ _RULES: dict[str, Callable[..., Any]] = {
 
 
 class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports every operation of the thread."""
+    """A mode that reports every operation of the thread."""
 
     stack = STACKS[1]
     supports_higher_order_operators = True
@@ -128,7 +128,7 @@ class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-ca
 
 
 class Functions(_BottomMode, TorchFunctionMode):
-    """Reports every call of a torch function by the thread."""
+    """A mode that reports every call of a torch function by the thread."""
 
     stack = STACKS[0]
 

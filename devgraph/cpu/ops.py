@@ -76,7 +76,7 @@ def _aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
 
-# These return aliases, although their schemas do not declare it.
+# These return aliases, although their schemas declare none.
 _VIEWS = _aten("_unsafe_view lift alias detach")
 
 _RESIZES = _aten("resize_ resize_as_ _resize_output_ resize_as_sparse_")
@@ -226,7 +226,7 @@ _COPIES = {"aten::clone", "aten::_to_copy"}
 
 
 class Binder:
-    """Makes the calls of tapes, and caches the fastest function for each. Thread-safe."""
+    """The fastest function for each call of a tape, cached. Thread-safe."""
 
     def __init__(self) -> None:
         self._chosen: dict[Any, Callable[..., Any]] = {}

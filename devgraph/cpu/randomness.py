@@ -13,7 +13,7 @@ from devgraph.api.snapshots import restores_elsewhere
 from devgraph.cpu.metadata import UnrecordableError
 
 Record = Callable[[str, Callable[[], object]], None]
-"""Records a call under a name."""
+"""A callable that records a call under a name."""
 
 SAVED = "a saved random state"
 """Name of recorded calls that only save a state."""
@@ -184,7 +184,7 @@ class Randomness:
         self._objects: dict[int, torch.Generator] = {}
         """The Python objects of generators in the user's code."""
         self._unknown: set[int] = set()
-        """Generators that had drawn numbers before, so that no seed gives their state."""
+        """Generators that had drawn numbers before, so that no seed reproduces their state."""
         self._stand_ins: dict[int, _StandIn] = {}
         self._clones: dict[int, int] = {}
         """Address of each clone, by the address of its stand-in."""

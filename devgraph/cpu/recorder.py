@@ -59,7 +59,7 @@ class Knowledge:
 
 
 class Recorder:
-    """Records the operations of the current thread between ``__enter__`` and ``__exit__``.
+    """A recording of the operations of the current thread from ``__enter__`` to ``__exit__``.
 
     No operation is executed and no random number is drawn. Outputs are poisoned tensors of the
     pool, which every replay writes. Views are created at once, because they are only aliases.
@@ -128,7 +128,7 @@ class Recorder:
         self._random: Randomness | None = None
         self._positions = positions
         self._first_uses: list[tuple[torch.Tensor, int]] = []
-        """The first tensor on each storage in ``touched``, and the number of operations before."""
+        """The first tensor on each storage in ``touched``, and the number of earlier operations."""
 
     def __enter__(self) -> Recorder:
         assert self._cached is None, "a recorder cannot run two recordings at once"
@@ -371,7 +371,7 @@ class Recorder:
         )
 
     def _is_own(self, tensor: torch.Tensor, *, or_empty: bool = False) -> bool:
-        """Whether the step made a tensor, or whether it is ``or_empty``."""
+        """Whether the step made ``tensor``; with ``or_empty``, also True for an empty tensor."""
         return not any(tensor is argument for argument in self._arguments) and (
             any(pool.alias(tensor) is not tensor for pool in self._pools)
             or (or_empty and not tensor.untyped_storage().nbytes())
@@ -390,7 +390,7 @@ class Recorder:
             # Memory that torch did not allocate, for example that of NumPy, is constant host data.
             if id(tensor) not in young or not storage.resizable() or not storage.nbytes():
                 continue
-            owners = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` is one
+            owners = torch._C._storage_Use_Count(storage._cdata) - 1  # not counting ``storage``
             if owners <= sum(_is_over(other, storage) for other in objects):
                 self._refusal.foreign(self._entries[min(count, self.count - 1)].op)
 

@@ -20,8 +20,8 @@ from devgraph.cuda.runtime import LaunchConfig, Runtime
 logger = logging.getLogger(__name__)
 
 LAUNCHES = 8
-"""Number of empty kernels per recovery. In processes that used one stream besides the engine's,
-eight always restored the pace, and four did not (one H200, driver 580.159)."""
+"""Number of empty kernels per recovery. In processes that used one stream in addition to the
+engine's, eight always restored the pace, and four did not (one H200, driver 580.159)."""
 
 _KERNELS = 128
 """Number of kernels in the timed graph: 0.93 us each at full pace, 1.10 us at the slower pace."""
@@ -37,7 +37,7 @@ _Attribute = structure("CUlaunchAttribute", id=c_int, pad=c_int, value=c_int * 1
 
 
 class PaceKeeper:
-    """Restores and measures the pace of ``device``, which must be the device of ``runtime``."""
+    """An object that restores and measures the pace of ``device``, the device of ``runtime``."""
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._runtime = runtime

@@ -68,7 +68,7 @@ class NpuDevice(TorchBackend):
     try_new_values: bool = True
     """Whether new host values are applied before the replay is launched, so that a refusal raises
     before anything runs. If False, they are applied during the replay. A refusal then makes the
-    result invalid and the graph dirty, and the next call of the graph raises it."""
+    result invalid and the graph dirty, and the next call of the graph raises the error."""
     stream_limit: int = GRAPH_STREAMS
     """Maximum number of streams that graphs may hold. The driver may have fewer free streams; a
     later capture can succeed when other work or destroyed graphs have released some."""

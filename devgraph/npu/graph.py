@@ -237,7 +237,7 @@ class NpuGraph(TorchGraph):
         return regions
 
     def _refuse_broken(self, regions: TaskGroups) -> None:
-        """Raise the failure of the regions, if any; after the first time, that of a dirty graph."""
+        """Raise the failure of the regions once; afterwards, raise the error of a dirty graph."""
         if regions.failure is not None:
             self._leave_for(GraphState.DIRTY)
             self.backend.channel.unwatch(regions)

@@ -32,7 +32,7 @@ every 32nd update, so that rebuilds of 2-3 ms add less than 0.1 ms per update.""
 
 
 class Verification:
-    """Tests once whether a runtime's updates work, and holds the words of all pools."""
+    """A one-time test of a runtime's updates, and the verification words of all pools."""
 
     def __init__(self, runtime: Runtime, current_stream: Callable[[], int]) -> None:
         self.runtime = runtime

@@ -115,9 +115,9 @@ class Batch:
     """The data of one step: ``batch.<slot>`` tensors, ``batch.host``, and the sizes.
 
     In a graph the tensors are static views of the bucket's size. In an eager step they have the
-    real size. If a graph depends only on the number of tokens (breakable prefill), slots that count
-    requests are *run slots*, which change from run to run. Read them in a region, in a ``no_graph``
-    function or in the tail.
+    real size. If a graph depends only on the number of tokens (breakable prefill), slots with a row
+    per request are *run slots*, which change from run to run. Read them in a region, in a
+    ``no_graph`` function or in the tail.
 
     The batch of an eager step is valid only in that step. Reading a stored batch
     (``self.batch = batch``) in a later step raises StateError.
@@ -161,7 +161,7 @@ class Batch:
 
     @property
     def requests(self) -> int:
-        """Number of requests, including padding; with run slots, that of the current run."""
+        """Number of requests, including padding; with run slots, the number in the current run."""
         if self._live_names:
             return self._of_run("requests").size.requests
         return self._size.requests

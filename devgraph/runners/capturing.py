@@ -103,7 +103,7 @@ class RankOutcome:
 
 
 class CaptureScheduler:
-    """Captures the graphs of a runner in rounds, in each of which all ranks take part."""
+    """The captures of a runner's graphs, in rounds in which all ranks take part."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class CaptureScheduler:
     def _take_turn(self, graph: BucketGraph, runs: int) -> tuple[Reason, str] | None:
         """Capture one graph on every rank, after ``runs`` warm-up runs.
 
-        If it fails after fewer than two warm-up runs, it is retried once, after two of them. Return
+        A capture that fails after fewer than two warm-up runs is retried once, after two. Return
         the reason to drop the graph and an explanation, or None if all ranks captured it.
         """
         tag = f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
@@ -433,8 +433,8 @@ class CaptureScheduler:
         if config.emulate:
             return EmulatedGraph(functools.partial(step.called, run), step.gates)
         misses = config.miss_budget
-        anew = not self._graphs.captured
-        with step.trial(), step.names_kept(graph.key.variant, anew=anew):
+        first = not self._graphs.captured
+        with step.trial(), step.names_kept(graph.key.variant, first=first):
             return capture(
                 run,
                 policy=config.policy,

@@ -1,4 +1,4 @@
-"""Comparisons of captured graphs with eager: ``prove``, and the checks of the key ``verify``."""
+"""Comparisons of graphs with eager runs: ``prove``, and the checks of the key ``verify``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class GraphChecks:
-    """Compares graphs of a runner with eager, and drops graphs that differ on any rank."""
+    """Comparisons of graphs with eager runs. A graph that differs on any rank is dropped."""
 
     _step: Step
     _graphs: Graphs
@@ -74,7 +74,7 @@ class GraphChecks:
         return not not_due and bool(all_able)
 
     def repeat(self) -> None:
-        """Check one case of the next graph in turn."""
+        """Check one case of the next graph in rotation."""
         captured = self._graphs.captured
         self._check([captured[self._proofs % len(captured)]], cases=1)
 

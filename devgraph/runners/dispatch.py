@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class Dispatcher:
-    """Runs the batches of a runner, and counts eager steps by reason."""
+    """The part of a runner that runs its batches and counts eager steps by reason."""
 
     _step: Step
     _steps: BoundSteps

@@ -145,7 +145,7 @@ class EncoderRunner(Runner):
         """Encode ``items`` and return the output of each.
 
         Later runs do not overwrite outputs. Outputs of one pack are views of one copy, which is
-        freed with the last of them.
+        freed with the last of these outputs.
 
         Args:
             items: For each item a mapping of slot names to tensors with the rows of the item, on
@@ -289,7 +289,7 @@ def packed(
 
     For each of the largest budgets, try first fit, longest item first. The best packing has the
     fewest packs whose padding exceeds ``max_padding``, then the fewest rows. If it still has such
-    packs, also try to divide the items evenly. An item above the largest budget is a pack itself.
+    packs, also try to divide the items evenly. An item above the largest budget is packed alone.
     """
     most = budgets[-1]
     order = sorted(items, key=lambda item: -lengths[item])

@@ -82,7 +82,7 @@ class BucketGraph:
         self.wants = 0
         """Number of eager steps that needed this graph since it was last closed."""
         self.used = 0
-        """Time of the last run or the capture, as a count of the runner's runs."""
+        """Number of the runner's runs at the last run or the capture of this graph."""
         self.hits = 0
         self.real_rows = 0
         self.bytes = 0

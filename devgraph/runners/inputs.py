@@ -190,7 +190,7 @@ class InputArena:
 
 
 def require_start(slot: InputSlot, tensor: torch.Tensor) -> None:
-    """Raise InputError if cumulative offsets on the host do not begin with their start."""
+    """Raise InputError if cumulative offsets on the host do not begin with the slot's start."""
     if slot.start is not None and tensor.is_cpu and (first := tensor[0].item()) != slot.start:
         raise InputError(
             f"input {slot.name!r} has cumulative offsets that begin with {first}, so the rows "
@@ -237,7 +237,7 @@ class StagingMemory:
 
 
 class Staging:
-    """Sends host tensors of fixed shapes and dtypes to the device in one copy.
+    """A transfer of host tensors of fixed shapes and dtypes to the device in one copy.
 
     Each separate copy would take about 25 us of host time.
     """

@@ -84,8 +84,8 @@ class Options:
     """The mode of the phase: a ``PhaseConfig``, a policy name, or a mapping of configuration keys.
     The default is ``full`` for decode and encoders, and ``breakable`` for prefill."""
     variants: Mapping[Variant, Mapping[str, Any]]
-    """Variants, for each of which every bucket has a graph: a list of mappings, ``[{}]`` by
-    default. In a decode runner, the key ``width`` is the number of tokens per request."""
+    """A list of variants as mappings, ``[{}]`` by default. Every bucket has a graph for each
+    variant. In a decode runner, the key ``width`` is the number of tokens per request."""
     host_args: Mapping[str, Any] | None = None
     """Host arguments and their values at capture (or ``HostSlot``s)."""
     facts: EngineFacts | None = None
@@ -189,8 +189,8 @@ class Options:
         """Check the keywords of a runner, and apply the environment and compatibility rules.
 
         Raises:
-            ConfigError: a name is unknown (lists the existing names), a value is invalid, or a
-                choice is incompatible with ``facts``.
+            ConfigError: a name is unknown, a value is invalid, or a choice is incompatible with
+                ``facts``.
         """
         names = [field.name for field in attrs.fields(cls)]
         for name in given:

@@ -33,13 +33,13 @@ class PrefillRunner(Runner):
     Unused rows contain pad values (a length sentinel, ``Pad.last()`` for offsets).
 
     Under the other policies, a graph contains only the body, which must not depend on the number of
-    requests, so batches with any number of requests can replay it. Slots with a row
-    per request keep their real size, and regions, ``no_graph`` functions and the tail can read them
-    from the batch. The tail runs eagerly after the replay.
+    requests, so batches with any number of requests can replay it. Slots with a row per request
+    keep their real size, and regions, ``no_graph`` functions and the tail can read them from the
+    batch. The tail runs eagerly after the replay.
 
     Args:
         body: receives a ``Batch``; returns tensors with a row per token (see ``hidden``).
-        inputs: the input slots; one of them counts tokens.
+        inputs: the input slots, at least one of them with a dim ``"tokens"``.
         tail: receives the results of the body and the batch, and returns the outputs of the step,
             for example the logits of each request's last token. The batch is padded under ``full``,
             but not under the other policies.

@@ -78,7 +78,7 @@ class Proof:
         """Names of the state that runs changed."""
 
     def of(self, graphs: Graphs, chosen: Sequence[BucketGraph]) -> Report:
-        """Compare the ``chosen`` graphs, which must be captured, with eager."""
+        """Compare the ``chosen`` graphs, which must be captured, with eager runs."""
         step, terms = self.step, self.terms
         keys = [str(graph.key) for graph in chosen]
         facts = {"prove": keys, "cases": terms.cases, "host_args": str(terms.host_args)}
@@ -371,7 +371,7 @@ class _CaseRun:
     def _on_padded_batch(
         self, shared: Rows, scratch: Rows
     ) -> tuple[RunResult, RunResult, list[Failure]]:
-        """Return the results of eager and of the graph on the padded batch, and the failures."""
+        """Return the results of an eager run and of the graph on the padded batch, and failures."""
         want, got = self._compared.result_of(self._eager), self._compared.result_of(self._replay)
         self._proof.written.update(want.state)
         failures = self._compared.failures(
@@ -448,7 +448,7 @@ class _CaseRun:
                 yield slot, view.narrow(slot.axis, rows, view.shape[slot.axis] - rows)
 
     def _shared_values(self) -> tuple[set[int], set[int]]:
-        """Return the pad values that several rows have, and those of them that no real row uses."""
+        """Return the pad values of several rows, and the subset that no real row uses."""
         shared, scratch = set[int](), set[int]()
         for slot, data in self._integers():
             axis = slot.axis or 0
@@ -545,7 +545,7 @@ def _pads(slot: InputSlot, data: Sequence[int]) -> list[int]:
 def _positions(
     values: set[int], tensor: torch.Tensor, numbers: torch.Tensor | None
 ) -> Sequence[int]:
-    """Return where rows are in ``tensor``, which has all rows or those with these ``numbers``."""
+    """Return the positions of rows in ``tensor``, which has all rows or only rows ``numbers``."""
     if numbers is not None:
         return [index for index, row in enumerate(numbers.tolist()) if row in values]
     size = len(tensor) if tensor.dim() else 0

@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.1  # seconds between checks for failures of other ranks while waiting
 
 _ROLL_CALL_S = 2.0
-"""Timeout in seconds of a roll call, in which all waiting ranks answer. They look for a roll call
-every ``_LOOK_S``."""
+"""Timeout in seconds of a roll call, in which all waiting ranks answer. Waiting ranks check for a
+roll call every ``_LOOK_S``."""
 
 _NEUTRAL = 2**31  # the vote of a rank without a preference
 

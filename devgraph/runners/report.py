@@ -67,7 +67,7 @@ class BucketStats:
     """Device memory that the capture added; before the capture, the estimate of ``plan``."""
     capture_seconds: float
     times: ReplayTimes | None
-    """Device time of replays since the first ``stats(timing=True)``; None before."""
+    """Device time of replays since the first ``stats(timing=True)``; None before that call."""
 
 
 @attrs.frozen(kw_only=True)
@@ -89,9 +89,9 @@ class RunnerStats:
     input_bytes: int
     output_bytes: int
     state_bytes: int
-    """Bytes of the state of requests; 0 in a runner that uses the state of another."""
+    """Bytes of the state of requests; 0 in a runner that uses the state of another runner."""
     executables: Residency
-    """Executables of the pool, including those of other runners on it."""
+    """Executables of the pool, including executables of other runners that share the pool."""
     steps: int
     graph_steps: int
     eager: Mapping[str, int]

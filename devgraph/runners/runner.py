@@ -711,8 +711,8 @@ class Runner:
 
         Args:
             cases: number of batch sizes to try per bucket: the largest, the smallest, and others.
-            host_args: sets of host arguments to try. The default is those of capture, those of the
-                last run, and the smallest and largest values that ``sample`` draws.
+            host_args: sets of host arguments to try. By default, the values at capture, those of
+                the last run, and the smallest and largest values that ``sample`` draws.
             sample: callables by name of a slot or host argument, in place of the samples of slots.
                 Each takes a shape and a ``torch.Generator`` and returns legal data on the host.
             state: compare state as well as outputs.

@@ -65,7 +65,7 @@ class Step:
     named: NamedState | None = None
     """The state that the captured functions refer to by name; None before the first capture."""
     guard: Guard | None = None
-    """Detects changes of ``named`` since the captures."""
+    """A watch on changes of ``named`` since the captures."""
     types_checked: set[Variant] = attrs.field(factory=set)
     """Captured variants in which no function read the exact type of a host argument."""
     last: GraphStep | None = None
@@ -82,13 +82,12 @@ class Step:
     """Snapshot of the state before the outermost trial."""
 
     @contextlib.contextmanager
-    def names_kept(self, variant: Variant, *, anew: bool) -> Iterator[None]:
-        """Raise StateError if named state differs from earlier captures, unless there are none.
+    def names_kept(self, variant: Variant, *, first: bool) -> Iterator[None]:
+        """Raise StateError if named state differs from earlier captures, unless this is the first.
 
-        ``anew`` says that there are none. Raise CaptureError if the step, captured in the block,
-        replaces a tensor.
+        Raise CaptureError if the step, captured in the block, replaces a tensor.
         """
-        if anew:
+        if first:
             self.forget_names()
         self.require_names()
         if self.named is None:

@@ -35,7 +35,7 @@ _LOOK_S = 0.1  # seconds between checks whether the processes of missing ranks s
 _FOLDER = "/dev/shm"
 
 Finish = Callable[[str], list[int]]
-"""Receives the tag of a vote that has begun, and returns the result."""
+"""A callable that receives the tag of a vote that has begun, and returns the result."""
 
 
 def create_page(size: int) -> str:

@@ -86,7 +86,7 @@ def read_file(path: str | os.PathLike[str]) -> object:
         name = os.fspath(path)
         text = Path(name).read_text(encoding="utf-8-sig")  # skip a byte order mark
     except (OSError, ValueError, TypeError) as error:
-        # Including files that are not UTF-8, and names that are not paths or hold a zero byte.
+        # ValueError: text that is not UTF-8, or a zero byte in the name. TypeError: not a path.
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {why}") from error
     return (read_json if name.lower().endswith(".json") else _read_yaml)(text, name)

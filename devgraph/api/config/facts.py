@@ -66,9 +66,9 @@ class EngineFacts:
     role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
     attention: str = _one_of(*reversed(ATTENTION))
-    """The batches whose attention can be captured (by the weakest attention implementation in use):
-    all (``always``), those whose requests have equal numbers of tokens (``uniform_batch``) or one
-    token each (``single_token_decode``), or none (``never``)."""
+    """The batches whose attention can be captured: all (``always``), batches whose requests have
+    equal numbers of tokens (``uniform_batch``) or one token each (``single_token_decode``), or none
+    (``never``). With several attention implementations, the weakest one counts."""
     host_lengths: bool = _flag()
     """Attention takes lengths or plans from the host, as host arguments of regions."""
     recommended: Mapping[str, str] = attrs.field(

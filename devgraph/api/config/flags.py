@@ -81,8 +81,8 @@ FLAGS: tuple[Flag, ...] = (
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add ``--device-graph-mode``, its shorthands and the accepted older flags to ``parser``.
 
-    Flags that the parser already defines are skipped, so engines may define some themselves, and
-    may call this twice. ``DeviceGraphConfig.from_args`` reads the values of all flags.
+    Flags that the parser already defines are skipped, so an engine may define some of them itself
+    and may call this function twice. ``DeviceGraphConfig.from_args`` reads the values of all flags.
     """
     if not isinstance(parser, argparse._ActionsContainer):
         raise ConfigTypeError(f"expected an argparse parser, got {parser!r}")

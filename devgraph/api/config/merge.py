@@ -92,7 +92,7 @@ def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list
             notes.append(f"{path_of(setting)}: {winner} overrides {entry}")
     for setting, entry in state.items():
         general = state.get((None, *setting[1:]))
-        # Within one source, the part for a backend refines the general part on purpose.
+        # Within one source, the part for a backend refines the general part on purpose: no note.
         if general and general.name != entry.name and general.value != entry.value:
             notes.append(f"{path_of(setting)}: on this backend {entry} overrides {general}")
     return notes
@@ -101,8 +101,8 @@ def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list
 def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> Setting | None:
     """Adapt ``buckets`` or ``max_bs`` if a bucket exceeds ``max_bs``.
 
-    The stronger source takes precedence; within one source, the part for the backend. Return the
-    setting that shortened the list of buckets, or None.
+    The stronger source takes precedence; within one source, the part for the backend does. Return
+    the setting that shortened the list of buckets, or None.
     """
     own_sizes, own_largest = (backend, phase, "buckets"), (backend, phase, "max_bs")
     sizes = state.get(own_sizes) or state.get((None, phase, "buckets"))

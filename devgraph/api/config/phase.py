@@ -24,7 +24,7 @@ from devgraph.api.registry import OTHER_NAMES
 PHASES = ("decode", "prefill")
 DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}
 RUNNER_POLICY: Mapping[str, str] = {**DEFAULT_POLICY, "encoder": "full"}
-"""Default policy of each kind of runner. The mode configures no encoders: the engine passes a
+"""Default policy of each kind of runner. A mode does not configure encoders: the engine passes a
 ``PhaseConfig`` to an encoder's runner."""
 
 OLDER_POLICIES: Mapping[str, str] = {
@@ -43,7 +43,7 @@ VERIFY_VARIABLE = "DEVGRAPH_VERIFY"
 
 @attrs.frozen(kw_only=True)
 class Verify:
-    """The times at which a runner compares its graphs with eager."""
+    """The schedule on which a runner compares its graphs with eager runs."""
 
     start: bool = True
     """After the first capture."""
@@ -52,7 +52,7 @@ class Verify:
 
 
 Setting = tuple[str | None, str, str]
-"""Identifies one value of a mode: backend (None for the general part), phase and key."""
+"""The position of a value in a mode: backend (None for the general part), phase and key."""
 
 
 def path_of(setting: Setting) -> str:
@@ -338,7 +338,7 @@ class PhaseConfig:
     )
     capture: str = _key(
         choice("capture mode", lambda: ("eager", "lazy", "background")),
-        "The time of capture: `eager` captures all buckets at startup, `lazy` captures a bucket "
+        "When to capture: `eager` captures all buckets at startup, `lazy` captures a bucket "
         "after `lazy_hits` batches that need it, and `background` captures one bucket per call "
         "of `idle()` while serving.",
         default="eager",
@@ -358,7 +358,7 @@ class PhaseConfig:
     emulate: bool = _key(
         FLAG,
         "Run every step eagerly, but with the padded static buffers, `prepare`, tail and outputs "
-        "of a step in a graph. Errors that remain are not errors of graphs.",
+        "that a graph would use. Errors that remain are not caused by graphs.",
         default=False,
     )
     verify: Verify | None = _key(  # noqa: RUF009 - declares a field

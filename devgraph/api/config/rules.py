@@ -226,8 +226,7 @@ RULES: tuple[Rule, ...] = (
         "encoder-decoder",
         "prefill",
         when=lambda facts, _: facts.encoder_decoder,
-        explanation="the first decoder step runs code that a replay of later steps does not "
-        "contain",
+        explanation="the first decoder step runs code that a graph of later steps does not contain",
         source=f"{_VLLM}/pull/30072",
     ),
     _note(

@@ -39,7 +39,7 @@ UNUSED: tuple[Unused, ...] = (
         ("prefill",),
     ),
     Unused("lazy_hits", lambda phase: phase.capture != "lazy", "only capture='lazy' counts hits"),
-    Unused("verify", lambda phase: phase.emulate, "an emulated graph is the step itself"),
+    Unused("verify", lambda phase: phase.emulate, "with emulate, every step runs eagerly"),
     Unused(
         "miss_budget",
         lambda phase: breaks(phase.policy),

@@ -111,9 +111,9 @@ def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientStop(torch.autograd.Function):
-    """An identity that keeps ``requires_grad`` of a result and whose backward raises.
+    """An identity function that keeps ``requires_grad`` of a result. Its backward raises.
 
-    A replay does not record the marked function for autograd, so its gradients would be missing.
+    A replay does not record the marked function for autograd, so gradients would be missing.
     """
 
     @staticmethod
@@ -207,7 +207,7 @@ class MarkedCall:
 
         Bridges are allocated in ``memory()``.
         """
-        # A stub may return different memory than the function, so only the function is checked.
+        # A stub may return other memory than the function, so only the function is checked.
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
         result = (body or self.mark.fn)(*args, **kwargs, **host)
@@ -247,7 +247,7 @@ class MarkedCall:
         return pytree.tree_unflatten(out, self._spec)
 
     def _pass_held(self, leaves: Sequence[Any], before: set[int]) -> dict[int, _Watched]:
-        """Return the results to copy. Others are in memory of arguments or of the function."""
+        """Return the results to copy. Other results use memory of arguments or of the function."""
         watched = {
             memory_of(leaf): _Watched(
                 index,
@@ -286,7 +286,7 @@ class MarkedCall:
             )
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """Return which results share memory, without views of arguments.
+        """Return the places of all results to copy, by which results that share memory are found.
 
         Each tuple has the position of a result, the position of the first result in the same
         memory, and the offset from that first result in bytes.

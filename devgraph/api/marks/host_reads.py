@@ -33,7 +33,7 @@ _CURES = {
     "torch.distributions": "Pass validate_args=False to the distribution. Otherwise: ",
     "torch.optim": "Pass capturable=True to the optimizer, if it has this option. Otherwise: ",
 }
-"""Remedies for host reads that modules of torch make."""
+"""Remedies for host reads in modules of torch."""
 
 
 def _cure_for_torch() -> str:

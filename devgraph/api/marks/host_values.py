@@ -128,7 +128,7 @@ def is_tracked(value: object) -> bool:
 
 
 _PREDICATES = frozenset({"abc", "functools", "torch"})
-"""Modules that read the type of a value on behalf of their callers, such as singledispatch."""
+"""Modules that read the type of a value for their callers (``functools`` in singledispatch)."""
 
 
 class _Watched(Tracked):
@@ -157,7 +157,7 @@ _types_checked: ContextVar[bool] = ContextVar("devgraph_types_checked", default=
 def exact_types_checked(checked: bool) -> Iterator[None]:
     """If ``checked``, turn ``exact_types_refused`` off in the block.
 
-    That check slows all Python calls down, so a runner makes it once for all sizes of a step.
+    That check slows down all Python calls, so a runner makes it once for all sizes of a step.
     """
     token = _types_checked.set(checked)
     try:
@@ -367,7 +367,7 @@ def same_value(one: object, other: object) -> bool:
 
 
 def _alike(value: Any, around: tuple[int, ...]) -> Any:
-    """Return the types and numbers in ``value``: ``==`` ignores types and the sign of zero.
+    """Return the types and numbers in ``value``, because ``==`` ignores types and signs of zeros.
 
     Objects that are compared by identity count only by type. ``around`` has the ids of the objects
     that contain ``value``.

@@ -34,7 +34,7 @@ E = TypeVar("E", bound=CaptureError)
 
 
 class Scope:
-    """Decides the effect of marks in the thread that captures."""
+    """The rules of a policy for marks in the capturing thread."""
 
     records = True
     """Whether the scope records the step instead of running it."""
@@ -422,7 +422,7 @@ def region(
 
     Raises:
         HostArgumentError: a name is not a parameter of the function.
-        InputTypeError: an argument is not a list of names or a mapping of functions by name.
+        InputTypeError: an argument is neither a list of names nor a mapping of functions by name.
     """
     return _marking(
         "region",

@@ -40,7 +40,7 @@ def nodes_text(first: int | None, stop: int | None) -> str:
 
 
 class Names:
-    """Assigns the nodes of one capture's graphs to named calls."""
+    """The assignment of the nodes in one capture's graphs to named calls."""
 
     def __init__(self, asked: object) -> None:
         self._root = asked if isinstance(asked, torch.nn.Module) else None

@@ -160,7 +160,7 @@ class _BreakableScope(Scope):
                 while self._unrun:
                     self._unrun[0].replay()
                     del self._unrun[0]
-        except ExecutableError as error:  # ``full`` captures its broken form during a replay
+        except ExecutableError as error:  # a replay under ``full`` may make this capture
             error.partly = len(self.segments) > 1
             raise
 

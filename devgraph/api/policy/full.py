@@ -43,7 +43,7 @@ _RECENT = 64  # maximum number of keys that are remembered without a recording
 
 
 class _MissBudget:
-    """Decides whether to record a new key; see ``UpdateBudget.misses``."""
+    """The remaining number of new keys that may be recorded; see ``UpdateBudget.misses``."""
 
     def __init__(self, misses: int) -> None:
         self._misses = self._left = misses
@@ -224,7 +224,8 @@ class _Full(Policy):
         scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)
-            # A region must not use casts of other code, because an update runs only the region.
+            # A region must not use casts that autocast cached for other code, because an update
+            # runs only the region.
             caches = session.caches_casts and bool(job.owned.roots) and not job.spec.declared
             with autocast_cached(caches):
                 outputs = job.call_tracked()

@@ -91,7 +91,7 @@ class Job:
     check: bool = False
     """Whether replays wait for the device after each segment, so that errors name the segment."""
     names: Names | None = None
-    """Names the nodes, if requested."""
+    """Named calls of the nodes; None unless requested."""
     warmup: int
     """Number of warm-up runs."""
     snapshot_limit: int

@@ -407,7 +407,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
                 parts[node] = len(modes)
                 modes.append(modes[-1])
             elif _picks_of_mark(node):
-                # Keep it with the marked call: a piece cannot take a tuple as input.
+                # Keep the node with the marked call: a piece cannot take a tuple as input.
                 parts[node] = parts[node.all_input_nodes[0]]
                 continue
             else:
@@ -658,7 +658,7 @@ class _CompiledStep:
 
 
 def _has_function(kind: type) -> bool:
-    """Whether a class of tensors has a ``__torch_function__`` of its own."""
+    """Whether a class of tensors overrides ``__torch_function__``."""
     names = (vars(base) for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)])
     return any("__torch_function__" in name for name in names)
 
@@ -709,8 +709,8 @@ def _settings() -> Iterator[None]:
 
 class _Piecewise(Policy):
     def __init__(self) -> None:
-        # The tracer finds compiled code by the identity of the compiler. Each backend has its own,
-        # because backends with the same device type may wrap pieces differently.
+        # The tracer finds compiled code by the identity of the compiler. Each backend has its own
+        # compilers, because backends with the same device type may wrap pieces differently.
         self._compilers: dict[tuple[Any, ...], tuple[_Compiler, list[weakref.ref[Any]]]] = {}
 
     def warm_up(self, job: Job, runs: int) -> Job:
@@ -747,7 +747,7 @@ class _Piecewise(Policy):
         hooks = _hooks_of(job.fn)
         key = name, type(job.backend), *map(id, hooks)
         for other, (_, held) in [*self._compilers.items()]:
-            if any(hook() is None for hook in held):  # another hook may have its id
+            if any(hook() is None for hook in held):  # a new hook may reuse its id
                 del self._compilers[other]
         if job.again:  # The tracer does not guard all state, such as that of a ChainMap.
             self._compilers.pop(key, None)
@@ -805,7 +805,7 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, DeviceGraphError):
-            raise inner  # not from ``error``, of which it is the cause
+            raise inner  # without "from error", because ``inner`` caused ``error``
         inner = inner.__cause__ or inner.__context__
     line = traced_line(error)
     if line is None:

@@ -1,4 +1,4 @@
-"""A backend for devices without a backend of their own that register a graph class with torch.
+"""A backend for devices that have no other backend and register a graph class with torch.
 
 ``torch.accelerator.Graph`` (torch 2.12 and newer) captures and replays on torch's current
 accelerator. The features of such a graph are unknown, so the backend declares no capabilities.
@@ -17,7 +17,7 @@ from devgraph.api.torchlike.base import TorchBackend
 
 
 class _Graph:
-    """Adapts ``torch.accelerator.Graph`` to the interface of a vendor's graph class."""
+    """An adapter of ``torch.accelerator.Graph`` to the interface of a vendor's graph class."""
 
     def __init__(self) -> None:
         self._native = torch.accelerator.Graph()

@@ -60,7 +60,7 @@ class Pages(Protocol):
         """Release the memory of the segments at ``addresses``. The device is idle."""
 
     def restore(self, addresses: Sequence[int]) -> None:
-        """Map memory for those segments at ``addresses`` that have none.
+        """Map memory for the segments at ``addresses`` that have none.
 
         Raises:
             ResourceError: the device has too little memory.
@@ -220,7 +220,7 @@ class TorchPool(Pool):
     def renew(self, stuck: Any) -> None:
         """Use new memory for later captures, and keep the old memory and the graph ``stuck``.
 
-        The next capture makes a new keeper; the current stream may be unable to.
+        The next capture makes a new keeper, because the current stream may be unable to capture.
         """
         if stuck is not None:
             # torch still considers the capture active, so freeing memory would fail an assertion.
@@ -275,7 +275,7 @@ class TorchPool(Pool):
             self._foreign.clear()
 
     def region_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Route this thread's allocations to the region pool, apart from the memory of graphs."""
+        """Route this thread's allocations to the region pool, not to the memory of graphs."""
         if self._region_memory is None:
             self._region_memory = self._make_memory()
         return self.allocating_in(self._region_memory)
@@ -373,7 +373,7 @@ class TorchGraph(DeviceGraph):
         """Restore torch's state after the driver refused to end a capture.
 
         Some versions of torch then continue to route allocations to the pool, and the random
-        generator stays in capture mode. To run their clean-up, begin an empty capture and end it
+        generator stays in capture mode. To run torch's clean-up, begin an empty capture and end it
         through the same object.
         """
         if self.pool.uses == self._uses:

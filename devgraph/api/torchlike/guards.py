@@ -50,7 +50,7 @@ class RandomGuard(OwnMode):
 
 
 class SideStreams:
-    """Finds the streams that a capture forked and did not join."""
+    """A search for the streams that a capture forked and did not join."""
 
     def __init__(
         self, runtime: NodeRuntime, make: Callable[..., Any], handle_of: Callable[[Any], int]

@@ -46,12 +46,12 @@ from devgraph.api.torchlike.recording import (
 logger = logging.getLogger(__name__)
 
 _USES_WITH_ROOM = 2
-"""Number of uses at which a recording gets an executable of its own if the budget has room. A key
-that is used twice tends to be used again, and later uses then need no update."""
+"""Number of uses at which a recording gets a separate executable if the budget has room. A key that
+is used twice tends to be used again, and later uses then need no update."""
 
 _USES_WHEN_FULL = 16
-"""Number of uses at which a recording gets an executable of its own if another must be evicted for
-it. Creating an executable costs the host time of about 12 updates (docs/benchmarks.md)."""
+"""Number of uses at which a recording gets a separate executable if another must be evicted first.
+Creating an executable costs the host time of about 12 updates (docs/benchmarks.md)."""
 
 
 @attrs.define
@@ -147,7 +147,7 @@ class _Own:
 
 
 class UpdateStrategy:
-    """Decides how one graph applies recordings; vendors override methods.
+    """The way in which one graph applies recordings. Vendors override its methods.
 
     Each method receives the graph, which owns this object.
     """
@@ -510,7 +510,7 @@ class NodeBackend(TorchBackend):
     graph_type: type[TorchGraph] = NodeGraph
     pool_type = NodePool
     update_strategy_type: Callable[[], UpdateStrategy] = UpdateStrategy
-    """Makes the update strategy of a graph."""
+    """Factory of the update strategy of a graph."""
     stream_handle_name: str = ""
     """Attribute of a torch stream that holds the driver's handle."""
     runtime: NodeRuntime | None = None

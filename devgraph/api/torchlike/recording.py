@@ -27,7 +27,7 @@ _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver uses per recorded node (docs/benchmarks.md)."""
 
 _EXECUTABLE_BYTES = 104 * 1024
-"""Device memory of an executable besides its nodes (101 to 109 KiB in graphs of three models)."""
+"""Device memory of an executable without its nodes (101 to 109 KiB in graphs of three models)."""
 
 _DEVICE_BYTES_PER_NODE = 3100
 """Device memory per node of an executable: 3020, 3080 and 3270 bytes in decode graphs of three
@@ -49,7 +49,7 @@ def free_executable(runtime: NodeRuntime, executable: int) -> None:
 
 
 class RawGraph:
-    """Owns a driver's graph: the captured graph, or the capture of regions for a recording."""
+    """The owner of a driver's graph: the captured graph, or the regions of a recording."""
 
     def __init__(self, runtime: NodeRuntime, graph: int) -> None:
         self._runtime = runtime

@@ -116,7 +116,7 @@ class StartCheck:
             pairs = [pair for pair in pairs if not same_bytes(*pair)]
             if pairs and name not in self.failed:
                 steady = all(map(same_bytes, want, run_eagerly()))
-                # If eager differs from itself, equality within the tolerance is enough.
+                # If two eager runs differ, equality within the tolerance is enough.
                 texts = [(compare if steady else compare_near)(*pair) for pair in pairs]
                 if text := next(filter(None, texts), ""):
                     self.failed[name] = text

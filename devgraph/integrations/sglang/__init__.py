@@ -30,9 +30,8 @@ def stats() -> dict[str, Any]:
     """Return the counters of the graph layer of this process.
 
     Keys: ``backend``, ``checks`` and ``failed_checks`` of the check at start, ``pool_bytes`` and
-    ``modes``. For "full" and "breakable", ``modes`` has
-    captures, replays, live graphs, segments, regions, bytes of graphs, capture seconds, and
-    ``eager``: calls without a graph, by reason.
+    ``modes``. For "full" and "breakable", ``modes`` has captures, replays, live graphs, segments,
+    regions, bytes of graphs, capture seconds, and ``eager``: calls without a graph, by reason.
     """
     return shared().stats()
 

@@ -81,9 +81,9 @@ class _OnDevgraph:
     _warm = False
     """Whether this session has warmed up a shape."""
     _places: Any
-    """Return the buffers for the tensors of a warm-up result; None means no buffers."""
+    """Method that returns the buffers for the tensors of a warm-up result, or None."""
     _capture: Any
-    """Capture a body; return the captured step and its output."""
+    """Method that captures a body, and returns the captured step and its output."""
 
     def __init__(
         self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False, **options: Any

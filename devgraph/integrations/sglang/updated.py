@@ -50,7 +50,7 @@ def require_updatable(model_runner: Any) -> None:
 
 
 class _Lengths(tuple[int, ...]):
-    """Host integers that replace a tensor which attention indexes."""
+    """Host integers that replace a tensor of which attention reads elements."""
 
     @property
     def shape(self) -> tuple[int]:

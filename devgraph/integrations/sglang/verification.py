@@ -27,7 +27,7 @@ _CONTEXTS = (5, 23)
 
 
 class _Replays:
-    """The method ``replay`` of a backend in a check at start, and afterwards if it dropped graphs.
+    """The ``replay`` of a backend in a check at start, and afterwards if the check dropped graphs.
 
     A dropped graph is replaced by an eager run on the static buffers that the runner has filled.
     """

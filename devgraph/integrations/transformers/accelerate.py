@@ -7,8 +7,8 @@
 The loop of ``generate`` remains that of transformers, with its logits processors, stopping
 criteria, streamers, scores and random numbers. When the loop creates the cache of a request, the
 cache is seated in the slots of an engine (see ``seat``). A forward that receives a seated cache
-runs in the engine's runners. Before a forward that the runners do not support, the cache leaves,
-and the model's own forward continues.
+runs in the engine's runners. Before a forward that the runners do not support, the cache leaves its
+slots, and the model's own forward continues.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Fallback(str, enum.Enum):
     OUTPUTS = "outputs", "attentions or hidden states as outputs, or a tuple"
     CACHE = "cache", "no cache, or a cache other than a DynamicCache of this batch"
     INPUTS = "inputs", "inputs other than token ids, their mask and their positions"
-    MASK = "mask", "a mask or positions other than those of padding at the left"
+    MASK = "mask", "a mask or positions other than those of left padding"
     PADDING = "padding", "padding, in a model that attends by itself and may count it as positions"
     BATCH = "over_max_requests", "more rows than max_requests"
     LENGTH = "over_max_len", "more positions than max_len"
@@ -483,7 +483,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _pads_of(inputs: Mapping[str, Any], batch: int) -> list[int] | None:
-    """Return the number of padding tokens at the left of each row; None for other masks."""
+    """Return the number of left padding tokens of each row; None for other masks."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     pads = [0] * batch
     if mask is not None:
@@ -517,7 +517,7 @@ def accelerate(
     """Make ``model.generate`` and ``model.generate_batch`` use device graphs; return the model.
 
     ``fuse=True``, the default, changes the model: weights of layers that receive the same tensor
-    become views of one larger matrix, and they stay so after ``unaccelerate``. Their values do not
+    become views of one larger matrix, and remain views after ``unaccelerate``. Their values do not
     change. One large product rounds differently from several small ones, so the last bit of the
     logits may differ, and so may a token whose two best candidates are nearly equal. ``fuse=False``
     leaves the weights in place.
@@ -526,8 +526,8 @@ def accelerate(
     forwards of a generation are replaced. The first request captures the graphs. A request that
     graphs cannot serve runs transformers' own code. ``generate_stats`` counts such requests by
     reason, the first one of each reason logs a warning, and a decode mode with ``strict`` refuses
-    them. In a returned cache, rows of padding are zero. transformers stores keys in these rows,
-    which its masks hide.
+    them. In a returned cache, rows of padding are zero, whereas transformers stores keys in these
+    rows, which its masks hide.
 
     ``generate_batch`` draws from one random stream for each request. Threads that run the same
     model, or models with common layers, wait for each other.

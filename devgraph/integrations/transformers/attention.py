@@ -40,7 +40,7 @@ class SlotAttention(Protocol):
     """
 
     row_multiple: int
-    """The number of rows in a slot is a multiple of this."""
+    """A divisor of the number of rows in a slot."""
 
     def attend(
         self,

@@ -5,9 +5,9 @@ function and a mask function that only record: the shapes that each layer writes
 mask that the layer receives, and the arguments that the layer passes to attention. A model with a
 requirement that this integration cannot meet is refused before an engine is built.
 
-A model may have an attention of its own, or pass arguments that the kernels here do not support.
-Such a model is probed again as one that *attends by itself*: its own code runs on whole slots of
-the cache, with a mask computed from positions on the device.
+A model may compute attention in its own code, or pass arguments that the kernels here do not
+support. Such a model is probed again as one that *attends by itself*: its own code runs on whole
+slots of the cache, with a mask computed from positions on the device.
 
 Layers with recurrent state are found by a run over the cache that ``generate`` makes. The modules
 that write state to it are the *mixers*. The filled layers are the templates of the state rows.

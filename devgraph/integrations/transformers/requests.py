@@ -1,9 +1,9 @@
 """Requests: sampling of their tokens, their text, and the choice of requests for each step.
 
 A request is *waiting* until a slot is free, then *running* until it ends. All running requests
-take part in every step. A step is a decode step if each has one token to process.
-Otherwise it is a packed step, in which prompts share the token budget that the decoding requests
-leave. Decode steps need the slots ``0 .. n - 1``; ``compact`` returns the moves that close gaps.
+take part in every step. A step is a decode step if each has one token to process. Otherwise it is a
+packed step, in which prompts share the token budget that the decoding requests leave. Decode steps
+need the slots ``0 .. n - 1``; ``compact`` returns the moves that close gaps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """A sampler for the tokens of one request, with a random stream of its own."""
+    """A sampler for the tokens of one request, with a separate random stream."""
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         self.draws = 0
@@ -257,8 +257,8 @@ class Chunk(Piece):
 class Scheduler:
     """The waiting, the running and the held requests.
 
-    A request is held after its export, until it is released. It counts against the slots, so that
-    an engine exports no faster than other engines admit.
+    A request is held after its export, until it is released. A held request counts against the
+    slots, so that an engine exports no faster than other engines admit.
     """
 
     def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:
@@ -346,4 +346,4 @@ class Scheduler:
         for request in (*self.running, *self.waiting, *self.held.values()):
             if request.id == wanted:
                 return request
-        raise InputError(f"no request {request_id} waits, runs or is held")
+        raise InputError(f"there is no waiting, running or held request {request_id}")

@@ -56,13 +56,13 @@ class Seat:
     Args:
         engine: the engine that has the slots and the runners.
         cache: a cache for which ``fits`` is true.
-        pads: number of padding tokens at the left of each row of the batch.
+        pads: number of left padding tokens of each row of the batch.
     """
 
     def __init__(self, engine: Engine, cache: DynamicCache, pads: Sequence[int]) -> None:
         self.pads = list(pads)
         self.length: int = length_of(cache) or 0
-        """Number of tokens of a row, including padding, as transformers counts."""
+        """Number of tokens of a row, including padding, as transformers counts them."""
         self.can_defer = False
         """Whether the loop of ``generate`` may run one step too many and undo it."""
         self.assisted = False
@@ -185,7 +185,7 @@ class Seat:
         return layer
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer with padding at the left, as in transformers."""
+        """Return keys and values of a layer with left padding, as in transformers."""
         keys, values = self._rows.layers[index].read(len(self.pads))
         return self._padded(keys[:, :, : self.length]), self._padded(values[:, :, : self.length])
 

@@ -2,7 +2,7 @@
 
 A *mixer* is a module that reads and writes the recurrent state of one layer: a convolution window,
 a scan's state, or both. In a step, a mixer receives a cache layer of the class that transformers
-uses, filled with rows of ``batch.state``. Therefore mixers need no code of their own here.
+uses, filled with rows of ``batch.state``. Therefore mixers need no special code here.
 
 Decode steps gather the rows of their requests, run the mixer for one token at a time, and scatter
 the rows. Packed steps run the mixer inside a region, once for the tokens of each request, without

@@ -127,7 +127,7 @@ class Transport:
         """Undo ``_publish``."""
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Answer a message of a receiver, in a thread of its own."""
+        """Answer a message of a receiver, in a separate thread."""
 
     def _entry(self, offer_id: str, rank: int) -> dict[str, Any]:
         """Return the header of an offer and the data of ``_publish``."""
@@ -192,7 +192,7 @@ class Transport:
 class TorchTransport(Transport):
     """Handoffs over torch.distributed: headers in the store, tensors by point-to-point messages.
 
-    Each pair of ranks has connections of its own, so that a lost rank disturbs no other pair.
+    Each pair of ranks has separate connections, so that a lost rank disturbs no other pair.
 
     Args:
         group: the process group; None is the default group. Its store must be a TCPStore.

@@ -197,7 +197,7 @@ class Layer:
 
     @contextlib.contextmanager
     def writing(self, replay: Callable[[], object]) -> Iterator[None]:
-        """Capture a step in the block; call ``replay`` if it allocated and had no warm-up run.
+        """Capture a step in the block; call ``replay`` if it allocated without a warm-up run.
 
         vLLM caches tensors by size. The first run of a step writes them, and later runs only read
         them. A capture allocates the tensors without writing them.

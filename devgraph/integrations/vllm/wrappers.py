@@ -255,7 +255,7 @@ def graph_wrapper() -> Any:
 
 
 class BreakableStep(_Graphs):
-    """A model's forward in graphs: under PIECEWISE in segments around attention, under FULL in one.
+    """A model's forward, as segments around attention under PIECEWISE, as one graph under FULL.
 
     Between the segments, attention runs eagerly on the metadata of the current batch.
     """
