@@ -217,7 +217,7 @@ def _takes_lengths(captured: Captured) -> bool:
 def _replays(
     name: str, captured: Captured, kv_len: int, window: int, *, exact: bool
 ) -> list[Contender]:
-    """Return contenders for replays at one length, at four in turn, and at a new one each time."""
+    """Return contenders for replays at one length, at four alternating ones, and at new ones."""
     lengths = {name: _in_turn(kv_len)}
     if not breaks(captured.policy) and _takes_lengths(captured) and window > 1:
         fresh = itertools.cycle(range(1, window + 1))

@@ -100,7 +100,7 @@ def _expect(args: argparse.Namespace) -> int:
             raise CommandError(f"{args.expect} has no group {args.group!r}. {hint}")
         groups = [group for group in groups if group["group"] == args.group]
     names = args.backend or [info.name for info in backends() if info.available]
-    asked = args.group and not args.backend  # Then a missing backend is one of the differences.
+    asked = args.group and not args.backend  # With --group, a missing backend is a difference.
     here = [group for group in groups if asked or group["backend"] in names]
     if not here:
         wanted = ", ".join(dict.fromkeys(group["backend"] for group in groups))
@@ -146,7 +146,7 @@ def _differences(group: dict[str, Any]) -> list[str]:
         backend = get_backend(group["backend"])
         facts = EngineFacts.from_dict({**group["facts"], "role": group["role"]})
         given = argparse.Namespace()
-        if not os.environ.get(MODE_VARIABLE):  # Then the node gets the planned mode as a flag.
+        if not os.environ.get(MODE_VARIABLE):  # Otherwise, the node gets the mode as flags.
             given.device_graph_mode = json.dumps(group["mode"])
         config = DeviceGraphConfig.from_args(given)
         here = resolve(config, facts.on_backend(backend)).effective.to_dict(everything=True)

@@ -47,7 +47,7 @@ from devgraph.integrations.transformers import (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate and print; return 1 if graphs and eager give different tokens."""
+    """Generate and print; return 1 if graphs and eager runs give different tokens."""
     return generate(args, _prompts(args))
 
 
@@ -224,7 +224,7 @@ def run_all(
 ) -> list[dict[str, Any]]:
     """Run the task with graphs and, with ``--compare``, eagerly; return both as JSON values.
 
-    Graphs and eager alternate, so that changes in the speed of the machine affect both.
+    Graph and eager runs alternate, so that changes in the speed of the machine affect both.
     """
     with contextlib.ExitStack() as stack:
         graphs = stack.enter_context(task.engine(task.config))

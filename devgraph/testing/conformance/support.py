@@ -156,7 +156,7 @@ class Kit:
     def side_stream(self) -> Any:
         """Return a stream that is not the capture stream.
 
-        torch takes streams from a small pool in turn, so a new stream may be the capture stream.
+        torch cycles through a small pool of streams, so a new stream may be the capture stream.
         """
         stream = self.streams.Stream()
         taken = stream == getattr(self.backend, "capture_stream", None)
