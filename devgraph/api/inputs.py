@@ -73,7 +73,7 @@ class Inputs:
         return pairs, host
 
     def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments whose plain values changed: with new plain values and bound tensors.
+        """Return the arguments whose plain values changed, with new values and bound tensors.
 
         Arguments that the step changed are left out, because a replay would not change them.
         """

@@ -733,7 +733,7 @@ class Weights:
         # Renew the terms only if an assignment was to these modules.
         try:
             same = all(itertools.starmap(operator.eq, self._tables_held))
-        except RuntimeError:  # of tensors with several elements
+        except RuntimeError:  # a comparison of tensors with several elements
             same = False
         if not same:
             self._renew()

@@ -14,7 +14,7 @@ from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, 
 from devgraph.runners.outputs import LeasedTensor, released
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, Size, raw, raw_dtype, raw_value
 
-_ALIGNMENT = 16  # of packed tensors, in bytes
+_ALIGNMENT = 16  # bytes to which packed tensors are aligned
 
 TEMPLATE_BYTES = 2**20
 """Maximum size of a pad template: a tensor of pad values that a grouped copy writes without an

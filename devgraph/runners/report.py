@@ -102,7 +102,7 @@ class RunnerStats:
     padded_rows: int
     captures: int
     checks: int
-    """Number of cases in which checks of the key ``verify`` compared a graph with eager."""
+    """Number of cases in which checks of the key ``verify`` compared a graph with eager runs."""
     failed_checks: int
     """Number of graphs that were dropped because a check found a difference."""
     capture_seconds: float

@@ -92,7 +92,7 @@ class Runner:
         largest = [counting.padded(buckets.maximum, named) for named in options.variants.values()]
         if share is not None:
             pool = _pool_with(share, pool)
-        lender = share if share is not None and share.graphs else None  # of output buffers
+        lender = share if share is not None and share.graphs else None  # lends its output buffers
         pool = own_pool(backend, pool, releasable=config.releasable)
         arena = InputArena(
             slots,

@@ -81,7 +81,7 @@ class SharedVotes:
         self._between: tuple[int, Finish] | None = None
         """Epoch and callable of the last vote between hosts, so that it is not begun twice after an
         interrupt."""
-        self._epoch = 0  # of the last complete vote
+        self._epoch = 0  # epoch of the last complete vote
         self._polls = _POLLS if size <= (os.cpu_count() or 1) else 1
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -424,7 +424,7 @@ class PhaseConfig:
         return config
 
     def _settle(self) -> None:
-        """Refuse contradictions, and mark keys without their default value as explicit."""
+        """Refuse contradictions, and mark keys with other than default values as explicit."""
         problem = over_maximum(self.buckets, self.max_bs)
         if problem:
             raise ConfigError(problem)

@@ -47,7 +47,7 @@ class StartCheck:
         self.running = False
         self.failed: dict[Hashable, str] = {}
         self.counts = {"checks": 0, "failed_checks": 0}
-        """Number of replays that were compared with eager, and of graphs that differed."""
+        """Number of replays that were compared with eager runs, and of graphs that differed."""
         self._engine = engine
         self._memory = memory
         self._began = 0.0

@@ -1,6 +1,6 @@
-"""The check at start in SGLang: graphs compared with eager, in batches that the runners load.
+"""The check at start in SGLang: graphs and eager runs are compared on batches for the runners.
 
-The runners load the batches as they do while serving. No real request owns their cache slots.
+The runners load the batches as they do while serving. No real request owns the cache slots used.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _prefills(tokens: int, room: int, most: int) -> Iterator[tuple[list[int], li
 
 
 def check_at_start(phase: str, runner: Any, *_: Any, **__: Any) -> None:
-    """Compare the graphs of a runner of ``phase`` with eager after their first capture."""
+    """Compare the graphs of a runner of ``phase`` with eager runs after their first capture."""
     layer, backend, model = shared(), runner.backend, runner.model_runner
     check, decode = layer.check, phase == "decode"
     if type(runner).__name__ != f"{phase.title()}CudaGraphRunner" or phase in layer.checked:
@@ -163,7 +163,7 @@ def check_at_start(phase: str, runner: Any, *_: Any, **__: Any) -> None:
             check.skip(reason)
             return
     room = model.model_config.context_len - 2 * _CONTEXTS[1]
-    most = 1 if hasattr(backend, "_whole") else 4  # Each number needs a copy of an updated graph.
+    most = 1 if hasattr(backend, "_whole") else 4  # An updated graph is copied for each number.
     cases: list[tuple[list[int], list[int] | None]] = []
     for size in sorted(runner.capture_bs if decode else runner.capture_num_tokens, reverse=True):
         if decode:

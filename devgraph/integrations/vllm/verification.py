@@ -1,4 +1,4 @@
-"""The check at start in vLLM: graphs compared with eager, in dummy steps of the V2 runner."""
+"""The check at start in vLLM: graphs and eager runs are compared on dummy steps of runner V2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONTEXTS = (5, 70)
 
 
 def comparing_run(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``CudaGraphManager.run_fullgraph``, which a check at start compares with eager."""
+    """Return ``CudaGraphManager.run_fullgraph`` with a comparison during a check at start."""
     from vllm.config import CUDAGraphMode
 
     check = current_layer().check
@@ -51,7 +51,7 @@ def comparing_run(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_at_start(runner: Any, *_: Any, profile_only: bool = False, **__: Any) -> None:
-    """Compare the graphs of the V2 runner's first captures with eager; drop graphs that differ.
+    """Compare graphs of the V2 runner's first captures with eager runs; drop differing graphs.
 
     No request owns pages of the cache yet, so dummy batches use all of them.
     """

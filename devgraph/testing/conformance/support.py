@@ -131,7 +131,7 @@ class Kit:
         same(got, want, what)
 
     def usable(self, policy: str, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the ``values`` that replays may use, of which the first is that of the capture.
+        """Return the ``values`` that replays may use; the first is the value at capture.
 
         Without region update, a full graph can only replay the value of its capture.
         """

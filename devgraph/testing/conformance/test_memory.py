@@ -19,7 +19,7 @@ FACTORS = (2, 3, 5, 3)
 
 
 def check(kit: Kit, step: Any, x: torch.Tensor, policy: str) -> dg.Captured:
-    """Capture with factor 2 and compare replays with eager for all factors."""
+    """Capture with factor 2 and compare replays with eager runs for all factors."""
     captured = kit.capture(step, x, policy=policy, host_args={"factor": 2})
     for seed, factor in enumerate(kit.usable(policy, FACTORS)):
         kit.check(captured, step, x, seed=seed, factor=factor)

@@ -46,7 +46,7 @@ class Buckets:
         }
 
     def check(self, size: int, seed: int) -> None:
-        """Replay a bucket with fresh data and compare it with eager."""
+        """Replay a bucket with fresh data and compare it with an eager run."""
         self.kit.check(self.captured[size], self.step, self.inputs[size], self.weight, seed=seed)
 
     def close(self) -> None:
