@@ -210,6 +210,7 @@ class Owned:
         self._refuse = raise_rebinding if captured else before_bodies.extend
         count = self.count
         versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
+        before = optimizer_state(self.roots) if captured and is_first else []
         try:
             yield tuple(copied[:count]), dict(zip(self._kwargs, copied[count:], strict=True))
             changes = before_bodies
@@ -225,6 +226,11 @@ class Owned:
         for tensor, version in zip(seen, versions, strict=True):
             if tensor._version != version:
                 self.written.add(id(tensor))
+        if captured and is_first and len(made := optimizer_state(self.roots)) > len(before):
+            raise CaptureError(
+                f"the captured run is the first run and makes {made[-1][0]}, so each replay would "
+                f"make it again. Capture with warmup=1 or more, or run the step once before."
+            )
         if self.is_unsettled and not captured:
             self._require_settled()
         if is_first and not captured:

@@ -951,11 +951,12 @@ class Watch:
 
     def put_back(self, *, plain: bool = False) -> None:
         """Restore every place whose tensors changed; with ``plain``, restore plain values too."""
+        kinds = (_Absent, *PLAIN)
         for place in self._places:
             if any(
                 tensors_below(path, old)
                 or tensors_below(path, new)
-                or (plain and isinstance(old, PLAIN) and isinstance(new, PLAIN))
+                or (plain and isinstance(old, kinds) and isinstance(new, kinds))
                 for path, old, new in place.changes()
             ):
                 place.put_back()

@@ -765,7 +765,22 @@ def _memo(key: Any, value: Any) -> Any:
     return step
 
 
+def _once_by_layer() -> Any:
+    """Return a step that computes a value for each layer once and notes which ones it has."""
+    values: dict[int, torch.Tensor] = {}
+    done: dict[int, bool] = {}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for layer in range(2):
+            if not done.get(layer):
+                values[layer], done[layer] = x.sin(), True
+        return x + values[0] + values[1]
+
+    return step
+
+
 FROM_INPUTS = {
+    "with a note": _once_by_layer,
     "by id": lambda: _memo(id, torch.Tensor.norm),
     "by shape": lambda: _memo(lambda x: x.shape, lambda x: (x.view(3, 1) * 2)[1]),
     "written into": lambda: _memo(lambda x: 0, lambda x: torch.ones_like(x).add_(x)),
@@ -790,6 +805,28 @@ def test_tensor_that_the_first_run_computes_from_its_inputs_is_refused(
     for seed in (4, 5):
         kit.refill(x, seed)
         kit.same(captured.replay(), step(x))
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {}], ids=["state", "none"])
+def test_state_that_an_optimizer_makes_in_the_captured_run_is_refused(
+    kit: Kit, cap: Cap, options: dict[str, float]
+) -> None:
+    """FAULTS 47: without warm-up, each replay would make the state again."""
+    weight = torch.nn.Parameter(kit.tensor(3))
+    optimizer, x = torch.optim.SGD([weight], lr=0.1, **options), kit.tensor(3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    if options:
+        with pytest.raises(dg.CaptureError, match="momentum_buffer.*warmup=1"):
+            cap(step, x, warmup=0)
+        step(x)
+    cap(step, x, warmup=0).replay()
 
 
 def test_eager_body_may_store_what_it_computes_from_its_first_input(kit: Kit, policy: str) -> None:
