@@ -344,10 +344,12 @@ def _copying(name: str, run: Callable[[], Any], outputs: Any) -> Callable[[], No
             if not isinstance(out, torch.Tensor):
                 continue
             if result.shape != out.shape or result.dtype is not out.dtype:
+                way = "Correct the function that register_fake() gave to the operator."
+                if name.startswith("aten::"):
+                    way = f"Please report this with the version of torch ({torch.__version__})."
                 raise DeviceGraphError(
                     f"{name} returned {result.dtype} {tuple(result.shape)}, but {out.dtype} "
-                    f"{tuple(out.shape)} for torch's fake tensors; please report this with the "
-                    f"version of torch ({torch.__version__})."
+                    f"{tuple(out.shape)} for fake tensors. {way}"
                 )
             out.copy_(result)
 

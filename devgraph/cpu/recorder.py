@@ -503,6 +503,9 @@ class Recorder:
             run = self._binder.compute(plan, held_args, held_kwargs, self._hold(outs))
         else:
             run = self._binder.bind(plan.func, held_args, held_kwargs)
+        given, made = tensors_in((args, kwargs)), tensors_in(outs)
+        if any(t.is_floating_point() for t in made) and given and not any(map(_is_inexact, given)):
+            run = _with_dtype(torch.get_default_dtype(), run)
         if plan.depends_on_grad and torch.is_grad_enabled():
             run = torch.enable_grad()(run)
         if source is not None and self._random is not None:
@@ -619,6 +622,24 @@ class Recorder:
         with torch._C._DisableTorchDispatch():
             ones = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             return func(ones, *args[1:], **kwargs)
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _with_dtype(dtype: torch.dtype, run: Callable[[], object]) -> Callable[[], None]:
+    """Return ``run`` under a default dtype, in which operations on integers compute."""
+
+    def run_with_dtype() -> None:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            run()
+        finally:
+            torch.set_default_dtype(before)
+
+    return run_with_dtype
 
 
 def _is_over(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

@@ -479,3 +479,33 @@ def test_operands_that_are_one_tensor_stay_one() -> None:
     check_replays(
         step, lambda seed: [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed))]
     )
+
+
+def test_default_dtype_of_an_operation_holds_in_replays() -> None:
+    """FAULTS 50."""
+    x = torch.arange(1, 4)
+
+    def step() -> torch.Tensor:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return x / 3
+        finally:
+            torch.set_default_dtype(before)
+
+    tape, result = record(step)
+    tape.replay()
+    same(result, step())
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_wrong_fake_of_a_custom_operation_is_named() -> None:
+    @torch.library.custom_op("devgraph_tests::wrong_fake", mutates_args=())
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0)
+
+    wrong.register_fake(torch.empty_like)
+    x = torch.randn(2, 3)
+    tape, _ = record(lambda: wrong(x))
+    with pytest.raises(dg.DeviceGraphError, match="Correct the function that register_fake"):
+        tape.replay()
