@@ -184,7 +184,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return len(self._full)
 
     def __reduce__(self) -> Any:
-        raise TypeError("StaticBuffers hold addresses of this process and cannot be pickled")
+        raise InputTypeError("StaticBuffers hold addresses of this process and cannot be pickled")
 
     def __repr__(self) -> str:
         named = ", ".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._full.items())

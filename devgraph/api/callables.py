@@ -140,6 +140,8 @@ class _Entry:
     """Leaf tensors that the step writes, such as parameters in an optimizer step."""
     state: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)
     """Tensors that the step finds by name and writes, by the address of their storage."""
+    has_objects: bool = False
+    """Whether the arguments have modules, functions or other objects, which may change."""
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -260,7 +262,7 @@ class Graphed:
         entry.used = next(self._clock)
         graph = entry.graph
         with graph.lock:
-            if not self._weights_hold():
+            if not (self._weights_hold() and self._objects_hold(entry)):
                 return self._slow_call(tuple(key), entry, call)
             self._replays += 1
             result = graph.run(tensors, host)
@@ -353,6 +355,17 @@ class Graphed:
             self._watch_weights()
             self._named, self._names = None, Guard(())
             self._drop_all()
+            return False
+        return True
+
+    def _objects_hold(self, entry: _Entry) -> bool:
+        """Whether objects in the arguments are as at the capture. If not, drop the graph."""
+        assert entry.graph is not None
+        try:
+            if entry.has_objects and not entry.graph.guard.same():
+                entry.graph.guard.settle()
+        except StateError:
+            self._drop(entry, "recaptures")
             return False
         return True
 
@@ -449,7 +462,10 @@ class Graphed:
                 result = self._run_eagerly(reason, args, kwargs)
             if self._named is not None:
                 self._named.leave_out_changes()
-            entry.written += [p for p, v in zip(leaves, versions, strict=False) if p._version != v]
+            # A write through ``.data`` changes no version counter.
+            is_hidden = self._named is not None and "data" in self._named.names
+            pairs = zip(leaves, versions, strict=False)
+            entry.written += [leaf for leaf, v in pairs if is_hidden or leaf._version != v]
             if self._named is not None and entry.written:
                 named = {*map(id, self._named.tensors)}
                 for tensor in entry.written:
@@ -603,6 +619,9 @@ class Graphed:
                     f"Capture the step with dg.capture or a runner, which have gates."
                 )
             entry.graph = _Inference(captured, static_inputs, clone=self._options.clone)
+        leaves = (leaf for _, leaf in self._named_leaves(call.args, call.kwargs))
+        kinds = (torch.Tensor, float, *_PLAIN)
+        entry.has_objects = not all(isinstance(leaf, kinds) for leaf in leaves)
         self._counts["captures"] += 1
 
     def _drop(self, entry: _Entry, counter: str) -> None:
@@ -699,7 +718,7 @@ class Graphed:
         return f"<Graphed {getattr(self._fn, '__qualname__', brief(self._fn))}>"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError(
+        raise InputTypeError(
             "a graphed callable owns device resources and cannot be copied or pickled: call "
             "dg.ungraphed(module) first"
         )
@@ -786,7 +805,7 @@ class _Inference:
         self._launch = captured.launch
         self._load, self._store = static_inputs.load, static_inputs.store
         self._require_apart, self._gradients = static_inputs.require_apart, captured.gradients
-        self.pool = captured.pool
+        self.pool, self.guard = captured.pool, captured.guard
         self.lock = captured.pool.lock
         self._order = captured.pool.order
         spec = captured.host_spec

@@ -100,7 +100,8 @@ class Captured:
         named = job.owned.watch_named(regions=job.regions)
         self.gradients = Gradients(job.owned.gradients)
         """The gradients that replays accumulate."""
-        self._guard = Guard([*self._watched, *named], outside)
+        self.guard = Guard([*self._watched, *named], outside)
+        """Compares the state of the step with that of the capture."""
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
 
     @property
@@ -133,7 +134,7 @@ class Captured:
                 and cannot be captured again; see ``recaptures`` of ``capture``.
             NestedCaptureError: the call is inside a capture.
         """
-        is_written = not self._guard.same() and self._settled(inputs, named)
+        is_written = not self.guard.same() and self._settled(inputs, named)
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
             assert self._inputs is not None  # until close()
@@ -168,7 +169,7 @@ class Captured:
         self._require_open()
         with self._lock:
             try:
-                self._guard.settle()
+                self.guard.settle()
                 return False
             except StateError as error:
                 for part in self._given:
@@ -382,7 +383,7 @@ class Captured:
             self.pool.require_free("close a capture")
             self._plan.close()
         self._job = self._inputs = None
-        self._given, self._watched, self._guard = [], [], Guard(())
+        self._given, self._watched, self.guard = [], [], Guard(())
         self.gradients = Gradients(())
 
     def __enter__(self) -> Captured:
@@ -396,7 +397,7 @@ class Captured:
         return f"<Captured {self.policy} on {self.backend.name}: {state}>"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a capture owns device resources and cannot be pickled or copied")
+        raise InputTypeError("a capture owns device resources and cannot be pickled or copied")
 
 
 def capture(

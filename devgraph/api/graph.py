@@ -34,6 +34,7 @@ from devgraph.api.errors import (
     CaptureError,
     ExecutableError,
     HostArgumentError,
+    InputTypeError,
     NestedCaptureError,
     StateError,
     UpdateUnsupportedError,
@@ -571,7 +572,7 @@ class DeviceGraph(abc.ABC):
             )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
+        raise InputTypeError(
             "a DeviceGraph owns device resources and cannot be pickled or copied; capture it again"
         )
 

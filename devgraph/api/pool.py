@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devgraph.api.device import Device
-from devgraph.api.errors import CapabilityError, ConfigError, StateError, finite
+from devgraph.api.errors import CapabilityError, ConfigError, InputTypeError, StateError, finite
 from devgraph.api.executable import Recordings
 from devgraph.api.process import identity
 
@@ -206,7 +206,7 @@ class Pool:
         """Make the current stream wait for the pool's last replay; the caller holds ``lock``."""
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Pool owns device memory and cannot be pickled or copied")
+        raise InputTypeError("a Pool owns device memory and cannot be pickled or copied")
 
     def check(self, backend: Device) -> None:
         """Raise StateError if the pool belongs to another backend."""

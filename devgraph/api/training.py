@@ -11,6 +11,7 @@ import torch
 
 from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief, counted
 from devgraph.api.graph import DeviceGraph
+from devgraph.api.guard import Guard
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.modes import autocast_cached
 from devgraph.api.owned import Owned, require_place, without_history
@@ -172,7 +173,7 @@ class TrainingGraphs:
         allow_unused: bool = True,
     ) -> None:
         self.fn, self.static_inputs, self.pool = fn, static_inputs, pool
-        self.lock = pool.lock
+        self.lock, self.guard = pool.lock, Guard(())
         self._clone, self._allow_unused = clone, allow_unused
         self.owned = Owned(fn, static_inputs.args, static_inputs.kwargs)
         self._given = list({id(t): t for t in static_inputs.tensors}.values())
@@ -487,6 +488,9 @@ def capture_steps(steps: Sequence[TrainingGraphs], warmup: int) -> None:
                 step.capture_forward(held)
             for step in reversed(steps):
                 step.capture_backward(held)
+        for step in steps:
+            given, found = step.owned.watch()
+            step.guard = Guard([*given, *found, *step.owned.watch_named(regions=True)])
     except BaseException:
         for step in steps:
             step.close()

@@ -18,6 +18,7 @@ from devgraph.api.errors import (
     ConfigError,
     ConfigTypeError,
     InputError,
+    InputTypeError,
     NestedCaptureError,
     StateError,
     brief,
@@ -591,7 +592,7 @@ class Runner:
         )
 
     def __reduce__(self) -> Any:
-        raise TypeError("a runner owns graphs of its process and cannot be pickled or copied")
+        raise InputTypeError("a runner owns graphs of its process and cannot be pickled or copied")
 
     # Reports.
 

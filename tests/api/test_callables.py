@@ -978,3 +978,60 @@ def test_hooks_of_a_graphed_module_run_in_calls_of_the_callable(when: str) -> No
     dg.ungraphed(module)
     with pytest.raises(dg.StateError, match="closed"):
         step(x)
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.ones(3)), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.factor
+
+
+def _with_eval(module: Any) -> None:
+    module[1].eval()
+
+
+def _with_weight(module: Any) -> None:
+    module[0].weight = nn.Parameter(torch.full((3,), 4.0))
+
+
+def _with_factor(module: Any) -> None:
+    module[0].factor = 5.0
+
+
+@pytest.mark.parametrize("change", [_with_eval, _with_weight, _with_factor])
+@pytest.mark.parametrize("is_bound", [False, True], ids=["module", "method"])
+@pytest.mark.parametrize("with_gradients", [False, True], ids=["inference", "training"])
+def test_change_of_an_object_in_the_arguments_is_noticed(
+    change: Any, is_bound: bool, with_gradients: bool
+) -> None:
+    """FAULTS 46."""
+    module = nn.Sequential(_Scale(), nn.Dropout(1.0))
+    step = graphed(lambda model, x: model(x))
+    with torch.set_grad_enabled(with_gradients):
+        for turn in range(8):
+            if turn == 4:
+                change(module)
+            x = torch.randn(3)
+            same(step(module.forward if is_bound else module, x), module(x))
+    counts = step.stats()
+    assert counts["replays"] > 4 and counts["captures"] > 1
+
+
+def test_writes_through_data_are_undone_after_a_capture() -> None:
+    """FAULTS 47."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+    @torch.no_grad()
+    def update(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        weight.data.mul_(0.5).add_(x)
+        return weight * 2
+
+    steps = [lambda x: update(weights[0], x), graphed(lambda x: update(weights[1], x))]
+    for _ in range(4):
+        x = torch.randn(3)
+        same(*(step(x) for step in steps))
+        same(*weights)
+    assert steps[1].stats()["replays"] == 3
