@@ -7,6 +7,7 @@ import enum
 import functools
 import numbers
 import re
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -279,7 +280,10 @@ def _is_plain(tree: Any) -> bool:
     )
 
 
-_VALUES = (bytes, enum.Enum, numbers.Number, torch.dtype, torch.device, torch.Size, torch.Generator)
+_VALUES = (
+    *(bytes, enum.Enum, numbers.Number, slice, types.FunctionType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator),
+)
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:

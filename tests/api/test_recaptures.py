@@ -699,3 +699,15 @@ def test_attribute_that_a_helper_of_a_module_reads_is_compared(cap: Any) -> None
     x = torch.randn(1, 1, 6)
     with pytest.warns(DeviceGraphWarning, match=AGAIN):
         assert torch.equal(captured(x), conv(x))
+
+
+def test_other_function_or_slice_in_an_argument_is_captured(cap: Any) -> None:
+    def step(x: torch.Tensor, act: Any, part: slice) -> torch.Tensor:
+        return act(x)[part] * 2
+
+    x = torch.randn(4)
+    captured = cap(step, x, torch.relu, slice(0, 2))
+    for act, part in ((torch.tanh, slice(0, 2)), (lambda t: -t, slice(1, 4, 2))):
+        with pytest.warns(DeviceGraphWarning, match=AGAIN):
+            out = captured(x, act, part)
+        assert torch.equal(out, step(x, act, part))
