@@ -718,13 +718,18 @@ class Graphed:
         return f"<Graphed {getattr(self._fn, '__qualname__', brief(self._fn))}>"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise InputTypeError(
-            "a graphed callable owns device resources and cannot be copied or pickled: call "
-            "dg.ungraphed(module) first"
-        )
+        copied = memo.get(id(self._module)) if self._is_method else None
+        if copied is None:
+            raise InputTypeError(
+                "a graphed callable owns device resources and cannot be copied or pickled: call "
+                "dg.ungraphed(module) first"
+            )
+        return types.MethodType(type(copied).forward, copied)  # A copied module has no graphs.
 
     def __reduce__(self) -> Any:
-        return self.__deepcopy__(None)
+        if isinstance(self, _GraphedModule) or not self._is_method:
+            self.__deepcopy__({})
+        return getattr, (self._module, "forward")  # of its class, because its state comes later
 
 
 class _GraphedModule(Graphed):
@@ -781,7 +786,7 @@ def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
     else:
         children = children_of(node)
         if children is None:
-            key.append((kind, node))
+            key.append((kind, node.__reduce__()[1] if kind is slice else node))
         else:
             key.append((kind, tuple([suffix for suffix, _ in children])))
             for _, child in children:

@@ -8,6 +8,7 @@ import copy
 import functools
 import gc
 import itertools
+import pickle
 import threading
 import types
 import warnings
@@ -1035,3 +1036,29 @@ def test_writes_through_data_are_undone_after_a_capture() -> None:
         same(*(step(x) for step in steps))
         same(*weights)
     assert steps[1].stats()["replays"] == 3
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copy_of_a_graphed_module_has_no_graphs(how: Any) -> None:
+    """FAULTS 29."""
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    step = graphed(module)
+    with torch.no_grad():
+        want = [module(x) for _ in range(3)][-1]
+        twin = how(module)
+        twin[0].weight.add_(1)
+        same(twin(x), nn.Sequential(*twin)(x))
+        same(module(x), want)
+        again = graphed(twin)
+        for _ in range(3):
+            same(again(x), nn.Sequential(*twin)(x))
+    for take in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(dg.InputTypeError, match="ungraphed"):
+            take(step)
+
+
+def test_slice_is_a_key() -> None:
+    step, x = graphed(lambda x, part: x[part] * 2), torch.randn(6)
+    for part in (slice(0, 2), slice(3, 5)) * 3:
+        same(step(x, part), x[part] * 2)
+    assert step.stats()["replays"] == 4
