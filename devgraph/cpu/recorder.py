@@ -358,7 +358,7 @@ class Recorder:
         return view
 
     def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
-        """Refuse to change the layout of a tensor that outlives the step: replays would not do so.
+        """Refuse a layout change of a tensor that outlives the step; no replay would repeat it.
 
         Empty tensors and tensors of the capture may change.
         """

@@ -424,7 +424,7 @@ class PhaseConfig:
         return config
 
     def _settle(self) -> None:
-        """Refuse contradictions, and mark keys with other than default values as explicit."""
+        """Refuse contradictions, and mark each key with a non-default value as explicit."""
         problem = over_maximum(self.buckets, self.max_bs)
         if problem:
             raise ConfigError(problem)

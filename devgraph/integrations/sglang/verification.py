@@ -1,6 +1,6 @@
 """The check at start in SGLang: graphs and eager runs are compared on batches for the runners.
 
-The runners load the batches as they do while serving. No real request owns the cache slots used.
+The runners load the batches as they do while serving. The batches use cache slots without owners.
 """
 
 from __future__ import annotations
