@@ -346,4 +346,4 @@ class Scheduler:
         for request in (*self.running, *self.waiting, *self.held.values()):
             if request.id == wanted:
                 return request
-        raise InputError(f"there is no waiting, running or held request {request_id}")
+        raise InputError(f"no request {request_id} is waiting, running or held")
