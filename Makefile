@@ -76,7 +76,10 @@ test-all: $(STAMP)
 # torch-npu changes torch, and transformers cannot be imported beside one without a driver. So it has
 # a folder and a session of its own; without it or g++ the session's tests are skipped and say why.
 NPU_MARKS = npu and not slow
-NPU_TESTS = devgraph/testing/conformance tests/api/test_planted.py tests/npu tests/sim/ascend tests/fuzz
+NPU_TESTS = devgraph/testing/conformance tests/npu tests/sim/ascend tests/fuzz tests/marks \
+	$(NEUTRAL:%=tests/api/test_%.py) tests/policy/test_breakable.py tests/policy/test_policy.py
+# Tests of programs and their state, on the backend under test.
+NEUTRAL = backend capture cases_state graph inputs named owned planted pool prove reach
 test-npu: $(STAMP)
 	@test -d $(NPU)/torch_npu || ! command -v g++ >/dev/null || \
 		$(BIN)/python $(COMPILED) --no-deps --target $(NPU) "torch-npu==$$($(BIN)/python \

@@ -1,4 +1,4 @@
-"""What tests of the suite build with, on the CPU, for tests of code that sees no vendor."""
+"""Fixtures of all tests. ``kit`` is the backend under test, and ``cpu_kit`` the CPU reference."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from tests.support.heap import frozen_heap, thawed_heap
 
 if TYPE_CHECKING:
     import devgraph as dg
+    from devgraph.api.backend import Backend
     from devgraph.testing.conformance.support import Kit
 
-__all__ = ["frozen_heap", "kit", "leaves_the_process_as_it_was", "pool", "thawed_heap"]
+__all__ = ["cpu_kit", "frozen_heap", "kit", "leaves_the_process_as_it_was", "pool", "thawed_heap"]
 
 
 @pytest.fixture
-def kit() -> Kit:
+def kit(devgraph_backend: Backend) -> Kit:
+    from devgraph.testing.conformance.support import Kit
+
+    return Kit(devgraph_backend)
+
+
+@pytest.fixture
+def cpu_kit() -> Kit:
     import devgraph as dg
     from devgraph.testing.conformance.support import Kit
 

@@ -46,7 +46,7 @@ from devgraph.api.process import identity, several_ranks
 from devgraph.api.prove import Draw, Report, Terms, addresses, prove
 from devgraph.api.registry import get_backend
 from devgraph.api.results import Outputs
-from devgraph.api.session import session, supported_error_mode
+from devgraph.api.session import explained, session, supported_error_mode
 from devgraph.api.snapshots import DEFAULT_LIMIT
 
 
@@ -538,6 +538,7 @@ def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> t
         owned.kept(
             job.backend, job.snapshot_limit, weights=weights, regions=job.regions
         ) as require_places,
+        explained(job.backend),  # ``kept`` restores more after devgraph's own errors
     ):
         with job.phase("warm-up"):
             ready = chosen.warm_up(job, job.warmup)

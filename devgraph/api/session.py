@@ -136,6 +136,7 @@ def session(
             backend.capture_lock.recording = True
             uncached = may_autocast or torch._C._is_any_autocast_enabled()
             with (
+                explained(backend),
                 autocast_uncached() if uncached else contextlib.nullcontext(),
                 # A backward pass must run on this thread, where the scope handles its marks.
                 torch.autograd.set_multithreading_enabled(False),
@@ -143,17 +144,30 @@ def session(
                 capture.recording(scope),
             ):
                 yield capture
-        except Exception as error:
-            raise_if_lost(backend, error)
-            explanation = _explanation(backend, error)
-            if explanation is None:
-                raise
-            try:
-                raise explanation from without_first_frame(error)
-            finally:
-                del explanation  # its traceback holds this frame: a reference cycle
         finally:
             backend.capture_lock.recording = False
+
+
+@contextlib.contextmanager
+def explained(backend: Device) -> Iterator[None]:
+    """Replace errors of torch and of the driver in the block by devgraph's errors, if possible.
+
+    Raises:
+        DeviceLost: the device is in a sticky error state.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise_if_lost(backend, error)
+        explanation = None
+        if not isinstance(error, DeviceGraphError):
+            explanation = _explanation(backend, error)
+        if explanation is None:
+            raise
+        try:
+            raise explanation from without_first_frame(error)
+        finally:
+            del explanation  # its traceback holds this frame: a reference cycle
 
 
 def supported_error_mode(backend: Device, mode: str) -> str:
@@ -193,5 +207,5 @@ def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
             f"your own generators to the step as arguments, and pass preserve_rng_state=False to "
             f"torch.utils.checkpoint. ({error})"
         )
-    lacking = None if isinstance(error, ResourceError) else backend.shortage(error)
+    lacking = backend.shortage(error)
     return None if lacking is None else ResourceError(lacking)

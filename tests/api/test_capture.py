@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit
+from devgraph.testing.conformance.support import POLICIES, Kit
 from devgraph.testing.conformance.test_memory import check
-
-POLICIES = ("full", "breakable", "piecewise")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -20,6 +20,12 @@ from devgraph.testing.conformance.support import Kit, same
 
 
 @pytest.fixture
+def kit(cpu_kit: Kit) -> Kit:
+    """The CPU reference, whose internals these tests replace."""
+    return cpu_kit
+
+
+@pytest.fixture
 def graph() -> dg.DeviceGraph:
     backend = dg.get_backend("cpu")
     x, graph = torch.ones(4), backend.make_graph()

@@ -236,11 +236,13 @@ def test_update_keeps_arguments_that_it_does_not_name(kit: Kit) -> None:
 
 
 def test_graph_that_dies_waits_for_no_thread_that_has_its_pool(
-    kit: Kit, pool: dg.Pool, monkeypatch: pytest.MonkeyPatch
+    cpu_kit: Kit, monkeypatch: pytest.MonkeyPatch
 ):
     """FAULTS 27. It may die in any thread, with any lock held: two such waited for each other."""
-    graph = kit.backend.make_graph(pool)
-    with kit.backend.capture_context(graph):
+    backend = cpu_kit.backend
+    pool = backend.make_pool()
+    graph = backend.make_graph(pool)
+    with backend.capture_context(graph):
         y = torch.ones(WIDTH) + 1
     graph.replay()
     held, end, gone = threading.Event(), threading.Event(), threading.Event()
@@ -256,7 +258,7 @@ def test_graph_that_dies_waits_for_no_thread_that_has_its_pool(
         freed_in.append(threading.get_ident())
         gone.set()
 
-    monkeypatch.setattr(kit.backend, "on_device", entered)
+    monkeypatch.setattr(backend, "on_device", entered)
 
     def hold() -> None:
         with pool.lock:

@@ -89,7 +89,7 @@ def test_gradient_that_the_caller_drops_begins_at_zero_again(kit: Kit) -> None:
 
 @pytest.mark.parametrize("inner", [False, True])
 def test_hook_in_the_place_of_another_is_noticed(kit: Kit, inner: bool) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).to(kit.device)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).to(kit.device)
     held, x = module[0] if inner else module, kit.tensor(2, 3)
 
     def doubled(module: Any, args: Any, output: Any) -> Any:
@@ -165,7 +165,7 @@ def hooked(module: torch.nn.Module, kind: str, keep: Any) -> None:
 @pytest.mark.parametrize("kind", ["forward", "before", "partial", "backward", "gradient"])
 def test_hook_that_keeps_a_tensor_is_refused(kit: Kit, kind: str) -> None:
     """Later calls would find the tensor of the capture, in memory that the graph reuses."""
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).to(kit.backend.device)
+    module = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in "ab"]).to(kit.device)
     held: dict[str, torch.Tensor] = {}
     hooked(module[0], kind, held.__setitem__)
 
@@ -207,7 +207,7 @@ class Doubled(torch.nn.Linear):
 
 
 def test_class_of_a_module_is_compared(kit: Kit) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).to(kit.backend.device)
+    module = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in "ab"]).to(kit.device)
     captured = kit.capture(module, kit.tensor(2, 3))
     captured.replay()
     module[0].__class__ = Doubled

@@ -13,14 +13,12 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, same
+from devgraph.testing.conformance.support import POLICIES, Kit, same
 from devgraph.testing.conformance.test_marks import (
     LENGTHS,
     prefix_sum,
     step,
 )
-
-POLICIES = ("full", "breakable", "piecewise")
 
 WIDTH = 8
 

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, same
+from devgraph.testing.conformance.support import POLICIES, Kit, same
 from devgraph.testing.conformance.test_marks import doubled, summed_on_host
-
-POLICIES = ("full", "breakable", "piecewise")
 
 
 def test_context_that_may_change_inside_is_refused_where_it_makes_a_key():

@@ -66,6 +66,23 @@ def test_planted_faults_are_found_on_the_fake(tmp_path: Path):
 @pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
 )
+def test_programs_of_other_people_run_on_the_fake(tmp_path: Path):
+    without = ["closed_capture_keeps_no_gradient"]  # The fake keeps what was recorded.
+    without.append("tensor_that_wraps_another")  # Its recorder needs the address of each tensor.
+    result = run_suite(
+        *("-p", "tests.sim.hip.plugin", "--devgraph-backend", "rocm"),
+        *("--devgraph-skip-undeclared", "-k", f"not ({' or '.join(without)})"),
+        cwd=tmp_path,
+        modules=[f"tests.api.test_{name}" for name in ("cases_state", "owned", "named", "reach")],
+        DEVGRAPH_HIP_SIM="fake",
+    )
+    assert result.exit_code == 0, result.text[-4000:]
+    assert sum(outcome == "passed" for outcome in result.outcomes.values()) >= 300
+
+
+@pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
+)
 def test_thread_stuck_beside_an_undeclared_capture_is_reported_and_left(tmp_path: Path):
     """The replay waits for the capture of the very thread that waits for the replay."""
     tried = "test_another_thread_replays_while_one_captures"

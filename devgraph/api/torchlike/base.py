@@ -620,6 +620,9 @@ class TorchBackend(Backend):
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
         assert isinstance(pool, TorchPool)
         current = self.namespace.current_stream(self._device)
+        if type(stream) is torch.Stream:  # A generic stream lacks the attributes of the vendor's.
+            names = ("stream_id", "device_index", "device_type")
+            stream = self.namespace.Stream(**{name: getattr(stream, name) for name in names})
         side = stream if self.captures_on(stream) else pool.stream
         pool.forget_addresses()
         try:
