@@ -199,6 +199,12 @@ def _causes(report: Report) -> Iterator[str]:
             f"{_where(sized)} of real rows depends on padding or on the size of the bucket, in "
             f"{_count(sized)}; graphs equal eager on the padded batch"
         )
+    wavering = {failure.where for failure in unstable}
+    graphs = [failure for failure in kinds["graph"] if failure.where not in wavering]
+    cause = _cause_in_graphs(report, graphs) if graphs else ""
+    partial = not all(failure.complete for failure in graphs)
+    if cause and not partial:
+        yield cause
     cases = {case.number: case for case in report.tried}
     filled = [cases[failure.case].filled for failure in report.failures]
     if filled and all(filled):
@@ -207,9 +213,9 @@ def _causes(report: Report) -> Iterator[str]:
             f"no real data: pad values in {', '.join(names)}, in {_count(report.failures)}. "
             f"Declare sample= or a range, or run batches of these sizes before the proof"
         )
-    wavering = {failure.where for failure in unstable}
-    if failures := [failure for failure in kinds["graph"] if failure.where not in wavering]:
-        yield _cause_in_graphs(report, failures)
+        cause = f"if failures remain with real data: {cause}"
+    if partial:
+        yield cause
 
 
 def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
@@ -219,7 +225,13 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
     right = [case for case in report.tried if case.number not in failed]
     always = not any(case.number for case in right)  # the first case may be right by chance
     values = ", ".join(dict.fromkeys(str(dict(case.host_args)) for case in wrong))
-    buckets = _buckets(wrong)
+    buckets, tried = _buckets(wrong), _buckets(report.tried)
+    outputs = [failure for failure in failures if failure.where.startswith("output")]
+    drawn = all(failure.where.startswith("random generator") for failure in failures)
+    lost = "a write of the step is lost, is repeated, or changes other memory"
+    lost = "a replay does not advance a generator as eager does" if drawn else lost
+    others = ", or updates reach other regions" * any(case.host_args for case in wrong)
+    others += ", or the graph of another bucket or variant runs" * (len(tried) > 1)
 
     def only(field: str) -> bool:
         has = attrgetter(field)
@@ -240,15 +252,14 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "outputs that equal other outputs: the graph writes both into the same memory "
         f"({failures[0].where} {failures[0].message})": all(_EQUALS in f.message for f in failures),
         "only padded batches: real rows read padded rows": only("padded"),
-        "only state differs: a write of the step is lost, is repeated, or changes other memory": (
-            not any(failure.where.startswith("output") for failure in failures)
-        ),
+        f"only state differs: {lost}": (not outputs),
         f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends on "
-        "the size is in the graph": len(buckets) < len(_buckets(report.tried)),
+        "the size is in the graph": len(buckets) < len(tried),
         "every element in every case: the step reads an unmarked host value, a setting of torch, "
-        "or a tensor that was replaced": (always and all(failure.complete for failure in failures)),
+        f"or a tensor that was replaced{others}": always
+        and all(failure.complete for failure in outputs),
         "only some rows or outputs: a branch taken at capture is in the graph, or memory is shared "
-        "with other work": True,
+        f"with other work{others}": True,
     }
     cause = next(cause for cause, holds in causes.items() if holds)
     return f"{cause} ({_where(failures)} differs in {_count(failures)} of {report.cases})"

@@ -181,7 +181,8 @@ class Snapshot:
             for row in rows:
                 values = tensor.select(axis, row)
                 self._disturbed.append((values, values.clone()))
-                values.add_(values.ge(0).to(values.dtype) * 2 - 1)
+                # Probabilities stay probabilities, and steps rarely write these numbers.
+                values.mul_(0.5).add_(values.ge(0).to(values.dtype) * 0.74 - 0.37)
 
     def settle(self) -> None:
         """Restore the contents from before ``disturb``."""

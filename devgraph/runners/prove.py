@@ -43,7 +43,6 @@ from devgraph.runners.step import GraphStep, StaticBatch, Step
 _ENOUGH = 4096
 """Number of values drawn from a slot's sample to estimate whether real rows use its pad value."""
 
-_NAN = torch.tensor(float("nan"))
 _COLLISION = "rows within a batch (they write the same row of state)"
 
 Implied = Callable[[Size], Mapping[str, torch.Tensor]]
@@ -203,16 +202,17 @@ class Proof:
             elif fixed and name in last:
                 inputs[name] = last[name]
             else:
-                inputs[name] = self._data(slot, real)
+                inputs[name] = self.data(slot, real)
                 filled += [name] if fixed else []
         marks = {
-            name: self._data(slot, real)
+            name: self.data(slot, real)
             for name, slot in step.inputs.slots.items()
             if slot.real is not None and slot.sample is not None
         }
         return inputs, marks, tuple(filled)
 
-    def _data(self, slot: InputSlot, real: Size) -> torch.Tensor:
+    def data(self, slot: InputSlot, real: Size) -> torch.Tensor:
+        """Return new data for a slot; without a source of legal data, pad values."""
         device = self.step.inputs.device
         data = torch.full(slot.shape(real), slot.pad.value, dtype=slot.dtype, device=device)
         if slot.name in self._sample:
@@ -387,15 +387,17 @@ class _CaseRun:
         return want, got, failures
 
     def _on_poisoned_padding(self, got: RunResult, collides: bool) -> Iterator[Failure]:
-        """Yield a failure for each output that changes with NaN in floating-point padding."""
-        nan = functools.partial(self._fill_padding, lambda slot: _NAN)
-        poisoned = self._compared.result_of(lambda: self._replay(nan))
+        """Yield a failure for each output that changes with other legal data in padding."""
+        size = self._graph.size
+        noise = functools.partial(self._fill_padding, lambda slot: self._proof.data(slot, size))
+        poisoned = self._compared.result_of(lambda: self._replay(noise))
+        collides = collides or self._collides(poisoned)
         for (name, one), (_, other) in zip(got.outputs, poisoned.outputs, strict=True):
             message = compare(one, other)
             if message and collides:
                 self._proof.notes[_COLLISION] = None
             elif message:
-                yield self._case.failure(name, f"with padding filled with NaN {message}", "size")
+                yield self._case.failure(name, f"with other data in padding {message}", "size")
 
     def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
         """Return the differences between the graph and eager on the unpadded batch.
@@ -433,10 +435,11 @@ class _CaseRun:
         return torch.tensor(sorted(rows), dtype=torch.int64, device=self._step.inputs.device)
 
     def _fill_padding(self, row: Callable[[InputSlot], torch.Tensor]) -> None:
-        """Fill the padded rows of each floating-point slot with ``row(slot)``."""
+        """Fill the padded rows of floating-point slots with ``row(slot)``, one row or more."""
         for slot, part in self._padding():
-            if slot.dtype.is_floating_point:
-                part.copy_(row(slot))
+            if slot.dtype.is_floating_point and slot.real is None:
+                data, axis = row(slot), slot.axis or 0
+                part.copy_(data.narrow(axis, 0, min(data.shape[axis], part.shape[axis])))
 
     def _padding(self) -> Iterator[tuple[InputSlot, torch.Tensor]]:
         """Yield the padded rows of each slot of the graph."""
@@ -461,11 +464,12 @@ class _CaseRun:
         return shared, scratch
 
     def _collides(self, seen: RunResult) -> bool:
-        """Whether all real rows write one row of state, because a slot has only pad values."""
+        """Whether several rows, real ones included, write the pad row, as a slot has only pads."""
         pads = {
             int(slot.pad.value)
             for slot, data in self._integers()
-            if slot.row_dim != "requests+1" and len(data) > 1 and set(data) == {int(slot.pad.value)}
+            if slot.row_dim != "requests+1" and set(data) == {int(slot.pad.value)}
+            if len(data) > 1 or self._case.padded
         }
         return any(
             not same_bytes(saved[row], now[row])

@@ -100,7 +100,7 @@ def test_prove_finds_padding_that_reaches_real_rows():
     runner = decode_of(lambda b: b.x + b.x.sum(0), (X,), config={"buckets": [4]}, max_requests=4)
     report = runner.prove()
     assert not report.ok
-    assert any("padding filled with NaN" in f.message for f in report.failures)
+    assert any("other data in padding" in f.message for f in report.failures)
     assert "bucket 4, 2 requests, 2 tokens" in str(report)
 
 
@@ -447,3 +447,61 @@ def test_host_arguments_that_are_sampled_are_varied():
     assert [case.updated for case in report.tried].count(True) == len(runner.graphs)
     with pytest.raises(dg.InputTypeError, match="a list with one mapping per set"):
         runner.prove(host_args={"length": 3})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_is_found_that_writes_one_to_a_row_of_zeros(dtype):
+    """The row was changed to 1 before the case, which hid the write."""
+    cache = torch.zeros(32, 3, dtype=dtype)
+
+    def step(batch):
+        cache.index_copy_(0, batch.rows, (batch.x + 1).to(dtype))
+        return batch.x * 2
+
+    rows = InputSlot("rows", ("tokens",), torch.int64, pad=Pad.zero(), sample=distinct_rows)
+    report = decode_of(step, (X, rows), bound={"cache": cache}).prove()
+    assert "padded rows write row 0 of bound tensor 'cache'" in report.causes[0]
+
+
+def test_padding_in_proofs_is_legal_data():
+    """FAULTS 51: NaN in padding was an illegal probability, and the process died on devices."""
+    mask = InputSlot("mask", ("tokens",), torch.float32, pad=Pad.zero(), real=1.0)
+    weight = torch.randn(3, 3)
+
+    def step(batch):
+        real = batch.x * batch.mask[:, None]
+        mixed = torch.eye(batch.tokens) @ batch.x  # reads padding, but multiplies it by 0
+        return torch.multinomial((mixed @ weight).softmax(-1), 1) * 0 + real.sum(0)
+
+    report = decode_of(step, (X, mask)).prove(cases=3)
+    assert report.ok, str(report)
+
+
+def test_one_real_row_and_padding_that_write_the_scratch_row_are_no_failure():
+    cache = torch.zeros(32, 3)
+
+    def step(batch):
+        cache.index_copy_(0, batch.rows, batch.x)
+        return batch.x + cache[batch.rows]
+
+    report = decode_of(step, (X, ROWS), bound={"cache": cache}, config={"buckets": [2]}).prove()
+    assert report.ok, str(report)
+
+
+def test_cause_is_found_beside_written_rows_and_missing_data():
+    step, factor = CacheStep(), [1.0]
+    runner = decode_of(lambda batch: step(batch) + factor[0], sampled_slots())
+    starts = InputSlot("starts", ("requests+1",), torch.int64, pad=Pad.last())
+    prefill = dg.PrefillRunner(
+        lambda batch: batch.x + factor[0],
+        [X, starts],
+        config={"buckets": [4, 8]},
+        backend="cpu",
+        max_tokens=8,
+        max_requests=4,
+    )
+    prefill.capture()
+    factor[0] = 2.0
+    for proven in (runner, prefill):
+        assert "every element in every case" in proven.prove().causes[0]
+    assert "no real data: pad values in starts" in prefill.prove().causes[1]
