@@ -201,21 +201,20 @@ def _causes(report: Report) -> Iterator[str]:
         )
     wavering = {failure.where for failure in unstable}
     graphs = [failure for failure in kinds["graph"] if failure.where not in wavering]
-    cause = _cause_in_graphs(report, graphs) if graphs else ""
-    partial = not all(failure.complete for failure in graphs)
-    if cause and not partial:
-        yield cause
+    causes = [_cause_in_graphs(report, graphs)] if graphs else []
     cases = {case.number: case for case in report.tried}
     filled = [cases[failure.case].filled for failure in report.failures]
     if filled and all(filled):
         names = sorted({name for names in filled for name in names})
-        yield (
+        missing = (
             f"no real data: pad values in {', '.join(names)}, in {_count(report.failures)}. "
             f"Declare sample= or a range, or run batches of these sizes before the proof"
         )
-        cause = f"if failures remain with real data: {cause}"
-    if partial:
-        yield cause
+        if all(failure.complete for failure in graphs):
+            causes.append(missing)
+        else:
+            causes = [missing, *(f"if failures remain with real data: {c}" for c in causes)]
+    yield from causes
 
 
 def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
@@ -496,16 +495,13 @@ class Comparison:
         exact: bool,
         shared: Rows = no_rows,
         scratch: Rows = no_rows,
-        want: RunResult | None = None,
-        got: RunResult | None = None,
-    ) -> list[Failure]:
-        """Return the failures of a case. If results differ, both runs are repeated.
+    ) -> tuple[RunResult, RunResult, list[Failure]]:
+        """Return the results of both runs and the failures. If results differ, repeat the runs.
 
         With ``exact``, results must be equal bit for bit. Two kinds of state rows are exempt.
         ``shared`` rows, which several rows of the batch write, are not compared if two eager runs
         differ. ``scratch`` rows are also written by several rows, but no real row reads them. The
         order of these writes is undefined, so the check only requires that both runs write them.
-        ``want`` and ``got`` are the results of the two runs, if known.
         """
 
         def how(name: str) -> _Compare:
@@ -517,11 +513,10 @@ class Comparison:
             return self.differences(expected, other, how, shared, scratch)
 
         unstable: set[str] = set()
-        expected = want or self.result_of(eager)
-        got = got or self.result_of(graph)
+        expected, got = self.result_of(eager), self.result_of(graph)
         differing = differ(got)
         if not self.agreed(bool(differing)):
-            return []
+            return expected, got, []
         again = self.result_of(eager)
         if not differ(again, lambda _: compare):
             shared = no_rows
@@ -531,17 +526,22 @@ class Comparison:
         repeated = self.result_of(graph)
 
         if beyond:
-            return [case.failure(where, message, "eager") for where, message in beyond]
+            unlike = [case.failure(where, message, "eager") for where, message in beyond]
+            return expected, got, unlike
         if exact and repeats:
             unstable |= {where for where, _ in repeats}
             self.tolerated |= dict.fromkeys(unstable)
             differing = differ(got, how, shared)
         lasting = {where for where, _ in differ(repeated, how, shared)}
         twins = _twins(expected.outputs, got.outputs)
-        return [
-            case.failure(where, message + twins.get(where, ""), lasting=where in lasting)
-            for where, message in differing
-        ]
+        return (
+            expected,
+            got,
+            [
+                case.failure(where, message + twins.get(where, ""), lasting=where in lasting)
+                for where, message in differing
+            ],
+        )
 
     def differences(
         self,
@@ -779,7 +779,8 @@ def prove(captured: Any, job: Job, terms: Terms) -> Report:
                 prover.state.begin_case()
                 case = Case(number=len(tried), host_args=host, changed=changed, updated=updated)
                 tried.append(case)
-                failures += comparison.failures(case, *prover.runs(host), exact=captured.exact)
+                runs = prover.runs(host)
+                failures += comparison.failures(case, *runs, exact=captured.exact)[-1]
     finally:
         prover.state.end()
     prover.state.snapshot.require_unwritten("a case of the proof")

@@ -92,7 +92,7 @@ class Snapshot:
         self._left = self._limit = DEFAULT_LIMIT if limit is None else limit
         self._saved: list[_Saved] = []
         self._rows: list[_Rows] = []
-        self._disturbed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._disturbed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._versions: dict[int, int] = {}
         seen: set[int] = set()
         with torch.inference_mode():
@@ -155,52 +155,43 @@ class Snapshot:
     def disturb(
         self, names: Container[str], positions: Callable[[torch.Tensor, Any], Sequence[int]]
     ) -> None:
-        """Change rows of written floating-point tensors and of their copies until ``settle``.
+        """Change the copies of rows of written floating-point tensors until ``settle``.
 
-        Tensors in ``names`` were written without a change of their version counter. ``positions``
-        returns the rows to change, given a tensor and the numbers of its saved rows.
+        ``restore`` writes the changed copies. Tensors in ``names`` were written without a change of
+        their version counter. ``positions`` returns the rows to change, given a tensor and the
+        numbers of its saved rows.
         """
 
-        def is_written(name: str, tensor: torch.Tensor) -> bool:
-            then = self._versions.get(id(tensor))
-            return name in names or (then is not None and then != tensor._version)
+        def change(name: str, tensor: torch.Tensor, copy: torch.Tensor, numbers: Any) -> None:
+            then, dtype = self._versions.get(id(tensor)), tensor.dtype
+            is_written = name in names or (then is not None and then != tensor._version)
+            is_wide = dtype.is_floating_point and dtype.itemsize > 1  # has kernels
+            if not is_written or not is_wide or overlaps_itself(tensor):
+                return
+            if rows := {*positions(tensor, numbers)}:
+                if numbers is None:
+                    copy = copy[None] if copy.dtype is dtype else copy.view(1, len(tensor), -1)
+                where = torch.tensor([*rows], device=copy.device)
+                before = copy.index_select(1, where)
+                self._disturbed.append((copy, where, before))
+                # Probabilities stay probabilities, and steps rarely write these numbers.
+                values = before.view(dtype)
+                values = values * 0.5 + values.ge(0).to(dtype) * 0.74 - 0.37
+                copy.index_copy_(1, where, values.view(copy.dtype))
 
         with torch.inference_mode():
             for name, tensor, _, _, content, _ in self._saved:
-                if content is not None and is_written(name, tensor):
-                    self._disturb(tensor.detach(), positions(tensor, None), 0)
-            for name, tensor, memory, numbers, _ in self._rows:
-                if is_written(name, tensor):
-                    rows = numbers[[*positions(memory, numbers)]].tolist()
-                    self._disturb(memory.view(tensor.dtype), rows, 1)
-            self._copy_again()
-
-    def _disturb(self, tensor: torch.Tensor, rows: Sequence[int], axis: int) -> None:
-        is_wide = tensor.dtype.is_floating_point and tensor.element_size() > 1  # has kernels
-        if is_wide and not overlaps_itself(tensor):
-            for row in rows:
-                values = tensor.select(axis, row)
-                self._disturbed.append((values, values.clone()))
-                # Probabilities stay probabilities, and steps rarely write these numbers.
-                values.mul_(0.5).add_(values.ge(0).to(values.dtype) * 0.74 - 0.37)
+                if content is not None:
+                    change(name, tensor, content, None)
+            for name, tensor, _, numbers, content in self._rows:
+                change(name, tensor, content, numbers)
 
     def settle(self) -> None:
-        """Restore the contents from before ``disturb``."""
-        if not self._disturbed:
-            return
-        self.restore_contents()
+        """Restore the copies from before ``disturb``."""
         with torch.inference_mode():
-            for values, before in reversed(self._disturbed):
-                values.copy_(before)
-            self._disturbed.clear()
-            self._copy_again()
-
-    def _copy_again(self) -> None:
-        for saved in self._saved:
-            if saved.content is not None:
-                saved.content.copy_(saved.memory)
-        for _, _, memory, numbers, content in self._rows:
-            content.copy_(memory.index_select(1, numbers))
+            for copy, where, before in reversed(self._disturbed):
+                copy.index_copy_(1, where, before)
+        self._disturbed.clear()
 
     def parts(self) -> list[Part]:
         """Return the saved parts: whole tensors, and rows of tensors above the limit."""

@@ -372,19 +372,12 @@ class _CaseRun:
         self, shared: Rows, scratch: Rows
     ) -> tuple[RunResult, RunResult, list[Failure]]:
         """Return the results of an eager run and of the graph on the padded batch, and failures."""
-        want, got = self._compared.result_of(self._eager), self._compared.result_of(self._replay)
-        self._proof.written.update(want.state)
-        failures = self._compared.failures(
-            self._case,
-            self._eager,
-            self._replay,
-            exact=self._exact,
-            shared=shared,
-            scratch=scratch,
-            want=want,
-            got=got,
+        runs, exact = (self._eager, self._replay), self._exact
+        result = self._compared.failures(
+            self._case, *runs, exact=exact, shared=shared, scratch=scratch
         )
-        return want, got, failures
+        self._proof.written.update(result[0].state)
+        return result
 
     def _on_poisoned_padding(self, got: RunResult, collides: bool) -> Iterator[Failure]:
         """Yield a failure for each output that changes with other legal data in padding."""
