@@ -405,7 +405,7 @@ class _CaseRun:
             if now.dim():
                 written = _changed(saved, now)
                 written[[*shared(now, rows)]] = False
-                now, other = now[written], other[written]
+                other = torch.where(written, other, now)
             state[name], graphs[name] = (now, now, rows), (other, other, rows)
         return self._compared.differences(
             RunResult(outputs=alone.outputs, state=state),

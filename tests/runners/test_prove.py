@@ -505,3 +505,16 @@ def test_cause_is_found_beside_written_rows_and_missing_data():
     for proven in (runner, prefill):
         assert "every element in every case" in proven.prove().causes[0]
     assert "no real data: pad values in starts" in prefill.prove().causes[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.float32], ids=str)
+def test_state_that_only_shared_rows_write_is_compared(dtype, devgraph_backend):
+    """No element was left to compare, and a mask without true elements failed on a device."""
+    cache = torch.zeros(32, 4, dtype=torch.uint8, device=devgraph_backend.device).view(dtype)
+
+    def step(batch):
+        cache.view(torch.uint8).index_fill_(0, batch.rows, 1)
+        return batch.x * 2
+
+    runner = decode_of(step, (X, ROWS), bound={"cache": cache}, backend=devgraph_backend)
+    assert runner.prove().ok
