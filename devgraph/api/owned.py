@@ -59,6 +59,7 @@ from devgraph.api.reach import (
     is_context,
     is_iterator,
     optimizer_state,
+    reached,
     rebinding,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
@@ -114,9 +115,7 @@ class Owned:
         self.count = len(args)
         """Number of positional arguments."""
         self._given = len(self.tensors)
-        for entry in entries(self._inner, weights=False):
-            if isinstance(entry.value, torch.Tensor) and has_place(entry.value):
-                self.tensors.append((entry.path, entry.value))
+        self.tensors += reached(self._inner, weights=False)[0]
         self._in_arguments = len(self.tensors)
         self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
         self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
@@ -167,15 +166,7 @@ class Owned:
 
     def reached(self) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
         """Return the tensors (including parameters) and generators that the step reaches now."""
-        places = [*entries(self.roots)]
-        values = itertools.chain((leaf for _, leaf in self._inner), (e.value for e in places))
-        generators = {id(v): v for v in values if isinstance(v, torch.Generator)}
-        tensors = [
-            (entry.path, entry.value)
-            for entry in places
-            if isinstance(entry.value, torch.Tensor) and has_place(entry.value)
-        ]
-        return tensors, [*generators.values()]
+        return reached(self.roots)
 
     def everything(self) -> list[tuple[str, torch.Tensor]]:
         """Return the bound and the reached tensors (including parameters), each with its name."""
@@ -398,9 +389,9 @@ class Owned:
         snapshot = Snapshot(backend, self.tensors, generators, limit=limit, optional=changing)
         watch = Watch(self.roots, gradients=True)
         self._before = {id(tensor) for _, tensor in tensors}
-        reached = [tensor for _, tensor in tensors if not tensor.is_inference()]
-        self._weights = [(tensor, tensor._version) for tensor in reached if _is_weight(tensor)]
-        leaves = [(t, t.grad) for t in reached if t.requires_grad and t.is_leaf]
+        counted = [tensor for _, tensor in tensors if not tensor.is_inference()]
+        self._weights = [(tensor, tensor._version) for tensor in counted if _is_weight(tensor)]
+        leaves = [(t, t.grad) for t in counted if t.requires_grad and t.is_leaf]
         versions = [None if grad is None else grad._version for _, grad in leaves]
         memories = [(path, t, t.detach()) for path, t in tensors if _is_weight(t)]
         trained: list[tuple[str, torch.Tensor]] = []
@@ -514,8 +505,8 @@ class Owned:
         state = NamedState(self.roots, self._has_changed, regions=regions, found=found)
         named = watched_in(state)
         if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
-            reached = {id(e.value): e.value for e in entries(self.roots)}.values()
-            named.append(Flags([leaf for leaf in reached if isinstance(leaf, torch.Tensor)]))
+            leaves = {id(e.value): e.value for e in entries(self.roots)}.values()
+            named.append(Flags([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
         return [*named, Gradients(self.gradients)] if self.gradients else named
 
     def _has_changed(self, entry: Entry) -> bool:

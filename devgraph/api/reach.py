@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from devgraph.api.errors import brief
 from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.tensors import has_place
-from devgraph.api.trees import children_of, fields_of
+from devgraph.api.trees import children_of, fields_of, slots_of
 
 _MOST = 4000
 """Maximum number of objects that ``walk`` visits, not counting torch modules."""
@@ -142,6 +142,17 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
                 gradient = entry.value.grad if _has_gradient(entry.value) else None
                 if gradient is not None:
                     yield Entry(f"{entry.path}.grad", entry.value, "grad", gradient)
+
+
+def reached(
+    roots: Iterable[tuple[str, Any]], *, weights: bool = True
+) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
+    """Return the tensors with memory below ``roots``, each with its path, and the generators."""
+    roots = [*roots]
+    places = [(entry.path, entry.value) for entry in entries(roots, weights=weights)]
+    tensors = [(p, v) for p, v in places if isinstance(v, torch.Tensor) and has_place(v)]
+    generators = {id(v): v for _, v in (*roots, *places) if isinstance(v, torch.Generator)}
+    return tensors, [*generators.values()]
 
 
 def optimizer_state(roots: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
@@ -345,7 +356,7 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
             yield _Place(value.__name__, _ATTRIBUTE, value, state)
     elif not isinstance(value, _PASSIVE) and has_state(value):
         yield _Place(path, _ATTRIBUTE, getattr(value, "__dict__", {}))
-        yield _Place(path, _ATTRIBUTE, value, _slots_of(type(value)))  # type: ignore[arg-type]
+        yield _Place(path, _ATTRIBUTE, value, slots_of(type(value)))  # type: ignore[arg-type]
 
 
 def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -881,13 +892,6 @@ def set_by_hooks(module: torch.nn.Module) -> set[str]:
     own = (hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils."))
     names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in own)
     return {name for name in names if isinstance(name, str)}
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _slots_of(kind: type) -> tuple[str, ...]:
-    members = (member for base in kind.__mro__ for member in vars(base).values())
-    names = (m.__name__ for m in members if isinstance(m, types.MemberDescriptorType))
-    return tuple(name for name in names if name != "__dict__")
 
 
 class Change(NamedTuple):

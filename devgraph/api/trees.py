@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import types
 from collections import UserDict, UserList
 from collections.abc import Callable, Iterable, Mapping
@@ -59,6 +60,14 @@ def fields_of(node: Any) -> list[str]:
     if attrs.has(type(node)):
         return [field.name for field in attrs.fields(type(node))]
     return [*vars(node)] if isinstance(node, _NAMESPACES) else []
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class and of its bases."""
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    names = (m.__name__ for m in members if isinstance(m, types.MemberDescriptorType))
+    return tuple(name for name in names if name != "__dict__")  # as of SimpleNamespace
 
 
 def rebuilt(node: Any, children: Iterable[Any]) -> Any:

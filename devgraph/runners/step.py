@@ -19,9 +19,8 @@ from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.named import NamedState
 from devgraph.api.owned import roots_of, watched_in
 from devgraph.api.pool import Pool
-from devgraph.api.reach import entries
+from devgraph.api.reach import reached
 from devgraph.api.snapshots import Snapshot
-from devgraph.api.tensors import has_place
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, StateViews, end_batch
 from devgraph.runners.decisions import GraphKey, Variant, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
@@ -171,17 +170,9 @@ class Step:
         return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]
 
     def _reached(self) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
-        overlaps, places = self.inputs.buffers.overlaps, [*entries(self.roots())]
-        tensors = [
-            (entry.path, entry.value)
-            for entry in places
-            if isinstance(entry.value, torch.Tensor)
-            and has_place(entry.value)
-            and entry.value.device.type != "meta"
-            and not overlaps(entry.value)
-        ]
-        generators = [e.value for e in places if isinstance(e.value, torch.Generator)]
-        return tensors, [*{id(generator): generator for generator in generators}.values()]
+        tensors, generators = reached(self.roots())
+        overlaps = self.inputs.buffers.overlaps
+        return [(name, tensor) for name, tensor in tensors if not overlaps(tensor)], generators
 
     def _given(self) -> list[tuple[str, torch.Tensor]]:
         bound = self.inputs.buffers.bound.items()

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_you_mean
 from devgraph.api.marks.marks import refused
 from devgraph.api.marks.source import SourceLine, is_machinery, line_in, user_line
+from devgraph.api.trees import slots_of
 
 # Special methods that return plain values, which would be frozen in the graph.
 _CONSUMING = """
@@ -387,11 +388,5 @@ def _alike(value: Any, around: tuple[int, ...]) -> Any:
         parts.extend(value.values())
     if kind.__hash__ is not _BY_IDENTITY:
         parts.extend(getattr(value, "__dict__", {}).values())
-        parts.extend(getattr(value, name, None) for name in _slots(kind))  # type: ignore[arg-type]
+        parts.extend(getattr(value, name, None) for name in slots_of(kind))  # type: ignore[arg-type]
     return kind, tuple(_alike(part, around) for part in parts)
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    members = (member for base in kind.__mro__ for member in vars(base).values())
-    return tuple(m.__name__ for m in members if inspect.ismemberdescriptor(m))
