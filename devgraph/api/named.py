@@ -65,18 +65,18 @@ class NamedState:
         self._walk, self._own = functools.partial(Named, [*roots], regions=regions), set[Any]()
         self._added = set[Any]()
         named = found if found is not None and found.is_current() else self._walk()
-        self._own = {_key(entry) for entry in self._places(named) if is_changed(entry)}
+        self._own = {entry.place for entry in self._places(named) if is_changed(entry)}
         """The places that the step itself changed."""
         self._settle(named)
 
     def _places(self, named: Named) -> list[Entry]:
-        return [entry for entry in named.places if _key(entry) not in self._own]
+        return [entry for entry in named.places if entry.place not in self._own]
 
     def _settle(self, named: Named) -> None:
         self.modules, self._held, self.names = named.modules, self._places(named), named.names
-        self._keys = {*map(_key, named.places)}
+        self._keys = {entry.place for entry in named.places}
         plain = (entry for entry in named.places if isinstance(entry.value, PLAIN))
-        self.plain = [entry for entry in plain if _key(entry) not in self._added]
+        self.plain = [entry for entry in plain if entry.place not in self._added]
         self._bound = Bound((), {}, values=True, places=self._held)
         held = [entry.value for entry in self._held]
         self.tensors = [value for value in held if isinstance(value, torch.Tensor)]
@@ -94,7 +94,7 @@ class NamedState:
         for entry in self._held:
             if entry.holder is not None:
                 kind = "outer" if isinstance(entry.holder, dict) else "each"
-                terms["inner" if _key(entry) in named.inner else kind].append(term_of(entry))
+                terms["inner" if entry.place in named.inner else kind].append(term_of(entry))
         for sized, size in zip(self._sized, self._sizes, strict=True):
             kind = "inner" if (id(sized), None) in named.inner else "each"
             terms[kind].append(("len({}) == {}", (sized, size)))
@@ -174,16 +174,16 @@ class NamedState:
         """Stop comparing the changed places; the caller knows that the step changed them."""
         contents = {id(entry): content for entry, content in self._contents}
         changed = {
-            _key(entry)
+            entry.place
             for entry in self._held
             if not is_equal(entry.value, entry.now())
             or content_of(entry.value) != contents.get(id(entry))
         }
         if changed or [*map(len, self._sized)] != self._sizes:
             named = self._walk()
-            added = {*map(_key, named.places)} - self._keys
+            added = {entry.place for entry in named.places} - self._keys
             self._added |= added
-            tensors = {_key(e) for e in named.places if isinstance(e.value, torch.Tensor)}
+            tensors = {e.place for e in named.places if isinstance(e.value, torch.Tensor)}
             self._own |= changed | (added - tensors)  # The step keeps the tensors that it made.
             self._settle(named)
 
@@ -218,10 +218,6 @@ def _constant(entry: Entry, value: Any) -> Any:
     if not isinstance(value, PLAIN):
         _refuse(entry, f"is {brief(value)} and was {brief(entry.value)} at capture")
     return type(value), value
-
-
-def _key(entry: Entry) -> tuple[int, Any]:
-    return id(entry.holder), entry.key
 
 
 def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:

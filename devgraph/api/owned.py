@@ -408,8 +408,7 @@ class Owned:
         self._saved = snapshot, parameters
         self._named = Named(self.roots, regions=regions)
         self._values = {
-            (id(entry.holder), entry.key): (entry.value, content_of(entry.value))
-            for entry in self._named.places
+            entry.place: (entry.value, content_of(entry.value)) for entry in self._named.places
         }
         numbers = host_random()
         try:
@@ -511,7 +510,7 @@ class Owned:
 
     def _has_changed(self, entry: Entry) -> bool:
         """Whether the step changed or made the value of a place; False for tensors."""
-        before = self._values.get((id(entry.holder), entry.key), (ABSENT, None))
+        before = self._values.get(entry.place, (ABSENT, None))
         if isinstance(entry.value, torch.Tensor):
             return False
         return not is_equal(before[0], entry.value) or before[1] != content_of(entry.value)

@@ -85,6 +85,11 @@ class Entry(NamedTuple):
         others = (Mapping, list, deque, contextvars.ContextVar, type)
         return self.key != _POSITION and not isinstance(self.holder, others)
 
+    @property
+    def place(self) -> tuple[int, Any]:
+        """The ``id`` of the holder and the key, which identify the place."""
+        return id(self.holder), self.key
+
     def now(self) -> Any:
         """Return the value that the place holds now."""
         return _read(self.holder, self.key)
@@ -167,8 +172,13 @@ def optimizer_state(roots: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.T
     ]
 
 
-def walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str, Any]]:
-    """Yield ``roots`` and every object below them that can hold others, once each."""
+def walk(
+    roots: Iterable[tuple[str, Any]], weights: bool, *, classes: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Yield ``roots`` and every object below them that can hold others, once each.
+
+    Without ``classes``, attributes and methods of classes are not searched.
+    """
     todo = deque((name, value, 0) for name, value in roots)
     seen: set[int] = set()
     left = _MOST
@@ -186,6 +196,7 @@ def walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str,
                 (entry.path, entry.value, depth + (not is_module))
                 for entry in _members(path, value, weights)
                 if not isinstance(entry.value, (torch.Generator, *PLAIN))
+                and (classes or not isinstance(entry.value, type))
                 and (
                     not isinstance(entry.value, torch.Tensor)
                     or _is_wrapper(entry.value)
@@ -639,12 +650,15 @@ class Named:
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
                 if isinstance(entry.value, types.ModuleType) and not _is_users(entry.value):
                     continue
-                place = id(entry.holder), entry.key
-                if entry.holder is not None and place not in places and entry.now() is entry.value:
-                    places.add(place)
+                if (
+                    entry.holder is not None
+                    and entry.place not in places
+                    and entry.now() is entry.value
+                ):
+                    places.add(entry.place)
                     self.places.append(entry)
                     if not is_first:
-                        self.inner.add(place)
+                        self.inner.add(entry.place)
                 if is_leaf:
                     self.leaves.add(id(entry.value))
                     if isinstance(entry.value, str) and not str(entry.key).startswith("__"):
@@ -983,19 +997,7 @@ def tensors_below(path: str, value: Any) -> list[tuple[str, torch.Tensor]]:
 
 def modules_of(fn: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a function can reach, without submodules of those modules."""
-    todo: deque[tuple[Any, int]] = deque([(fn, 0)])
-    seen: set[int] = set()
-    modules: list[torch.nn.Module] = []
-    while todo and len(seen) < _MOST:
-        value, depth = todo.popleft()
-        if id(value) in seen or isinstance(value, torch.Tensor):
-            continue
-        seen.add(id(value))
-        is_module = isinstance(value, torch.nn.Module)
-        if is_module:
-            modules.append(value)
-        if is_module or depth < _DEEPEST:
-            inner = (entry.value for entry in _members("", value, not is_module))
-            todo.extend((child, depth + 1) for child in inner if not isinstance(child, type))
+    reached_objects = walk([("", fn)], False, classes=False)
+    modules = [value for _, value in reached_objects if isinstance(value, torch.nn.Module)]
     inside = {id(child) for module in modules for child in [*module.modules()][1:]}
     return [module for module in modules if id(module) not in inside]
