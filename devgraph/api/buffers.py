@@ -199,7 +199,6 @@ class Bound:
         owners: trees, modules and functions that return trees, by name.
         values: whether plain values in the owners are compared too.
         weights: whether parameters and buffers of modules in the owners are compared too.
-        places: further attributes and entries to compare.
     """
 
     def __init__(
@@ -209,7 +208,6 @@ class Bound:
         *,
         values: bool = False,
         weights: bool = True,
-        places: Sequence[Entry] = (),
     ) -> None:
         self._known = [(what, tensor, _layout_of(tensor)) for what, tensor in named]
         self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
@@ -229,9 +227,9 @@ class Bound:
         inner = entries(objects, weights=weights)
         self._entries = [
             entry
-            for group, kind in ((leaves, kept), (inner, torch.Tensor), (places, object))
+            for group, kind in ((leaves, kept), (inner, torch.Tensor))
             for entry in group
-            if entry.holder is not None and isinstance(entry.value, kind) and entry.key != "grad"
+            if entry.holder is not None and isinstance(entry.value, kind) and not entry.is_gradient
         ]
         self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
         self.terms = [*self._compared()]
@@ -256,7 +254,7 @@ class Bound:
             places = [*map(torch.Tensor.data_ptr, self._placed)]
             if alike is None or places != self._places or not alike(*tensors):
                 self._check_each()
-        self._require_same(self._entries)
+        require_same(self._entries)
         for holder, size, path in self._sizes:
             if len(holder) != size:
                 raise StateError(
@@ -268,31 +266,6 @@ class Bound:
                 raise StateError(
                     f"bound {name!r} returns different tensors than at capture, but the graph uses "
                     f"the old tensors. Write new data into those with copy_(), or {AGAIN}."
-                )
-
-    def _require_same(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            now, holder = entry.now(), entry.holder
-            if now is entry.value:
-                continue
-            if isinstance(entry.value, tuple) and is_equal(entry.value, now):
-                continue
-            if isinstance(entry.value, torch.Tensor) or tensors_in(entry.value):
-                what = (
-                    f"entry {entry.key!r} of a {type(holder).__name__}"
-                    if isinstance(holder, list | dict) and entry.is_item
-                    else entry.path
-                )
-                raise StateError(
-                    f"{what} among the bound tensors is no longer the captured tensor, but the "
-                    f"graph uses the old tensor. Write new data into the old tensor with copy_(), "
-                    f"or {AGAIN}."
-                )
-            if not same_value(now, entry.value):
-                raise StateError(
-                    f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, and "
-                    f"the graph uses the old value. Make the value a host argument of a marked "
-                    f"function, or {AGAIN}."
                 )
 
     def _check_each(self) -> None:
@@ -310,6 +283,33 @@ class Bound:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def require_same(entries: Iterable[Entry]) -> None:
+    """Raise StateError if a place holds a different tensor or plain value than its entry."""
+    for entry in entries:
+        now, holder = entry.now(), entry.holder
+        if now is entry.value:
+            continue
+        if isinstance(entry.value, tuple) and is_equal(entry.value, now):
+            continue
+        if isinstance(entry.value, torch.Tensor) or tensors_in(entry.value):
+            what = (
+                f"entry {entry.key!r} of a {type(holder).__name__}"
+                if isinstance(holder, list | dict) and entry.is_item
+                else entry.path
+            )
+            raise StateError(
+                f"{what} among the bound tensors is no longer the captured tensor, but the "
+                f"graph uses the old tensor. Write new data into the old tensor with copy_(), "
+                f"or {AGAIN}."
+            )
+        if not same_value(now, entry.value):
+            raise StateError(
+                f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, and "
+                f"the graph uses the old value. Make the value a host argument of a marked "
+                f"function, or {AGAIN}."
+            )
 
 
 def term_of(entry: Entry) -> Term:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from devgraph.api.buffers import AGAIN, Bound, is_equal, term_of
+from devgraph.api.buffers import AGAIN, is_equal, require_same, term_of
 from devgraph.api.errors import CaptureError, StateError, brief, counted
 from devgraph.api.guard import Term, by_turns
 from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
@@ -77,7 +77,6 @@ class NamedState:
         self._keys = {entry.place for entry in named.places}
         plain = (entry for entry in named.places if isinstance(entry.value, PLAIN))
         self.plain = [entry for entry in plain if entry.place not in self._added]
-        self._bound = Bound((), {}, values=True, places=self._held)
         held = [entry.value for entry in self._held]
         self.tensors = [value for value in held if isinstance(value, torch.Tensor)]
         self._memory = Memory(self.tensors)
@@ -132,10 +131,10 @@ class NamedState:
                 f"than at capture, but the graph uses the old ones. Remove new ones, or {AGAIN}."
             )
         try:
-            self._bound.check()
+            require_same(self._held)
         except StateError:
             self._renew()
-            self._bound.check()
+            require_same(self._held)
         if self._sized and [*map(len, self._sized)] != self._sizes:
             self._renew()
         if not self._memory.is_kept():

@@ -86,6 +86,11 @@ class Entry(NamedTuple):
         return self.key != _POSITION and not isinstance(self.holder, others)
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether the place is the gradient of a tensor."""
+        return self.key == "grad" and isinstance(self.holder, torch.Tensor)
+
+    @property
     def place(self) -> tuple[int, Any]:
         """The ``id`` of the holder and the key, which identify the place."""
         return id(self.holder), self.key

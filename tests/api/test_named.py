@@ -119,6 +119,23 @@ def test_equal_object_with_another_tensor_is_refused(kit: Kit) -> None:
         captured.replay()
 
 
+@pytest.mark.parametrize("holder", ["attribute", "key", "argument"])
+def test_state_with_the_name_grad_is_compared(kit: Kit, holder: str) -> None:
+    x, old, new = kit.tensor(3), kit.tensor(3, seed=1), kit.tensor(3, seed=2)
+    own = types.SimpleNamespace(grad=old) if holder == "attribute" else {"grad": old}
+
+    def named(x: torch.Tensor) -> torch.Tensor:
+        return x * (own.grad if isinstance(own, types.SimpleNamespace) else own["grad"])
+
+    def given(x: torch.Tensor, own: Any) -> torch.Tensor:
+        return x * own["grad"]
+
+    captured = kit.capture(given, x, own) if holder == "argument" else kit.capture(named, x)
+    (vars(own) if isinstance(own, types.SimpleNamespace) else own)["grad"] = new
+    with pytest.raises(dg.StateError, match="no longer the captured tensor"):
+        captured.replay()
+
+
 def _dropped(values: set[int]) -> None:
     values.discard(1)
 
