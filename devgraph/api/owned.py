@@ -172,6 +172,13 @@ class Owned:
         """Return the bound and the reached tensors (including parameters), each with its name."""
         return [*self.tensors, *self._bound_tensors, *self.reached()[0]]
 
+    def own_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Copied]]:
+        """Return the arguments for one run, and the copies of the caller's containers in them."""
+        copies: dict[int, Copied] = {}
+        copied = {name: own_copy(name, value, copies) for name, value in self.arguments.items()}
+        kwargs = {name: copied.pop(name) for name in self._kwargs}
+        return tuple(copied.values()), kwargs, [*copies.values()]
+
     @contextlib.contextmanager
     def run(self, *, strict: bool = False) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Yield the arguments for one run, with copies of the caller's containers.
@@ -188,8 +195,7 @@ class Owned:
         Raises:
             CaptureError: the step rebinds a tensor.
         """
-        copies: dict[int, Copied] = {}
-        copied = [own_copy(name, value, copies) for name, value in self.arguments.items()]
+        args, kwargs, copies = self.own_arguments()
         scope = current_scope()
         captured = scope is not None and scope.records
         is_first, self._created = self._created is None, self._created or {}
@@ -199,11 +205,10 @@ class Owned:
         self._settings.clear()
         before_bodies: list[Change] = []
         self._refuse = raise_rebinding if captured else before_bodies.extend
-        count = self.count
         versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
         before = optimizer_state(self.roots) if captured and is_first else []
         try:
-            yield tuple(copied[:count]), dict(zip(self._kwargs, copied[count:], strict=True))
+            yield args, kwargs
             changes = before_bodies
             if watch:
                 # Runs in a scope note no plain values, because eager bodies hide some changes.
@@ -237,7 +242,7 @@ class Owned:
         elif not captured and not strict:  # a run that checks a compiled step
             changes = [item for item in changes if item.verb != "adds" or _is_written(item.tensors)]
         change = (changes[0].verb, changes[0].path) if changes else None
-        for item in copies.values():
+        for item in copies:
             change = change or change_in(item, self._note_state)
         if change is not None:
             raise CaptureError(rebinding(*change))
@@ -271,11 +276,9 @@ class Owned:
         before.put_back(plain=True)
         found: list[str] = []
         try:
-            copies: dict[int, Copied] = {}
-            copied = [own_copy(name, value, copies) for name, value in self.arguments.items()]
-            kwargs = dict(zip(self._kwargs, copied[self.count :], strict=True))
+            args, kwargs, _ = self.own_arguments()
             with Origins(self.given) as origins:
-                self._fn(*copied[: self.count], **kwargs, **host)
+                self._fn(*args, **kwargs, **host)
             made_now = [pair for change in before.changes() for pair in change.tensors]
             found = [path for path, t in made_now if path in made and origins.include(t)]
         except Exception as error:  # the step cannot repeat its first run

@@ -26,7 +26,6 @@ from devgraph.api.process import collector
 from devgraph.api.reach import Change, Watch, modules_of, rebinding, set_by_hooks
 from devgraph.api.results import refuse_host_values
 from devgraph.api.tensors import has_place, memory_of, tensors_in
-from devgraph.api.trees import Copied, own_copy
 from devgraph.cpu.memory import BlockPool, is_shortage
 from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.violations import Violation
@@ -120,10 +119,8 @@ class _CheckedRun(Scope):
             generators=generators,
             on_violation=lambda violation: None if self._is_muted else note(violation),
         )
-        copies: dict[int, Copied] = {}
-        self._kwargs = {n: own_copy(n, value, copies) for n, value in owned.arguments.items()}
-        self._args = [self._kwargs.pop(name) for name in [*self._kwargs][: owned.count]]
-        self._watch = Watch([*owned.roots, *((item.path, item.copy) for item in copies.values())])
+        self._args, self._kwargs, copies = owned.own_arguments()
+        self._watch = Watch([*owned.roots, *((item.path, item.copy) for item in copies)])
 
     def run(self) -> None:
         numbers, spec = host_random(), self._spec
