@@ -13,6 +13,7 @@ import itertools
 import math
 import numbers
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.guard import Guard, Term
 from devgraph.api.marks.host_values import same_value
-from devgraph.api.reach import ABSENT, PLAIN, Entry, containers, entries, tree_entries
+from devgraph.api.reach import ABSENT, PLAIN, Entry, containers, entries, entries_of
 from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, tensors_in
 from devgraph.api.trees import leaves_of
 
@@ -222,7 +223,8 @@ class Bound:
         self._places = [*map(torch.Tensor.data_ptr, self._placed)]
         held = {**owners, **trees}
         kept = (torch.Tensor, tuple, *PLAIN) if values else (torch.Tensor, tuple)
-        leaves = [entry for name, owner in held.items() for entry in tree_entries(name, owner)]
+        nodes = [pair for name, owner in held.items() for pair in containers(name, owner)]
+        leaves = [entry for path, node in nodes for entry in entries_of(path, node)]
         objects = (leaf for name, owner in held.items() for leaf in leaves_of(name, owner))
         inner = entries(objects, weights=weights)
         self._entries = [
@@ -231,7 +233,8 @@ class Bound:
             for entry in group
             if entry.holder is not None and isinstance(entry.value, kind) and not entry.is_gradient
         ]
-        self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
+        sized = [pair for pair in nodes if isinstance(pair[1], list | deque | Mapping)]
+        self._sizes = [(holder, len(holder), path) for path, holder in sized]
         self.terms = [*self._compared()]
 
     def _compared(self) -> Iterator[Term]:

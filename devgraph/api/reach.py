@@ -104,11 +104,18 @@ class Entry(NamedTuple):
         _write(self.holder, self.key, self.value)
 
 
-def tree_entries(path: str, node: Any) -> Iterator[Entry]:
-    """Yield the assignable places of a tree that hold leaves or tuples."""
+def containers(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the containers in a tree, as pairs with their paths."""
     children = children_of(node)
-    if children is None:
-        return
+    if children is not None:
+        yield path, node
+        for suffix, child in children:
+            yield from containers(path + suffix, child)
+
+
+def entries_of(path: str, node: Any) -> Iterator[Entry]:
+    """Yield the assignable places of a container that hold leaves or tuples."""
+    children = children_of(node) or []
     keys: Iterable[Any]
     holder, keys = node, range(len(children))
     if isinstance(node, Mapping):
@@ -120,24 +127,11 @@ def tree_entries(path: str, node: Any) -> Iterator[Entry]:
     elif not isinstance(node, list | deque):
         holder = None
     for key, (suffix, child) in zip(keys, children, strict=True):
-        if children_of(child) is not None:
-            yield from tree_entries(path + suffix, child)
         if holder is not None and (isinstance(child, tuple) or children_of(child) is None):
             yield Entry(path + suffix, holder, key, child)
     if holder is None:  # a class registered with pytree, whose attributes can be assigned
         held = getattr(node, "__dict__", {})
         yield from (Entry(f"{path}.{name}", held, name, value) for name, value in held.items())
-
-
-def containers(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the lists, deques and mappings in trees, as pairs with their paths."""
-    for path, node in roots:
-        children = children_of(node)
-        if children is None:
-            continue
-        if isinstance(node, list | deque | Mapping):
-            yield path, node
-        yield from containers((path + suffix, child) for suffix, child in children)
 
 
 def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterator[Entry]:
