@@ -140,8 +140,9 @@ class _Entry:
     """Leaf tensors that the step writes, such as parameters in an optimizer step."""
     state: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)
     """Tensors that the step finds by name and writes, by the address of their storage."""
-    has_objects: bool = False
-    """Whether the arguments have modules, functions or other objects, which may change."""
+    guard: Guard | None = None
+    """A comparison of modules, functions and other objects in the arguments with the capture; None
+    if there are none."""
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -262,7 +263,7 @@ class Graphed:
         entry.used = next(self._clock)
         graph = entry.graph
         with graph.lock:
-            if not (self._weights_hold() and self._objects_hold(entry)):
+            if not self._weights_hold() or not (entry.guard is None or self._objects_hold(entry)):
                 return self._slow_call(tuple(key), entry, call)
             self._replays += 1
             result = graph.run(tensors, host)
@@ -360,10 +361,10 @@ class Graphed:
 
     def _objects_hold(self, entry: _Entry) -> bool:
         """Whether objects in the arguments are as at the capture. If not, drop the graph."""
-        assert entry.graph is not None
+        assert entry.guard is not None
         try:
-            if entry.has_objects and not entry.graph.guard.same():
-                entry.graph.guard.settle()
+            if not entry.guard.same():
+                entry.guard.settle()
         except StateError:
             self._drop(entry, "recaptures")
             return False
@@ -621,11 +622,12 @@ class Graphed:
             entry.graph = _Inference(captured, static_inputs, clone=self._options.clone)
         leaves = (leaf for _, leaf in self._named_leaves(call.args, call.kwargs))
         kinds = (torch.Tensor, float, *_PLAIN)
-        entry.has_objects = not all(isinstance(leaf, kinds) for leaf in leaves)
+        if not all(isinstance(leaf, kinds) for leaf in leaves):
+            entry.guard = entry.graph.guard
         self._counts["captures"] += 1
 
     def _drop(self, entry: _Entry, counter: str) -> None:
-        graph, entry.graph, entry.repeat = entry.graph, None, None
+        graph, entry.graph, entry.repeat, entry.guard = entry.graph, None, None, None
         self._recent = [other for other in self._recent if other is not entry]
         entry.graph_seconds = []
         self._counts[counter] += 1

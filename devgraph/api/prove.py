@@ -227,8 +227,11 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
     buckets, tried = _buckets(wrong), _buckets(report.tried)
     outputs = [failure for failure in failures if failure.where.startswith("output")]
     drawn = all(failure.where.startswith("random generator") for failure in failures)
-    lost = "a write of the step is lost, is repeated, or changes other memory"
-    lost = "a replay does not advance a generator as eager does" if drawn else lost
+    lost = (
+        "a replay does not advance a generator as eager does"
+        if drawn
+        else "a write of the step is lost, is repeated, or changes other memory"
+    )
     others = ", or updates reach other regions" * any(case.host_args for case in wrong)
     others += ", or the graph of another bucket or variant runs" * (len(tried) > 1)
 

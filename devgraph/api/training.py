@@ -173,7 +173,7 @@ class TrainingGraphs:
         allow_unused: bool = True,
     ) -> None:
         self.fn, self.static_inputs, self.pool = fn, static_inputs, pool
-        self.lock, self.guard = pool.lock, Guard(())
+        self.lock = pool.lock
         self._clone, self._allow_unused = clone, allow_unused
         self.owned = Owned(fn, static_inputs.args, static_inputs.kwargs)
         self._given = list({id(t): t for t in static_inputs.tensors}.values())
@@ -340,6 +340,12 @@ class TrainingGraphs:
 
     # Reports.
 
+    @property
+    def guard(self) -> Guard:
+        """A new comparison of the state of the step with its current state."""
+        given, found = self.owned.watch()
+        return Guard([*given, *found, *self.owned.watch_named(regions=True)])
+
     def prove(self, cases: int) -> Report:
         """Compare outputs and gradients with eager runs on fresh inputs."""
         generator, failures = torch.Generator().manual_seed(0), list[Failure]()
@@ -488,9 +494,6 @@ def capture_steps(steps: Sequence[TrainingGraphs], warmup: int) -> None:
                 step.capture_forward(held)
             for step in reversed(steps):
                 step.capture_backward(held)
-        for step in steps:
-            given, found = step.owned.watch()
-            step.guard = Guard([*given, *found, *step.owned.watch_named(regions=True)])
     except BaseException:
         for step in steps:
             step.close()
