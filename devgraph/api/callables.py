@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 
 import attrs
 import torch
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from devgraph.api.backend import Backend
@@ -73,6 +74,7 @@ logger = logging.getLogger(__name__)
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _NO_HOST: dict[str, Any] = {}
 
 
@@ -82,6 +84,9 @@ _TIMED = 3
 
 _RECENT = 4
 """Number of recent keys that have a fast path, which does not compute the key of a call."""
+
+_MAX_KEYS = 1024
+"""Number of keys above which the oldest key without a graph is forgotten."""
 
 _FLOAT_KEYS = 4
 """Number of keys that differ only in a float at which a warning names that float."""
@@ -208,6 +213,9 @@ class Graphed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function in a graph if its key has one."""
         if _is_compiling():
+            if self._is_method:  # torch.compile does not trace a new bound method
+                kind: Any = type(self._module)
+                return kind.forward(self._module, *args, **kwargs)
             return self._fn(*args, **kwargs)
         if current_scope() is None and identity.token is self._process and not self._switched_off:
             for entry in self._recent:
@@ -232,7 +240,7 @@ class Graphed:
         if self._switched_off:
             return self._run_eagerly(EagerReason.SWITCHED_OFF, args, kwargs)
         settings = Settings.current()
-        if _dispatch_modes() or _transform() is not None or (shown := settings.key()) is None:
+        if _is_transformed() or (shown := settings.key()) is None:
             return self._run_eagerly(EagerReason.TRACED, args, kwargs)
         host = _NO_HOST
         if self._host_names:
@@ -263,12 +271,15 @@ class Graphed:
         entry.used = next(self._clock)
         graph = entry.graph
         with graph.lock:
-            if not self._weights_hold() or not (entry.guard is None or self._objects_hold(entry)):
-                return self._slow_call(tuple(key), entry, call)
-            self._replays += 1
-            result = graph.run(tensors, host)
-            self._keep_repeat(entry, call)
-            return result
+            # Another thread may have closed the graph before this one got the lock.
+            holds = entry.graph is graph and self._weights_hold()
+            if holds and (entry.guard is None or self._objects_hold(entry)):
+                self._replays += 1
+                result = graph.run(tensors, host)
+                self._keep_repeat(entry, call)
+                return result
+        # A capture takes the lock of captures before the pool's lock. Both orders would deadlock.
+        return self._slow_call(tuple(key), entry, call)
 
     def _keep_repeat(self, entry: _Entry, call: _Call) -> None:
         """Give the entry a fast path, and make it the most recent entry."""
@@ -308,6 +319,7 @@ class Graphed:
         alike, same_settings = alike_to(tensors), call.settings.hold
         required = [tensor.requires_grad for tensor in tensors]
         training, named = self._watched.training(), self._named_constants()
+        grad = call.with_gradients
 
         def repeat(step: Graphed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             flat: Sequence[Any] = args
@@ -323,6 +335,8 @@ class Graphed:
                         return _OTHER
                 flat = [flat[index] for index in places]
             if not (alike(*flat) and same_settings()):
+                return _OTHER
+            if forward_ad._current_level >= 0 or (grad and _saved_tensors_hooks(True) is not None):
                 return _OTHER
             watched = step._watched
             if training and watched.training() != training:
@@ -390,8 +404,6 @@ class Graphed:
             constants = named.constants()
         except StateError:
             self._drop_all()
-            for entry in self._entries.values():
-                entry.calls = 0
             named = self._name()
             constants = named.constants()
         plain = (entry._replace(value=entry.now()) for entry in named.plain)
@@ -446,6 +458,9 @@ class Graphed:
         options, args, with_gradients = self._options, call.args, call.with_gradients
         kwargs = {**call.kwargs, **call.host}
         if entry is None:
+            unused = (k for k, e in [*self._entries.items()] if e.graph is None)
+            if len(self._entries) >= _MAX_KEYS and (oldest := next(unused, None)) is not None:
+                self._entries.pop(oldest, None)
             entry = self._entries.setdefault(key, _Entry())
             self._note_floats(key, call)
         if entry.reason is None:
@@ -475,8 +490,8 @@ class Graphed:
             if with_gradients and entry.calls == 1:
                 entry.has_gradients = any(t.requires_grad for t in tensors_of(result))
             return result
-        if entry.graph is not None:  # still timed
-            with entry.graph.lock:
+        if (graph := entry.graph) is not None:  # still timed
+            with graph.lock:
                 self._weights_hold()
         if entry.graph is None:
             if self._device().capture_lock.is_recording_here:  # warm-up of another capture
@@ -507,13 +522,15 @@ class Graphed:
             if entry.reason is not None:  # The error and its autograd nodes are freed now.
                 return self._run_eagerly(entry.reason, args, kwargs)
         graph = entry.graph
-        assert graph is not None
         if not timed:
             entry.graph_seconds = _NO_TIMES
         entry.used = next(self._clock)
-        with graph.lock, self._timed(entry.graph_seconds if timed else None):
-            self._replays += 1
-            result = graph.run(call.tensors, call.host)
+        with contextlib.nullcontext() if graph is None else graph.lock:
+            if graph is None or entry.graph is not graph:  # Another thread closed it.
+                return self._run_eagerly(EagerReason.FIRST_CALL, args, kwargs)
+            with self._timed(entry.graph_seconds if timed else None):
+                self._replays += 1
+                result = graph.run(call.tensors, call.host)
         if timed and len(entry.graph_seconds) >= _TIMED:
             self._judge(entry)
         return result
@@ -636,17 +653,20 @@ class Graphed:
 
     @property
     def _live(self) -> list[_Entry]:
-        return [entry for entry in self._entries.values() if entry.graph is not None]
+        return [entry for entry in [*self._entries.values()] if entry.graph is not None]
 
     def _drop_all(self) -> None:
+        """Drop all graphs, because state was replaced. The next call of each key is eager."""
         for entry in self._live:
             self._drop(entry, "recaptures")
+        for entry in [*self._entries.values()]:
+            entry.calls = 0
 
     # Reports.
 
     def stats(self) -> dict[str, Any]:
         """Return counters: captures, replays, evictions, eager calls by reason, bytes."""
-        live = [entry.graph for entry in self._entries.values() if entry.graph is not None]
+        live = [graph for entry in [*self._entries.values()] if (graph := entry.graph) is not None]
         pools = {graph.pool for graph in live}
         return {
             "keys": len(self._entries),
@@ -678,11 +698,9 @@ class Graphed:
 
     def invalidate(self) -> None:
         """Close all graphs. Each key is captured again at its second call."""
-        for entry in self._entries.values():
-            if entry.graph is not None:
-                entry.graph.close()
+        for entry in self._live:
+            self._drop(entry, "invalidated")
         self._entries.clear()
-        self._recent = []
         self._float_keys.clear()
 
     def close(self) -> None:
@@ -703,18 +721,21 @@ class Graphed:
         """Return the graphed method of an instance, which is stored in its ``__dict__``."""
         if instance is None:
             return self
-        name = f"_graphed_{getattr(self._fn, '__name__', id(self))}"
+        name = f"_graphed_{id(self)}"
         space = getattr(instance, "__dict__", None)
         if space is None:
             raise InputTypeError(
                 f"{type(instance).__name__} has __slots__ and no __dict__ to hold the graphs of "
                 f"its graphed method. Graph a function instead: dg.graphed(instance.method)."
             )
-        if name not in space:
-            module = instance if isinstance(instance, torch.nn.Module) else None
-            method = self._fn.__get__(instance, owner)
-            space[name] = Graphed(method, module, self._options)
-        return space[name]
+        method = space.get(name)
+        if method is None or method.instance is not instance:  # The instance may be a copy.
+            method = _GraphedMethod(self._fn.__get__(instance, owner), instance, self._options)
+            if isinstance(instance, type):  # of a class method
+                setattr(instance, name, method)
+            else:
+                space[name] = method
+        return method
 
     def __repr__(self) -> str:
         return f"<Graphed {getattr(self._fn, '__qualname__', brief(self._fn))}>"
@@ -732,6 +753,20 @@ class Graphed:
         if isinstance(self, _GraphedModule) or not self._is_method:
             self.__deepcopy__({})
         return getattr, (self._module, "forward")  # of its class, because its state comes later
+
+
+class _GraphedMethod(Graphed):
+    """The graphed method of one instance. A copy of the instance makes its own at the next use."""
+
+    def __init__(self, fn: Callable[..., Any], instance: Any, options: _Options) -> None:
+        super().__init__(fn, instance if isinstance(instance, torch.nn.Module) else None, options)
+        self.instance = instance
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class _GraphedModule(Graphed):
@@ -793,6 +828,16 @@ def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
             key.append((kind, tuple([suffix for suffix, _ in children])))
             for _, child in children:
                 _flatten(child, key, tensors)
+
+
+def _is_transformed() -> bool:
+    """Whether torch changes or records operations of calls, which a replay does not run."""
+    return bool(
+        _dispatch_modes()
+        or _transform() is not None
+        or forward_ad._current_level >= 0
+        or _saved_tensors_hooks(True) is not None  # of a checkpoint around the call
+    )
 
 
 def _share_memory(state: Mapping[int, list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> bool:
@@ -913,6 +958,9 @@ def graphed(
         InputTypeError: an argument has a wrong type.
     """
     registration(policy)  # refuses an unknown name
+    for name, given, kind in (("pool", pool, Pool), ("host_args", host_args, Mapping)):
+        if not (given is None or isinstance(given, kind)):
+            raise InputTypeError(f"{name} must be a {kind.__name__} or None, got {brief(given)}")
     options = _Options(
         backend=backend,
         policy=policy,
@@ -948,7 +996,7 @@ def ungraphed(module: torch.nn.Module) -> torch.nn.Module:
     Raises:
         InputError: the module is not graphed.
     """
-    step = vars(module).get("forward")
+    step = getattr(module, "__dict__", {}).get("forward")
     if not isinstance(step, Graphed):
         raise InputError(f"{type(module).__name__} is not graphed")
     step.close()

@@ -377,9 +377,9 @@ class Captured:
 
     def close(self) -> None:
         """Free all segments. Idempotent."""
-        if self._job is None:
-            return
         with self.pool.lock:
+            if self._job is None:
+                return
             self.pool.require_free("close a capture")
             self._plan.close()
         self._job = self._inputs = None

@@ -643,6 +643,7 @@ class Weights:
         self.modules = [inner for module in every for inner in module.modules()]
         self._roots, self._has_modes = every if modes else [], modes
         self._tables = [t for m in self._roots for t in (m._forward_hooks, m._forward_pre_hooks)]
+        self._tables += [_global_forward_hooks, _global_forward_pre_hooks]
         self._modes = self.training() if modes else []
         self._held = [
             (table, key, tensor, path)
@@ -674,7 +675,10 @@ class Weights:
         terms = [*map(self._term_of, self.modules)]
         terms += [("{}.forward is {}", pair) for pair in self._forwards[CHECKED:]]
         # A comparison of unequal tensors with several elements raises, which counts as false.
-        terms[CHECKED:CHECKED] = [("{} == {}", pair) for pair in self._tables_held]
+        if self._has_modes:
+            terms[CHECKED:CHECKED] = [("{} == {}", pair) for pair in self._tables_held]
+        elif self._tables_held:
+            yield "{} == {}", (*map(list, zip(*self._tables_held, strict=True)),)
         yield from by_turns(terms, CHECKED, _TURN)
         yield "{}[0] == {}[0]", (_assignments, self._seen)
         yield "{}.next_id == {}[1]", (RemovableHandle, self._seen)

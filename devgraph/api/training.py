@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief, counted
+from devgraph.api.errors import (
+    CaptureError,
+    InputError,
+    InputTypeError,
+    StateError,
+    brief,
+    counted,
+    whole,
+)
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.guard import Guard
 from devgraph.api.marks.scopes import GraphScope
@@ -21,7 +29,7 @@ from devgraph.api.reach import entries
 from devgraph.api.registry import get_backend
 from devgraph.api.session import session
 from devgraph.api.snapshots import DEFAULT_LIMIT
-from devgraph.api.tensors import overwrite, share_memory
+from devgraph.api.tensors import overlaps_itself, overwrite, share_memory, unexpanded
 from devgraph.api.trees import leaves_of, mapped
 
 _GROUPED = frozenset(
@@ -50,7 +58,7 @@ class StaticInputs:
                     f"{path} is in a container whose tensors cannot be replaced. Register the "
                     f"class with torch.utils._pytree.register_pytree_node, or pass a dict."
                 )
-        if all(t.dtype in _GROUPED and t.layout is torch.strided for _, t in self._copied):
+        if all(t.dtype in _GROUPED and not overlaps_itself(t) for _, t in self._copied):
             self._copy = self._grouped_copy()
         else:
             self._copy = self._copy_each
@@ -69,7 +77,7 @@ class StaticInputs:
                     f"copy in the graph does not have. Pass them as arguments."
                 )
             if id(leaf) not in self._by_id:
-                self._by_id[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+                self._by_id[id(leaf)] = _copy_of(leaf).requires_grad_(leaf.requires_grad)
             static = self._by_id[id(leaf)]
         self.tensors.append(static)
         return static
@@ -126,6 +134,16 @@ class StaticInputs:
                 overwrite(tensors[index], static)
 
 
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the strides of ``tensor``, which decide the branches of a step."""
+    plain = tensor.detach()
+    copy = plain.clone()
+    if copy.stride() != plain.stride() and not overlaps_itself(unexpanded(plain)):
+        copy = plain.new_empty_strided(plain.shape, plain.stride())
+        overwrite(copy, plain)
+    return copy
+
+
 def results_of(
     outputs: Any, static_inputs: StaticInputs, *, clone: bool
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
@@ -139,10 +157,14 @@ def results_of(
         return clone and is_other and id(node) not in positions
 
     def results(tensors: Sequence[torch.Tensor]) -> Any:
+        copies: dict[int, torch.Tensor] = {}  # A tensor that is returned twice is copied once.
+
         def result(leaf: Any) -> Any:
             if (position := positions.get(id(leaf))) is not None:
                 return tensors[position]  # the step returns its argument
-            return leaf.clone() if is_copied(leaf) else leaf
+            if is_copied(leaf) and id(leaf) not in copies:
+                copies[id(leaf)] = leaf.clone()
+            return copies.get(id(leaf), leaf)
 
         return mapped(result, outputs)
 
@@ -150,7 +172,8 @@ def results_of(
     if is_copied(outputs):
         clone_one = outputs.clone
         return lambda tensors: clone_one()
-    if kind in (tuple, list) and all(map(is_copied, outputs)):
+    is_flat = kind in (tuple, list) and len({*map(id, outputs)}) == len(outputs)
+    if is_flat and all(map(is_copied, outputs)):
         return lambda tensors: kind([output.clone() for output in outputs])
     return results
 
@@ -286,7 +309,8 @@ class TrainingGraphs:
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
         """Run the step as an autograd function: replay the forward now, the backward later."""
         apply: Any = _Function.apply
-        return mapped(_in_order(apply(self, *tensors, *self._parameters)), self._outputs)
+        outputs = self._outputs  # Another thread may close the graphs in the meantime.
+        return mapped(_in_order(apply(self, *tensors, *self._parameters)), outputs)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, tuple[torch.Tensor, ...]]:
         """Replay the forward graph; return the epoch and the output tensors in order."""
@@ -527,6 +551,9 @@ def make_graphed_callables(
             differ.
         CaptureError: a callable cannot be captured.
     """
+    whole("num_warmup_iters", num_warmup_iters)
+    if not (pool is None or isinstance(pool, Pool)):
+        raise InputTypeError(f"pool must be a Pool or None, got {brief(pool)}")
     single = not isinstance(callables, tuple)
     functions = (callables,) if single else callables
     samples = (sample_args,) if single else sample_args

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import devgraph as dg
 from devgraph.api.callables import EagerReason
@@ -612,7 +614,16 @@ def test_graphed_is_not_copied_or_pickled() -> None:
         copy.deepcopy(graphed(lambda x: x))
 
 
-@pytest.mark.parametrize("options", [{"max_graphs": 0}, {"warmup": -1}, {"min_speedup": "fast"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_graphs": 0},
+        {"warmup": -1},
+        {"min_speedup": "fast"},
+        {"pool": 3},
+        {"host_args": ("kv_len",)},
+    ],
+)
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(dg.DeviceGraphError):
         graphed(lambda x: x, **options)
@@ -1062,3 +1073,163 @@ def test_slice_is_a_key() -> None:
     for part in (slice(0, 2), slice(3, 5)) * 3:
         same(step(x, part), x[part] * 2)
     assert step.stats()["replays"] == 4
+
+
+def test_methods_of_one_name_have_graphs_of_their_own() -> None:
+    class Base:
+        scale = 2.0
+
+        @dg.graphed()
+        def act(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+        shift = dg.graphed(lambda self, x: x + self.scale)
+        back = dg.graphed(lambda self, x: x - self.scale)
+
+    class Child(Base):
+        @dg.graphed()
+        def act(self, x: torch.Tensor) -> torch.Tensor:
+            return super().act(x) * 3
+
+    child = Child()
+    for _ in range(4):
+        x = torch.randn(2)
+        same(child.act(x), x * 2.0 * 3)
+        same(child.shift(x), x + 2.0)
+        same(child.back(x), x - 2.0)
+
+
+class Scaled:
+    """An instance with a graphed method, to be copied."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    @dg.graphed()
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    @classmethod
+    @dg.graphed()
+    def twice(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+)
+def test_copy_of_an_instance_has_its_own_graphs(copied: Any) -> None:
+    one, x = Scaled(), torch.randn(3)
+    for _ in range(3):
+        one.act(x)
+    other = copied(one)
+    other.scale = 5.0
+    for _ in range(3):
+        same(other.act(x), x * 5.0)
+        same(one.act(x), x * 2.0)
+        same(Scaled.twice(x), x * 2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_weights_that_are_swapped_without_an_assignment_are_noticed(grad: bool) -> None:
+    """``functional_call`` and None reach tables of a module without a report of torch."""
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)])
+    plain, x = copy.deepcopy(module), torch.randn(2, 3)
+    graphed(module)
+    swapped = {name: torch.randn_like(p) for name, p in plain.named_parameters()}
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            same(module(x), plain(x))
+            expected = torch.func.functional_call(plain, swapped, (x,))
+            same(torch.func.functional_call(module, swapped, (x,)), expected)
+        same(module(x), plain(x))
+        for each in (module, plain):
+            each[3][0].bias = None
+        same(module(x), plain(x))
+
+
+def test_removed_hook_of_all_modules_is_noticed() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    graphed(module)
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        before = module(x)
+        hook = nn.modules.module.register_module_forward_hook(lambda m, i, out: out * 2)
+        for _ in range(3):
+            module(x)
+        hook.remove()
+        for _ in range(3):
+            same(module(x), before)
+
+
+def test_calls_that_torch_records_run_eagerly() -> None:
+    """Forward differentiation and a checkpoint around the call need the operations of the call."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    plain = copy.deepcopy(module)
+    step = graphed(module)
+    x, tangent = torch.randn(2, 3), torch.randn(2, 3)
+
+    def forward(each: nn.Module) -> torch.Tensor:
+        with forward_ad.dual_level():
+            dual = each(forward_ad.make_dual(x, tangent))
+            return forward_ad.unpack_dual(dual).tangent.detach()
+
+    for _ in range(4):
+        same(forward(module), forward(plain))
+        found = []
+        for each in (module, plain):
+            given = x.clone().requires_grad_()
+            checkpoint(each, given, use_reentrant=False).sum().backward()
+            found.append(given.grad)
+        same(*found)
+        module(x).sum().backward()
+    assert step.stats()["replays"] == 3
+
+
+def test_strides_of_an_argument_decide_the_branch_of_the_step() -> None:
+    step = graphed(lambda x: x.view(-1) if x.is_contiguous() else x.t().reshape(-1))
+    for _ in range(4):
+        wide = torch.randn(3, 8)
+        for x in (wide, wide[:, ::2], wide.t(), torch.randn(1, 8).expand(3, 8)):
+            same(step(x), x.view(-1) if x.is_contiguous() else x.t().reshape(-1))
+
+
+def test_tensor_that_is_returned_twice_is_one_tensor() -> None:
+    def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y, y
+
+    step = graphed(twice)
+    for _ in range(3):
+        one, other = step(torch.randn(3))
+        assert one is other
+
+
+def test_old_keys_without_graphs_are_forgotten(monkeypatch: Any) -> None:
+    monkeypatch.setattr("devgraph.api.callables._MAX_KEYS", 8)
+    step = graphed(lambda x, k: x * k)
+    for k in range(40):
+        step(torch.ones(2), k)
+    assert step.stats()["keys"] == 8
+
+
+def test_graphs_that_other_threads_close_are_captured_again() -> None:
+    step = graphed(lambda x, k: x * k, max_graphs=2)
+    xs = [torch.randn(4) for _ in range(120)]
+
+    def call(i: int) -> torch.Tensor:
+        if i % 20 == 0:
+            step.invalidate()
+        return step(xs[i], i % 4)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for i, found in enumerate(pool.map(call, range(len(xs)))):
+            same(found, xs[i] * (i % 4))
+
+
+def test_graphed_module_is_compiled_as_one_graph() -> None:
+    module = nn.Linear(3, 3)
+    graphed(module)
+    compiled = torch.compile(lambda x: module(x) + 1, backend="eager", fullgraph=True)
+    x = torch.randn(2, 3)
+    same(compiled(x), nn.functional.linear(x, module.weight, module.bias) + 1)
