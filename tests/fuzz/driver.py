@@ -1,5 +1,7 @@
 """The cases of the fuzzers, by seed: ``python -m tests.fuzz.driver MINUTES [--kind K] [--seed N]``.
 
+``--backend cuda`` takes those that run on a device.
+
 A case returns what it counted and raises ``Mismatch`` for anything that is neither right nor a
 typed refusal. Those of the simulated Ascend driver run where torch_npu is loaded, in tests only.
 """
@@ -152,6 +154,9 @@ def step_case(
 _BEYOND_HIP = ("expand", "kept(", "spread(", "t_()", "unsqueeze_", "expanded", "@ WEIGHT")
 """What the fake cannot show (``BEYOND_THE_FAKE`` in tests/rocm/test_conformance.py); a vector times
 a matrix changes its layout in place."""
+
+_BEYOND_DEVICES = ("float8", "kept(")
+"""Missing kernels, and results at an address of their own each time."""
 
 _BEYOND_ASCEND = ("float8", "complex", "conj", "imag", "rotated(", "kept(")
 """What the simulated driver has no kernels for, and results at an address of their own each time,
@@ -520,14 +525,14 @@ def graphed_case(seed: int, device: str | torch.device = "cpu") -> Counter[str]:
 # State of every kind.
 
 
-def state_case(seed: int) -> Counter[str]:
+def state_case(seed: int, backend: str = "cpu") -> Counter[str]:
     """A random step over state that is mutated between replays."""
     rng = _seeded(seed)
 
     def fail(text: str) -> None:
         raise Mismatch(text)
 
-    pair = StatePair(rng, fail)
+    pair = StatePair(rng, fail, backend)
     try:
         pair.run()
     finally:
@@ -561,6 +566,16 @@ CASES: dict[str, Callable[[int], Counter[str]]] = {
 }
 
 
+def _cases_on(name: str) -> dict[str, Callable[[int], Counter[str]]]:
+    """Return the cases that run on the device of a backend."""
+    backend = dg.get_backend(name)
+    return {
+        "steps": lambda seed: _device_steps(seed, backend, _BEYOND_DEVICES),
+        "graphed": lambda seed: graphed_case(seed, backend.device),
+        "state": lambda seed: state_case(seed, name),
+    }
+
+
 def _seeded(seed: int) -> random.Random:
     torch.manual_seed(seed)
     return random.Random(seed)
@@ -588,7 +603,11 @@ def main() -> int:
     parser.add_argument("minutes", type=float)
     parser.add_argument("--kind", choices=CASES, action="append", help="default: all of them")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="the first one")
+    parser.add_argument("--backend", default="cpu")
     arguments = parser.parse_args()
+    if arguments.backend != "cpu":
+        CASES.clear()
+        CASES.update(_cases_on(arguments.backend))
     possible = [kind for kind in CASES if "hip" not in kind or unavailable_reason() is None]
     kinds = arguments.kind or possible
     counts, wrong, cases = Counter[str](), 0, 0

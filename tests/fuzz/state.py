@@ -31,6 +31,9 @@ import devgraph as dg
 
 WIDTH = 4
 
+DEVICE = [torch.device("cpu")]
+"""The device of the state of all worlds."""
+
 
 @attrs.frozen
 class Read:
@@ -46,11 +49,25 @@ class Read:
 def _linear(seed: int) -> nn.Linear:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Linear(WIDTH, WIDTH)
+        return nn.Linear(WIDTH, WIDTH).to(DEVICE[0])
 
 
 def _vector(seed: int) -> torch.Tensor:
-    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed)).to(DEVICE[0])
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE[0]).manual_seed(seed)
+
+
+def _default_generators() -> list[Any]:
+    """Return what holds the default generator of the CPU and that of the device."""
+    on_cpu = DEVICE[0].type == "cpu"
+    return [torch] if on_cpu else [torch, torch.get_device_module(DEVICE[0])]
+
+
+def _random_states() -> list[torch.Tensor]:
+    return [space.get_rng_state() for space in _default_generators()]
 
 
 class Net(nn.Module):
@@ -59,7 +76,7 @@ class Net(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.inner = _linear(seed)
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH).to(DEVICE[0])
         self.drop = nn.Dropout(0.5)
         self.scale = 1.5
         self.blocks = nn.ModuleList([_linear(seed + 1), nn.ReLU()])
@@ -145,7 +162,7 @@ class Slotted:
 
 SETTINGS = Read(
     "",
-    "x + torch.zeros(WIDTH).add(math.pi).to(x.dtype)",
+    "x + torch.zeros(WIDTH, device=x.device).add(math.pi).to(x.dtype)",
     (
         "torch.set_default_dtype(torch.float64)",
         "torch.set_default_dtype(torch.float32)",
@@ -183,7 +200,7 @@ READS: tuple[Read, ...] = (
         ),
     ),
     Read(
-        "norm = nn.BatchNorm1d(WIDTH)",
+        "norm = nn.BatchNorm1d(WIDTH).to(DEVICE)",
         "norm(x)",
         (
             "norm.eval()",
@@ -294,15 +311,19 @@ READS: tuple[Read, ...] = (
         ("set_closed(9.0)", "set_closed(1.0)"),
     ),
     Read(
-        "noise = torch.Generator().manual_seed(71)",
-        "x + torch.rand(WIDTH, generator=noise)",
+        "noise = _generator(71)",
+        "x + torch.rand(WIDTH, generator=noise, device=x.device)",
         (
             "noise.manual_seed(72)",
-            "torch.rand(3, generator=noise)",
-            "world['noise'] = torch.Generator().manual_seed(73)",
+            "torch.rand(3, generator=noise, device=DEVICE)",
+            "world['noise'] = _generator(73)",
         ),
     ),
-    Read("unused_noise = 0", "x + torch.rand(WIDTH)", ("torch.manual_seed(74)", "torch.rand(5)")),
+    Read(
+        "unused_noise = 0",
+        "x + torch.rand(WIDTH, device=x.device)",
+        ("torch.manual_seed(74)", "torch.rand(5, device=DEVICE)"),
+    ),
     Read(
         "frozen = (1.0, _vector(81))",
         "x * frozen[0] + frozen[1]",
@@ -420,7 +441,7 @@ READS: tuple[Read, ...] = (
     ),
     Read(
         "piece = slice(0, 2)\ndtype = torch.float32\nsize = torch.Size([WIDTH])",
-        "x.to(dtype)[:, piece].sum() + torch.ones(size)",
+        "x.to(dtype)[:, piece].sum() + torch.ones(size, device=x.device)",
         (
             "world['piece'] = slice(1, 4)",
             "world['dtype'] = torch.float64",
@@ -522,6 +543,7 @@ class World:
             "torch": torch,
             "types": types,
             "Config": Config,
+            "DEVICE": DEVICE[0],
             "Holder": type("Holder", (Holder,), {}),
             "Mode": Mode,
             "Net": Net,
@@ -531,6 +553,7 @@ class World:
             "WIDTH": WIDTH,
             "_closure": _closure,
             "_double": _double,
+            "_generator": _generator,
             "_halve": _halve,
             "_linear": _linear,
             "_vector": _vector,
@@ -606,8 +629,11 @@ def make_source(rng: random.Random, reads: list[Read], policy: str, form: str) -
 class StatePair:
     """A step in graphs and its eager twin."""
 
-    def __init__(self, rng: random.Random, fail: Callable[[str], None]) -> None:
-        self._rng, self._fail = rng, fail
+    def __init__(
+        self, rng: random.Random, fail: Callable[[str], None], backend: str = "cpu"
+    ) -> None:
+        self._rng, self._fail, self._backend = rng, fail, backend
+        DEVICE[0] = dg.get_backend(backend).device
         self.counts = Counter[str]()
         self._way = rng.choice(["full", "full", "breakable", "graphed", "runner"])
         reads = rng.sample(READS, rng.randint(1, 4))
@@ -615,8 +641,8 @@ class StatePair:
         self._mutations = [statement for read in reads for statement in read.mutations]
         makes = [read.make for read in reads]
         makes.append(
-            "counts = {'steps': torch.zeros(()), 'mean': torch.zeros(()), "
-            "'rows': torch.zeros(2, WIDTH)}"
+            "counts = {'steps': torch.zeros((), device=DEVICE), "
+            "'mean': torch.zeros((), device=DEVICE), 'rows': torch.zeros(2, WIDTH, device=DEVICE)}"
         )
         self._form = rng.choice(["function", "function", "method", "callable", "module"])
         self.source = make_source(rng, reads, self._way, self._form)
@@ -630,7 +656,8 @@ class StatePair:
         rng, x = self._rng, self._batch()
         with torch.set_grad_enabled(self._with_grad):
             if self._way == "graphed":
-                self._run = dg.graphed(self._graphed.step, backend="cpu", warmup=rng.randint(0, 1))
+                options = {"backend": self._backend, "warmup": rng.randint(0, 1)}
+                self._run = dg.graphed(self._graphed.step, **options)
             else:
                 try:
                     self._run = self._captured(x)
@@ -648,12 +675,12 @@ class StatePair:
     def _captured(self, x: torch.Tensor) -> Callable[[torch.Tensor], Any]:
         step = self._graphed.step
         if self._way != "runner":
-            return dg.capture(step, x, policy=self._way, backend="cpu")
+            return dg.capture(step, x, policy=self._way, backend=self._backend)
         slots = [dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero())]
         runner = dg.DecodeRunner(
             lambda batch: step(batch.x),
             slots,
-            backend="cpu",
+            backend=self._backend,
             max_requests=len(x),
             config={"buckets": [len(x)]},
             progress=False,
@@ -662,7 +689,7 @@ class StatePair:
         return lambda x: runner.run({"x": x})
 
     def _batch(self) -> torch.Tensor:
-        return torch.randn(3, WIDTH, dtype=torch.float32)
+        return torch.randn(3, WIDTH, dtype=torch.float32, device=DEVICE[0])
 
     def _mutate(self) -> bool:
         statement = self._rng.choice(self._mutations)
@@ -678,13 +705,14 @@ class StatePair:
         return not failures
 
     def _call(self) -> bool:
-        x, before = self._batch(), torch.get_rng_state()
+        x, before = self._batch(), _random_states()
         try:
             want = self._eager.step(x.clone())
         except Exception:
             return False  # a step that eager cannot run either
-        drawn = torch.get_rng_state()
-        torch.set_rng_state(before)
+        drawn = _random_states()
+        for space, state in zip(_default_generators(), before, strict=True):
+            space.set_rng_state(state)
         assert self._run is not None
         try:
             with warnings.catch_warnings(record=True) as recaptures:
@@ -702,8 +730,8 @@ class StatePair:
             same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
             if not same:
                 self._fail(f"{self._story()}: the result is {one}, eagerly {other}")
-        if not torch.equal(drawn, torch.get_rng_state()):
-            self._fail(f"{self._story()}: the default generator has another state than eagerly")
+        if not all(map(torch.equal, drawn, _random_states())):
+            self._fail(f"{self._story()}: a default generator has another state than eagerly")
         self._compare_state("after a call")
         return True
 
