@@ -27,7 +27,7 @@ from devgraph.api.registry import declaration, get_backend
 from devgraph.cli.arguments import by_name, check_model
 from devgraph.cli.tables import CommandError, print_json, print_lines, print_table, ranges, say
 from devgraph.runners.buckets import Buckets, Phase, spans
-from devgraph.runners.options import settings_of
+from devgraph.runners.options import warn_unused
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,10 +155,12 @@ def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) 
     if args.encoder_budgets:
         capacities["encoder"] = max(args.encoder_budgets)
         configs["encoder"] = phase_config({"buckets": args.encoder_budgets}, "encoder")
+    for phase, capacity in capacities.items():
+        warn_unused(phase, configs[phase], capacity, known=True)
     estimates = [
         estimate(
             phase,
-            settings_of(configs[phase], phase, capacity),
+            configs[phase],
             capacity=capacity,
             sizes=None if phase == "encoder" else sizes,  # The sizes describe the decoder.
             capabilities=plan.backend.capabilities,

@@ -82,16 +82,17 @@ class Options:
 
     config: PhaseConfig
     """The mode of the phase: a ``PhaseConfig``, a policy name, or a mapping of configuration keys.
-    The default is ``full`` for decode and encoders, and ``breakable`` for prefill."""
+    Without a policy, the backend's recommendation applies, or else ``full`` for decode and
+    encoders, and ``breakable`` for prefill."""
     variants: Mapping[Variant, Mapping[str, Any]]
     """A list of variants as mappings, ``[{}]`` by default. Every bucket has a graph for each
     variant. In a decode runner, the key ``width`` is the number of tokens per request."""
     host_args: Mapping[str, Any] | None = None
     """Host arguments and their values at capture (or ``HostSlot``s)."""
     facts: EngineFacts | None = None
-    """Facts about the engine. Compatibility rules replace defaults that do not work with these
-    facts, and refuse explicit choices that do not. A variant of width n counts as n - 1 speculative
-    tokens. The rules do not cover encoders."""
+    """Facts about the engine; by default those of a plain engine. Compatibility rules replace
+    defaults that do not work with these facts, and refuse explicit choices that do not. A variant
+    of width n counts as n - 1 speculative tokens. The rules do not cover encoders."""
     backend: Backend
     """A backend or its name, ``"auto"`` by default."""
     pool: Pool | None = None
@@ -205,15 +206,16 @@ class Options:
             if name not in names:
                 known = {*names, *inspect.signature(runner).parameters} - {"options"}
                 raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, known)}")
-        config = settings_of(given.get("config"), phase, capacity)
+        config = phase_config(given.get("config"), phase)
         variants = check_variants(given.get("variants", [{}]), with_width=phase == "decode")
         backend = given.get("backend", "auto")
         if not isinstance(backend, Backend):
             backend = get_backend(backend)
         settled = {"config": config, "variants": variants, "backend": backend}
         options = cls(**{"name": phase, **given, **settled})
-        if options.facts is not None:
-            config = _compatible(options, phase)
+        config = _compatible(options, phase)
+        # Configurations read from text or flags have already reported their unused keys.
+        warn_unused(phase, config, capacity, known=not isinstance(given.get("config"), Mapping))
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
         if switched_on(EMULATE_VARIABLE):
@@ -243,11 +245,11 @@ class Options:
 
 
 def _compatible(options: Options, phase: Phase) -> PhaseConfig:
-    """Apply the compatibility rules to the configuration. Raises the errors of ``resolve``.
+    """Apply the compatibility rules to the configuration, as ``devgraph plan`` does.
 
-    Facts may only weaken the policy of a runner, so recommendations of the backend are not applied.
+    Raises the errors of ``resolve``.
     """
-    facts = options.facts
+    facts = EngineFacts() if options.facts is None else options.facts
     if not isinstance(facts, EngineFacts):
         raise ConfigTypeError(f"facts must be dg.EngineFacts(...), got {brief(facts)}")
     if phase not in PHASES:
@@ -255,7 +257,6 @@ def _compatible(options: Options, phase: Phase) -> PhaseConfig:
     widths = [variant.get("width", 1) for variant in options.variants.values()]
     here = attrs.evolve(
         facts.on_backend(options.backend),
-        recommended=facts.recommended,
         speculative_tokens=max(facts.speculative_tokens, *(width - 1 for width in widths)),
     )
     mine: dict[str, Any] = {phase: options.config}
@@ -270,18 +271,13 @@ def check_functions(step: object, tail: object = None) -> None:
             raise ConfigTypeError(f"the {role} of a runner must be callable: {brief(function)}")
 
 
-def settings_of(
-    config: PhaseConfig | str | Mapping[str, Any] | None, phase: Phase, capacity: int
-) -> PhaseConfig:
-    """Return the configuration of a phase, and warn about keys that have no effect in a runner."""
-    settings = phase_config(config, phase)
-    if settings.policy == "disabled":  # Keys without effect are expected while graphs are off.
-        return settings
-    # Configurations read from text or flags have already reported their unused keys.
-    reasons = unused(phase, settings) if isinstance(config, Mapping) else {}
-    if settings.buckets is None and settings.max_bs is not None and settings.max_bs > capacity:
+def warn_unused(phase: Phase, config: PhaseConfig, capacity: int, *, known: bool) -> None:
+    """Warn about keys that have no effect in a runner; with ``known``, only about its capacity."""
+    if config.policy == "disabled":  # Keys without effect are expected while graphs are off.
+        return
+    reasons = {} if known else unused(phase, config)
+    if config.buckets is None and config.max_bs is not None and config.max_bs > capacity:
         reasons.setdefault("max_bs", f"the capacity of the runner is {capacity}")
     for key, because in reasons.items():
-        text = f"{phase}.{key}={getattr(settings, key)!r} has no effect: {because}"
+        text = f"{phase}.{key}={getattr(config, key)!r} has no effect: {because}"
         warnings.warn(text, DeviceGraphWarning, stacklevel=4)
-    return settings

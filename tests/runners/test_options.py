@@ -130,14 +130,38 @@ def test_facts_of_the_backend_are_those_of_the_runner() -> None:
         double_runner(config={"policy": "piecewise", "compiler": "inductor"}, facts=facts)
 
 
-def test_facts_only_weaken_a_policy_and_a_recommendation_does_not_count() -> None:
+def _recommending() -> Any:
     backend = type(dg.get_backend("cpu"))()
     backend.recommended_mode = {"prefill": "full"}  # type: ignore[misc]
-    for facts in (None, dg.EngineFacts()):
+    return backend
+
+
+@pytest.mark.parametrize("facts", [None, dg.EngineFacts()])
+@pytest.mark.parametrize("config", [None, {"buckets": [8]}, dg.DeviceGraphConfig().prefill])
+def test_a_policy_that_nobody_chose_is_that_of_the_plan(config: Any, facts: Any) -> None:
+    backend = _recommending()
+    mode = dg.DeviceGraphConfig() if config is None else dg.DeviceGraphConfig(prefill=config)
+    planned = dg.resolve(mode, dg.EngineFacts().on_backend(backend)).effective.prefill.policy
+    runner = dg.PrefillRunner(
+        double, [X], config=config, facts=facts, backend=backend, max_tokens=8, max_requests=2
+    )
+    assert runner.stats().requested == planned == "full"
+
+
+def test_a_chosen_policy_is_kept_against_the_recommendation_with_a_warning() -> None:
+    with pytest.warns(dg.DeviceGraphWarning, match="'breakable' kept, 'full' is preferable"):
         runner = dg.PrefillRunner(
-            double, [X], facts=facts, backend=backend, max_tokens=8, max_requests=2
+            double, [X], config="breakable", backend=_recommending(), max_tokens=8, max_requests=2
         )
-        assert runner.stats().requested == "breakable"
+    assert runner.stats().requested == "breakable"
+
+
+def test_request_slots_have_an_effect_if_the_backend_recommends_full_prefill() -> None:
+    mode = dg.DeviceGraphConfig.from_json('{"prefill": {"max_requests": 2}}')  # no warning
+    for config in (mode.prefill, {"max_requests": 2}):
+        dg.PrefillRunner(
+            double, [X], config=config, backend=_recommending(), max_tokens=8, max_requests=4
+        )
 
 
 def test_widths_of_variants_are_speculative_tokens() -> None:

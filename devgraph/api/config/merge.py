@@ -146,6 +146,9 @@ def _report_unused(
         values = {key: state[place].value for key, place in places.items()}
         config = phase_config(None, phase).with_checked(values, frozenset(values))
         reasons = unused(phase, config)
+        if "policy" not in values:  # The backend may recommend a policy without breaks.
+            full = unused(phase, config.with_checked({"policy": "full"}, config.explicit))
+            reasons = {key: because for key, because in reasons.items() if key in full}
         idle |= {places[key]: because for key, because in reasons.items()}
         read |= {place for key, place in places.items() if key not in reasons}
     for place, because in idle.items():
