@@ -188,12 +188,15 @@ def _stream_error(
 
 
 def _emit(plans: list[_Plan], form: str) -> None:
-    """Print the effective mode of each group as flags or as environment variables."""
+    """Print the effective mode of each group as flags or as environment variables.
+
+    Each mode has every key, so that it overrides all weaker settings of its node.
+    """
     for plan in plans:
         if plan.resolution is None or plan.error is not None:
             print_lines(f"# {plan.title}: cannot be planned: {' '.join(str(plan.error).split())}")
             continue
-        mode = shlex.quote(plan.resolution.effective.to_json())
+        mode = shlex.quote(plan.resolution.effective.to_json(everything=True))
         line = f"{MODE} {mode}" if form == "flags" else f"export {MODE_VARIABLE}={mode}"
         print_lines(f"# {plan.title}", line)
 
@@ -360,7 +363,7 @@ def estimate(
         segments = 1
     graphs = None if segments is None else segments * len(buckets) * variants
     # Default buckets omit small sizes on purpose, so only explicit buckets are reported.
-    chosen = config.explicit & {"buckets", "max_bs"}
+    chosen = config.changed & {"buckets", "max_bs"}
     missing = buckets.uncovered(capacity, config.max_padding) if chosen else ()
     counted = "requests" if phase == "decode" else "tokens"
     memory = None

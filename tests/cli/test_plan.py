@@ -339,6 +339,47 @@ def test_emitted_settings_make_the_planned_choices(
         assert config.to_dict(everything=True) == planned[backend]["effective"]
 
 
+@pytest.mark.parametrize("form", ["flags", "env"])
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"decode": "disabled", "prefill": "piecewise"},
+        {"decode": {"max_bs": 4, "capture": "lazy", "lazy_hits": 9}, "prefill": {"buckets": [8]}},
+        {"backends": {"cpu": {"decode": {"warmup": 7, "verify": "start"}, "prefill": "full"}}},
+    ],
+)
+def test_emitted_settings_are_the_plan_whatever_the_node_has(
+    form: str,
+    node: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Every key is emitted, so that each overrides the settings in files of the node."""
+    path = tmp_path / "cluster.json"
+    path.write_text('{"groups": [{"name": "a", "backend": "cpu"}]}')
+    plan = run_cli(capsys, "plan", "--cluster", path, "--json").out
+    (tmp_path / "plan.json").write_text(plan)
+    [_, line] = run_cli(capsys, "plan", "--cluster", path, "--emit", form).out.splitlines()
+    words = shlex.split(line)
+    (tmp_path / "pyproject.toml").write_text(f"[tool]\ndevgraph = {_toml(node)}\n")
+    monkeypatch.chdir(tmp_path)
+    if form == "env":
+        name, _, value = words.pop().partition("=")
+        monkeypatch.setenv(name, value)
+        assert run_cli(capsys, "doctor", "--expect", "plan.json").out == "a: as planned\n"
+        words = []
+    here = run_cli(capsys, "plan", "--backend", "cpu", "--json", *words)
+    assert json.loads(here.out)["effective"] == json.loads(plan)["groups"][0]["effective"]
+    assert "has no effect" not in here.err
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value)
+
+
 def test_emit_needs_a_cluster(capsys: pytest.CaptureFixture[str]):
     result = run_cli(capsys, "plan", "--backend", "cpu", "--emit")
     assert result.code == 2

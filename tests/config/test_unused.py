@@ -35,6 +35,11 @@ def test_explicit_keys_that_nothing_reads_have_a_reason(
         assert part in told[key]
 
 
+def test_a_default_that_is_written_out_needs_no_reason() -> None:
+    keys = {"capture": "eager", "lazy_hits": 2, "max_bs": None, "buckets": [4], "compiler": "eager"}
+    assert unused("decode", PhaseConfig(policy="full", explicit=frozenset(keys), **keys)) == {}
+
+
 def test_defaults_need_no_reason() -> None:
     for phase in PHASES:
         assert unused(phase, PhaseConfig(policy="disabled")) == {}

@@ -204,7 +204,7 @@ class DeviceGraphConfig:
         """Return the text for ``--device-graph-mode`` that makes the same choices.
 
         Defaults are omitted, so that a reader of the text does not take them for choices.
-        ``everything`` includes them, for display and digests.
+        ``everything`` includes them, so that the text overrides all weaker sources.
         """
         return json.dumps(self.to_dict(everything=everything))
 

@@ -428,11 +428,13 @@ class PhaseConfig:
         problem = over_maximum(self.buckets, self.max_bs)
         if problem:
             raise ConfigError(problem)
-        chosen = set(self.explicit)
-        for name, key in KEYS.items():
-            if key.default is not attrs.NOTHING and getattr(self, name) != key.default:
-                chosen.add(name)
-        object.__setattr__(self, "explicit", frozenset(chosen))
+        object.__setattr__(self, "explicit", self.explicit | self.changed)
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the keys, apart from ``policy``, whose values differ from their defaults."""
+        fixed = (key for key in KEYS.values() if key.default is not attrs.NOTHING)
+        return frozenset(key.name for key in fixed if getattr(self, key.name) != key.default)
 
     def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
         """Return the explicit keys (with ``everything``, all keys) and their JSON values."""

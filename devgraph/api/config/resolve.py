@@ -20,7 +20,14 @@ import attrs
 from devgraph.api import html
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PHASES, DeviceGraphWarning, PhaseConfig, check_names, plain
+from devgraph.api.config.phase import (
+    KEYS,
+    PHASES,
+    DeviceGraphWarning,
+    PhaseConfig,
+    check_names,
+    plain,
+)
 from devgraph.api.config.rules import RULES, WEAKER, Rule
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 from devgraph.api.policy import registration
@@ -83,14 +90,14 @@ class Resolution:
         ) + html.table("rules that fired", ("phase", "rule", "outcome", "why"), fired)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return rows (phase, key, requested, effective) of policies and explicit keys."""
+        """Return rows (phase, key, requested, effective) of policies and non-default values."""
         rows: list[tuple[str, str, str, str]] = []
         for phase in PHASES:
-            requested = self.requested.phase(phase).to_dict(everything=True)
-            effective = self.effective.phase(phase)
-            for key, value in effective.to_dict(everything=True).items():
-                if key == "policy" or key in effective.explicit:
-                    rows.append((phase, key, _json(requested[key]), _json(value)))
+            requested, effective = self.requested.phase(phase), self.effective.phase(phase)
+            changed = {"policy", *requested.changed, *effective.changed}
+            for key in (key for key in KEYS if key in changed):
+                before, after = getattr(requested, key), getattr(effective, key)
+                rows.append((phase, key, _json(before), _json(after)))
         return rows
 
 

@@ -60,9 +60,10 @@ UNUSED: tuple[Unused, ...] = (
 
 
 def unused(phase: str, config: PhaseConfig) -> dict[str, str]:
-    """Return the explicit keys of a phase that have no effect, each with the reason."""
+    """Return the keys with non-default values that have no effect, each with the reason."""
     reasons: dict[str, str] = {}
+    changed = config.changed
     for row in UNUSED:
-        if row.key in config.explicit and phase in row.phases and row.when(config):
+        if row.key in changed and phase in row.phases and row.when(config):
             reasons.setdefault(row.key, row.because)
     return reasons

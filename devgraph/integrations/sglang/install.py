@@ -125,7 +125,7 @@ def engine_mode(text: str, backend: str) -> EngineMode:
 
 
 def _values(phase: str, config: PhaseConfig) -> dict[str, Any]:
-    extra = sorted(config.explicit - {*_KEYS, "executable_budget", "verify"})
+    extra = sorted(config.changed - {*_KEYS, "executable_budget", "verify"})
     if extra:
         raise ConfigError(
             f"{MODE_VARIABLE}: SGLang has no equivalent of {', '.join(extra)} for {phase}. A mode "
@@ -137,7 +137,8 @@ def _values(phase: str, config: PhaseConfig) -> dict[str, Any]:
             f"{MODE_VARIABLE}: devgraph does not support the policy {config.policy} for {phase} in "
             f"SGLang. Choose {', '.join(_POLICIES[:-1])} or {_POLICIES[-1]}."
         )
-    values = {name: getattr(config, key) for key, name in _KEYS.items() if key in config.explicit}
+    chosen = config.changed | (config.explicit & {"policy"})
+    values = {name: getattr(config, key) for key, name in _KEYS.items() if key in chosen}
     if values.get("bs") is not None:
         values["bs"] = list(values["bs"])
     return values

@@ -91,7 +91,7 @@ def engine_mode(text: str, backend: str | None = None) -> EngineMode:
     if backend is not None:
         config = config.for_backend(backend)
     for phase, value in (("decode", config.decode), ("prefill", config.prefill)):
-        if extra := sorted(value.explicit - {"policy", "verify"}):
+        if extra := sorted(value.changed - {"verify"}):
             raise ConfigError(
                 f"{MODE_VARIABLE}: devgraph passes the policy of {phase} to vLLM, but not "
                 f"{', '.join(extra)}. Use vLLM's own options instead, such as "

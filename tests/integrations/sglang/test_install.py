@@ -257,6 +257,13 @@ def test_key_that_this_sglang_lacks_is_refused(
         mode.put_into(types.SimpleNamespace(cuda_graph_config=None))
 
 
+def test_defaults_that_are_written_out_leave_the_engine_its_own_values() -> None:
+    config = dg.DeviceGraphConfig(decode={"buckets": [2]})
+    phases = engine_mode(config.to_json(everything=True), "cpu").phases
+    assert phases["decode"] == {"backend": "full", "bs": [2]}
+    assert phases["prefill"] == {"backend": "breakable"}
+
+
 def test_overlay_of_the_platform_counts() -> None:
     text = '{"prefill": "full", "backends": {"cpu": {"prefill": "breakable"}}}'
     assert engine_mode(text, "cpu").phases["prefill"] == {"backend": "breakable"}

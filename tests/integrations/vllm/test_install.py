@@ -224,8 +224,10 @@ def test_absent_engine_is_refused_under_strict(
 def test_mode_configuration_becomes_the_mode_of_the_engine(
     decode: str, prefill: str, name: str, breakable: bool
 ) -> None:
-    mode = engine_mode(f'{{"decode": "{decode}", "prefill": "{prefill}"}}')
-    assert (mode.name, mode.breakable) == (name, breakable)
+    text = f'{{"decode": "{decode}", "prefill": "{prefill}"}}'
+    written_out = dg.DeviceGraphConfig.from_json(text).to_json(everything=True)
+    for mode in (engine_mode(text), engine_mode(written_out)):
+        assert (mode.name, mode.breakable) == (name, breakable)
 
 
 @pytest.mark.parametrize(
