@@ -402,7 +402,7 @@ class CaptureScheduler:
         held, self._held = self._held, self._pool.bytes
         graph.bytes = captured.info().bytes + max(0, self._held - held)
         graph.detail = ""
-        self._counters.captures += 1
+        self._counters.captures += not isinstance(captured, EmulatedGraph)
         graph.reason = Reason.NOT_CAPTURED
 
     def _captured(

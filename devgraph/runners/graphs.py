@@ -112,9 +112,9 @@ class BucketGraph:
 
     @property
     def state(self) -> str:
-        """``captured``, ``pending``, or the reason why the graph was dropped."""
+        """``captured``, ``emulated``, ``pending``, or the reason why the graph was dropped."""
         if self.captured is not None:
-            return "captured"
+            return "emulated" if isinstance(self.captured, EmulatedGraph) else "captured"
         return self.reason.value if self.dropped else "pending"
 
 

@@ -59,7 +59,7 @@ class BucketStats:
     """Request slots of the graph; None if the graph does not depend on requests."""
     tokens: int
     state: str
-    """``captured``, ``pending``, or the reason why the graph was dropped."""
+    """``captured``, ``emulated``, ``pending``, or the reason why the graph was dropped."""
     hits: int
     real_rows: int
     padded_rows: int
@@ -74,7 +74,7 @@ class BucketStats:
 class RunnerStats:
     """A snapshot of a runner.
 
-    The equation ``steps == graph_steps + sum(eager.values())`` always holds.
+    ``steps == graph_steps + emulated_steps + sum(eager.values())`` always holds.
     """
 
     name: str
@@ -94,8 +94,10 @@ class RunnerStats:
     """Executables of the pool, including executables of other runners that share the pool."""
     steps: int
     graph_steps: int
+    emulated_steps: int
+    """Number of steps that ran eagerly in place of a graph; see the key ``emulate``."""
     eager: Mapping[str, int]
-    """Number of steps outside a graph, by ``Reason`` value."""
+    """Number of other steps outside a graph, by ``Reason`` value."""
     idle_steps: int
     """Number of graph steps on pad values only, because other ranks had requests."""
     real_rows: int
@@ -126,6 +128,7 @@ class RunnerStats:
         graphs: Graphs,
         counters: Counters,
         *,
+        emulated: bool,
         per_request: bool,
         estimates: Sequence[int],
         **facts: Any,
@@ -152,13 +155,14 @@ class RunnerStats:
             )
             for index, graph in enumerate(graphs)
         )
-        graph_steps = sum(bucket.hits for bucket in buckets)
+        hits = sum(bucket.hits for bucket in buckets)
         eager = {reason.value: count for reason, count in counters.reasons.items()}
         captured = [graph.captured for graph in graphs if graph.captured is not None]
         return cls(
             **facts,
-            steps=graph_steps + sum(eager.values()),
-            graph_steps=graph_steps,
+            steps=hits + sum(eager.values()),
+            graph_steps=0 if emulated else hits,
+            emulated_steps=hits if emulated else 0,
             eager=eager,
             idle_steps=counters.idle,
             real_rows=sum(bucket.real_rows for bucket in buckets),
@@ -185,7 +189,7 @@ class RunnerStats:
 
     @property
     def padding_ratio(self) -> float:
-        """Share of padding in the rows that graphs computed: at least 0 and below 1."""
+        """Share of padding in the rows of graphs and emulated steps: at least 0 and below 1."""
         total = self.real_rows + self.padded_rows
         return self.padded_rows / total if total else 0.0
 
@@ -214,13 +218,14 @@ class RunnerStats:
         page.metric("eager_steps_total", "counter", "Steps outside a graph, by reason.")
         for reason, count in sorted(self.eager.items()):
             page.sample("eager_steps_total", count, reason=reason)
-        page.metric("bucket_hits_total", "counter", "Replays by bucket.")
+        page.metric("bucket_hits_total", "counter", "Graph or emulated steps by bucket.")
         for bucket in self.buckets:
             page.sample("bucket_hits_total", bucket.hits, bucket=bucket.key)
         for name, kind, text, value in (
             ("graph_steps_total", "counter", "Steps that replayed a graph.", self.graph_steps),
-            ("real_rows_total", "counter", "Rows of real requests in graphs.", self.real_rows),
-            ("padded_rows_total", "counter", "Padded rows in graphs.", self.padded_rows),
+            ("emulated_steps_total", "counter", "Emulated steps.", self.emulated_steps),
+            ("real_rows_total", "counter", "Rows of real requests in buckets.", self.real_rows),
+            ("padded_rows_total", "counter", "Padded rows in buckets.", self.padded_rows),
             ("captures_total", "counter", "Graphs captured.", self.captures),
             ("checks_total", "counter", "Cases compared with eager.", self.checks),
             ("failed_checks_total", "counter", "Graphs that checks dropped.", self.failed_checks),
@@ -257,14 +262,15 @@ class RunnerStats:
     def __str__(self) -> str:
         """Return a summary of a few lines; ``to_dict`` returns all statistics."""
         captured = [bucket for bucket in self.buckets if bucket.state == "captured"]
-        where = "emulated" if self.effective == "emulated" else "in graphs"
+        emulated = f", {self.emulated_steps} emulated" if self.emulated_steps else ""
         pool = self.executables
         budget = "" if pool.budget_bytes is None else f" of {format_bytes(pool.budget_bytes)}"
         eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
         return "\n".join(
             [
-                f"{self.name}: {counted(self.steps, 'step')}, {self.graph_steps} {where} "
-                f"({100 * self.hit_ratio:.0f} %), padding {100 * self.padding_ratio:.0f} %"
+                f"{self.name}: {counted(self.steps, 'step')}, {self.graph_steps} in graphs "
+                f"({100 * self.hit_ratio:.0f} %){emulated}, "
+                f"padding {100 * self.padding_ratio:.0f} %"
                 + (f", eager: {eager}" if eager else ""),
                 f"  policy: {self.requested} on {self.backend} (effective: {self.effective}), "
                 f"{len(captured)} of {counted(len(self.buckets), 'graph')} captured in "

@@ -655,6 +655,7 @@ class Runner:
         return RunnerStats.of(
             self.graphs,
             self._counters,
+            emulated=self._config.emulate,
             per_request=not self._step.inputs.run_slots,
             estimates=estimates,
             name=self._name,

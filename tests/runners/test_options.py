@@ -45,7 +45,7 @@ def test_the_environment_makes_every_runner_emulate(monkeypatch):
     monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
     runner = double_runner()
     runner.run({"x": rows_of_x(3)})
-    assert runner.effective_policy == "emulated" and runner.stats().graph_steps == 1
+    assert runner.effective_policy == "emulated" and runner.stats().emulated_steps == 1
 
 
 def test_ranges_are_yes_or_no() -> None:

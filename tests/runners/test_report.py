@@ -155,10 +155,21 @@ def test_explain_names_segments_reasons_and_counters():
     assert "pool:" not in text  # The summary has the executables of the pool.
 
 
-def test_emulated_steps_are_not_called_steps_in_graphs():
+def test_emulated_steps_are_counted_apart_from_steps_in_graphs():
     runner = double_runner(config={"buckets": [2], "emulate": True})
     runner.run({"x": rows_of_x(2)})
-    assert "1 step, 1 emulated (100 %)" in str(runner.stats())
+    runner.run({"x": rows_of_x(3)})
+    stats = runner.stats()
+    assert (stats.steps, stats.graph_steps, stats.emulated_steps, stats.captures) == (2, 0, 1, 0)
+    assert (stats.hit_ratio, stats.eager) == (0, {"over_largest_bucket": 1})
+    text = str(stats)
+    assert "2 steps, 0 in graphs (0 %), 1 emulated" in text
+    assert "0 of 1 graph captured" in text and "bucket 2: emulated" in runner.explain()
+    samples = dict(re.findall(r"^devgraph_(\w+)\{.*\} (\S+)$", stats.to_prometheus(), re.M))
+    counted = ("graph_steps_total", "emulated_steps_total", "captures_total")
+    assert [samples[name] for name in counted] == ["0", "1", "0"]
+    runner.invalidate()
+    assert runner.stats().emulated_steps == 1
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_emulated_graphs_give_what_graphs_give(kit: Kit, policy: str) -> None:
         same(runner.run({"ids": ids}), model.expected(ids))
     assert [planned for planned, _ in model.planned[-3:]] == [4, 2, 4]
     stats = runner.stats()
-    assert (stats.graph_steps, stats.effective) == (3, "emulated")
+    assert (stats.emulated_steps, stats.graph_steps, stats.effective) == (3, 0, "emulated")
     assert runner.prove().ok and "emulated" in runner.explain()
 
 
