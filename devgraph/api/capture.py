@@ -162,7 +162,15 @@ class Captured:
                 raise
         return self._plan.outputs
 
-    __call__ = replay
+    def __call__(self, /, *inputs: Any, **named: Any) -> Any:
+        """Run ``replay``, with new data for all arguments that contain tensors or for none.
+
+        Raises:
+            InputError: new data is missing for some of them. Otherwise as ``replay``.
+        """
+        if (inputs or named) and self._inputs is not None:
+            self._inputs.require_all(inputs, named)
+        return self.replay(*inputs, **named)
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
         """Check the state. Return whether the step was captured again, which copies the inputs."""

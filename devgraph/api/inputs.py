@@ -73,6 +73,22 @@ class Inputs:
             self._require_apart(pairs)
         return pairs, host
 
+    def require_all(self, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Raise InputError if some, but not all, inputs that contain tensors are given."""
+        new = [*self._names[: len(given)], *(name for name in named if name in self._arguments)]
+        missing = [n for n in self._names if n not in new and self._has_tensors(n)] if new else ()
+        if missing:
+            way = ", ".join(f"{name}=..." for name in new)
+            raise InputError(
+                f"missing inputs: {', '.join(missing)}. A call takes new data for all inputs or "
+                f"for none. To keep the data of an input, pass its bound tensor, or use replay, "
+                f"which keeps the data of omitted inputs: replay({way})."
+            )
+
+    def _has_tensors(self, name: str) -> bool:
+        leaves = leaves_of(name, self._arguments[name])
+        return any(isinstance(leaf, torch.Tensor) for _, leaf in leaves)
+
     def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments whose plain values changed, with new values and bound tensors.
 

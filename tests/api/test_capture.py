@@ -81,11 +81,11 @@ def test_a_replay_takes_new_inputs_by_place_and_by_name(policy: str):
     with dg.capture(
         step, x, {"bias": [bias]}, kwargs={"scale": scale}, backend="cpu", policy=policy
     ) as captured:
-        assert captured(torch.full((3,), 5.0)).tolist() == [10, 10, 10]
+        assert captured.replay(torch.full((3,), 5.0)).tolist() == [10, 10, 10]
         assert captured.replay(x=torch.arange(3.0), scale=torch.tensor(3.0)).tolist() == [0, 3, 6]
         assert captured.replay(x, {"bias": [torch.ones(3)]}).tolist() == [1, 4, 7]
         assert captured.replay().tolist() == [1, 4, 7] and x.tolist() == [0, 1, 2]
-        assert captured(captured.outputs).tolist() == [4, 13, 22]
+        assert captured.replay(captured.outputs).tolist() == [4, 13, 22]
 
 
 def test_new_inputs_that_are_bound_tensors_arrive_as_they_were():

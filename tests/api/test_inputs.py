@@ -31,6 +31,24 @@ def test_inputs_by_name_and_by_place_are_the_same(kit: Kit) -> None:
         captured.replay(x, z=y)
 
 
+def test_call_with_some_of_the_inputs_is_refused(kit: Kit) -> None:
+    x, y = kit.tensor(3), kit.tensor(3, seed=1)
+    captured = kit.capture(lambda x, y, n, *, z: x * n - y + z[0], x, y, 2, kwargs={"z": [y * 2]})
+    new, before = kit.tensor(3, seed=2), [x.clone(), y.clone()]
+    for call, missing, way in (
+        (lambda: captured(new), "y, z", r"x=\.\.\.\)"),
+        (lambda: captured(new, y), "z", r"x=\.\.\., y=\.\.\.\)"),
+        (lambda: captured(new, z=[y]), "y", r"x=\.\.\., z=\.\.\.\)"),
+        (lambda: captured(x=new), "y, z", "x="),
+    ):
+        with pytest.raises(dg.InputError, match=rf"missing inputs: {missing}\. .*replay\({way}"):
+            call()
+        kit.same([x, y], before)
+    kit.same(captured(new, y, z=[y]).clone(), new * 2)  # the constant ``n`` may be left out
+    for call in (captured, captured.replay, lambda: captured.replay(new)):
+        kit.same(call(), new * 2)
+
+
 @pytest.mark.parametrize(
     "value",
     [
