@@ -717,26 +717,6 @@ class Graphed:
         finally:
             self._switched_off -= 1
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Return the graphed method of an instance, which is stored in its ``__dict__``."""
-        if instance is None:
-            return self
-        name = f"_graphed_{id(self)}"
-        space = getattr(instance, "__dict__", None)
-        if space is None:
-            raise InputTypeError(
-                f"{type(instance).__name__} has __slots__ and no __dict__ to hold the graphs of "
-                f"its graphed method. Graph a function instead: dg.graphed(instance.method)."
-            )
-        method = space.get(name)
-        if method is None or method.instance is not instance:  # The instance may be a copy.
-            method = _GraphedMethod(self._fn.__get__(instance, owner), instance, self._options)
-            if isinstance(instance, type):  # of a class method
-                setattr(instance, name, method)
-            else:
-                space[name] = method
-        return method
-
     def __repr__(self) -> str:
         return f"<Graphed {getattr(self._fn, '__qualname__', brief(self._fn))}>"
 
@@ -753,6 +733,38 @@ class Graphed:
         if isinstance(self, _GraphedModule) or not self._is_method:
             self.__deepcopy__({})
         return getattr, (self._module, "forward")  # of its class, because its state comes later
+
+
+class _GraphedFunction(Graphed):
+    """A graphed function, which is a method where a class has it. A graphed module is none.
+
+    torch.compile would bind a descriptor that an instance has as its attribute.
+    """
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Return the graphed method of an instance, which is stored in its ``__dict__``."""
+        if instance is None:
+            return self
+        if _is_compiling():
+            return functools.partial(self._given, instance)  # a method is not traced
+        return self._method_of(instance, owner)
+
+    def _method_of(self, instance: Any, owner: Any) -> Any:
+        name = f"_graphed_{id(self)}"
+        space = getattr(instance, "__dict__", None)
+        if space is None:
+            raise InputTypeError(
+                f"{type(instance).__name__} has __slots__ and no __dict__ to hold the graphs of "
+                f"its graphed method. Graph a function instead: dg.graphed(instance.method)."
+            )
+        method = space.get(name)
+        if method is None or method.instance is not instance:  # The instance may be a copy.
+            method = _GraphedMethod(self._given.__get__(instance, owner), instance, self._options)
+            if isinstance(instance, type):  # of a class method
+                setattr(instance, name, method)
+            else:
+                space[name] = method
+        return method
 
 
 class _GraphedMethod(Graphed):
@@ -987,7 +999,7 @@ def graphed(
         return _GraphedModule(step)
     receiver = getattr(fn_or_module, "__self__", None)
     module = receiver if isinstance(receiver, torch.nn.Module) else None
-    return Graphed(fn_or_module, module, options)
+    return _GraphedFunction(fn_or_module, module, options)
 
 
 def ungraphed(module: torch.nn.Module) -> torch.nn.Module:

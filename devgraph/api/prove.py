@@ -578,10 +578,16 @@ class Comparison:
             if left_out:
                 keep = torch.ones(len(one), dtype=torch.bool, device=one.device)
                 keep[[*left_out]] = False
-                one, other = one[keep], other[keep]
+                one, other = (_rows(tensor, keep) for tensor in (one, other))
             pairs.append((name, one, other))
         named = ((name, how(name)(one, other)) for name, one, other in pairs)
         return [(name, message) for name, message in named if message]
+
+
+def _rows(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the rows where ``mask`` is true. Devices do not index tensors of every dtype."""
+    flat = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
+    return flat[mask].view(tensor.dtype).reshape(-1, *tensor.shape[1:])
 
 
 def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:

@@ -1227,9 +1227,26 @@ def test_graphs_that_other_threads_close_are_captured_again() -> None:
             same(found, xs[i] * (i % 4))
 
 
-def test_graphed_module_is_compiled_as_one_graph() -> None:
+class GraphedForward(nn.Module):
+    @graphed
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class GraphedRun:
+    @graphed
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def graphed_module() -> nn.Module:
     module = nn.Linear(3, 3)
     graphed(module)
-    compiled = torch.compile(lambda x: module(x) + 1, backend="eager", fullgraph=True)
-    x = torch.randn(2, 3)
-    same(compiled(x), nn.functional.linear(x, module.weight, module.bias) + 1)
+    return module
+
+
+@pytest.mark.parametrize("make", [graphed_module, GraphedForward, lambda: GraphedRun().run])
+def test_graphed_callable_is_compiled_as_one_graph(make: Any) -> None:
+    called, x = make(), torch.randn(2, 3)
+    compiled = torch.compile(lambda x: called(x) + 1, backend="eager", fullgraph=True)
+    same(compiled(x), called(x) + 1)
