@@ -5,7 +5,7 @@
 The shim of ``tests/sim/hip`` replaces libamdhip64 and forwards to the CUDA driver. Both backends
 capture, update and launch the same kernels, so the comparison shows the work of the host. The model
 is that of ``update.py``. Every length must equal eager bit for bit on both backends. The benchmark
-needs an NVIDIA GPU and a C++ compiler (or a compiled shim in ``DEVGRAPH_HIP_SHIM``).
+needs an NVIDIA GPU and a C++ compiler (or a compiled shim in ``DEVGRAPH_TEST_HIP_SHIM``).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import attrs
 from torch.utils._python_dispatch import _disable_current_modes
 
+from devgraph.api.environment import TIMEOUT_VARIABLE
 from devgraph.api.errors import (
     CaptureError,
     ExecutableError,
@@ -33,9 +34,6 @@ from devgraph.api.marks.gates import current_turn, entered_gates
 from devgraph.api.marks.source import user_line
 
 logger = logging.getLogger(__name__)
-
-TIMEOUT_VARIABLE = "DEVGRAPH_GATE_TIMEOUT"
-"""Environment variable with the default of ``gate_timeout`` in seconds."""
 
 _MOST_ERRORS = 64
 """Number of invalid replays that are remembered for ``Gate.wait``."""
@@ -704,12 +702,13 @@ class HostGates:
 
 def _timeout(given: float | None) -> float:
     """Return a positive number of seconds, from the environment if ``given`` is None."""
+    name = "gate_timeout"
     if given is None:
-        text = os.environ.get(TIMEOUT_VARIABLE) or "30"
+        name, text = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE) or "30"
         try:
             given = float(text)
         except ValueError:
-            raise InputError(f"{TIMEOUT_VARIABLE} must be seconds, got {text!r}") from None
-    if not finite("gate_timeout", given):
-        raise InputError("gate_timeout must be more than 0 seconds")
+            raise InputError(f"{name} must be seconds, got {text!r}") from None
+    if not finite(name, given):
+        raise InputError(f"{name} must be more than 0 seconds")
     return float(given)

@@ -50,9 +50,6 @@ _LAST = 2
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Environment variable that decides whether ``import torch`` loads packages of vendors."""
 
-AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
-"""Environment variable that the command line sets if it turned autoload off for its own process."""
-
 OTHER_NAMES = {
     **dict.fromkeys(("nvidia", "gpu"), "cuda"),
     **dict.fromkeys(("ascend", "huawei", "cann", "torch_npu"), "npu"),

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 from devgraph import __version__
 from devgraph.api.config.phase import DeviceGraphWarning
+from devgraph.api.environment import AUTOLOAD_WAS_ON, warn_unknown
 from devgraph.api.errors import DeviceGraphError, did_you_mean
-from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON
+from devgraph.api.registry import AUTOLOAD
 from devgraph.cli.arguments import COMMANDS, Options
 from devgraph.cli.tables import note
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _environment(), _messages():
+            warn_unknown()
             _set_color([*(sys.argv[1:] if argv is None else argv)])  # for errors of the parser too
             args = _parser().parse_args(argv)
             logging.getLogger("devgraph").setLevel(_LEVELS[min(getattr(args, "verbose", 0), 2)])

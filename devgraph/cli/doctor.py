@@ -23,8 +23,9 @@ from devgraph.api.capture import Captured, capture
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import MODE_VARIABLE, as_object
+from devgraph.api.config.phase import as_object
 from devgraph.api.config.resolve import resolve
+from devgraph.api.environment import MODE_VARIABLE
 from devgraph.api.errors import (
     DeviceGraphError,
     HostReadError,

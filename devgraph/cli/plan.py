@@ -19,8 +19,9 @@ from devgraph.api.config.cluster import Cluster, plan_cluster
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.older_flags import MODE
-from devgraph.api.config.phase import MODE_VARIABLE, PHASES, PhaseConfig, phase_config
+from devgraph.api.config.phase import PHASES, PhaseConfig, phase_config
 from devgraph.api.config.resolve import Resolution, resolve
+from devgraph.api.environment import MODE_VARIABLE
 from devgraph.api.errors import BackendUnavailableError, ConfigError, format_bytes
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend

@@ -13,10 +13,11 @@ from importlib.util import find_spec
 import attrs
 import torch
 
+from devgraph.api.environment import AUTOLOAD_WAS_ON
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.gates import GateChannel, Gates
 from devgraph.api.marks.source import add_machinery
-from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON, installed_version
+from devgraph.api.registry import AUTOLOAD, installed_version
 from devgraph.api.torchlike.base import FULL_BUILD
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.device import GRAPH_STREAMS, NpuDevice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -25,6 +24,7 @@ from devgraph.api.config.phase import (
 )
 from devgraph.api.config.resolve import resolve
 from devgraph.api.config.unused import unused
+from devgraph.api.environment import DEBUG_VARIABLE, EMULATE_VARIABLE, switch, warn_unknown
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean, whole
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
@@ -34,18 +34,6 @@ from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
 from devgraph.runners.decisions import Variant, check_variants
 from devgraph.runners.state import StateSlot, StateStore
-
-DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
-"""Environment variable that sets ``debug`` if the engine does not."""
-
-
-EMULATE_VARIABLE = "DEVGRAPH_EMULATE"
-"""Environment variable that makes every runner emulate its graphs."""
-
-
-def switched_on(variable: str) -> bool:
-    """Whether an environment variable is set to anything but 0, false or no."""
-    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
 
 
 class RunnerOptions(TypedDict, total=False):
@@ -193,6 +181,7 @@ class Options:
             ConfigError: a name is unknown, a value is invalid, or a choice is incompatible with
                 ``facts``.
         """
+        warn_unknown()
         names = [field.name for field in attrs.fields(cls)]
         for name in given:
             if name == "reset_state":
@@ -218,11 +207,11 @@ class Options:
         warn_unused(phase, config, capacity, known=not isinstance(given.get("config"), Mapping))
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
-        if switched_on(EMULATE_VARIABLE):
+        if switch(EMULATE_VARIABLE):
             config = attrs.evolve(config, emulate=True)
         if config.verify is None and (verify := verify_from_environment()):
             config = attrs.evolve(config, verify=verify)
-        debug = switched_on(DEBUG_VARIABLE) if options.debug is None else options.debug
+        debug = bool(switch(DEBUG_VARIABLE)) if options.debug is None else options.debug
         options = attrs.evolve(options, config=config, debug=debug)
         options._require_possible()
         return options

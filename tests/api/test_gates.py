@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.gates import TIMEOUT_VARIABLE, Gates
+from devgraph.api.environment import TIMEOUT_VARIABLE
+from devgraph.api.gates import Gates
 from devgraph.api.marks.gates import entered_gates, turns
 from devgraph.testing.conformance.test_gates import beside
 from tests.support.gate_device import GatedBackend, GateDevice
@@ -134,6 +135,9 @@ def test_timeout_comes_from_the_environment(monkeypatch):
         dg.capture(step, torch.zeros(1), backend="cpu").replay()
     monkeypatch.setenv(TIMEOUT_VARIABLE, "soon")
     with pytest.raises(dg.InputError, match="soon"):
+        dg.capture(step, torch.zeros(1), backend="cpu")
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "0")
+    with pytest.raises(dg.InputError, match=f"{TIMEOUT_VARIABLE} must be more than 0 seconds"):
         dg.capture(step, torch.zeros(1), backend="cpu")
 
 

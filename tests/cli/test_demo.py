@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="the transformers integration")
 
+from devgraph.api import environment
 from devgraph.cli import demo
 from devgraph.integrations.transformers import loading
 from tests.support.cli_programs import run_cli
@@ -19,7 +20,7 @@ from tests.support.cli_programs import run_cli
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and no model from the environment."""
-    monkeypatch.delenv(loading.DEMO_ENV, raising=False)
+    monkeypatch.delenv(environment.DEMO_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "devgraph"
 
@@ -63,7 +64,7 @@ def test_failed_download_says_why_and_what_else_to_do(
     assert result.code == 2
     error = result.err.splitlines()[-1]
     assert "ERROR: no network" in error
-    assert loading.DEMO_ENV in error
+    assert environment.DEMO_VARIABLE in error
     assert result.out == ""
 
 
@@ -71,7 +72,7 @@ def test_place_from_the_environment_that_is_empty_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     calls = _pip(monkeypatch)
-    monkeypatch.setenv(loading.DEMO_ENV, str(tmp_path / "gone.gguf"))
+    monkeypatch.setenv(environment.DEMO_VARIABLE, str(tmp_path / "gone.gguf"))
     result = run_cli(capsys, "demo")
     assert result.code == 2
     assert str(tmp_path / "gone.gguf") in result.err

@@ -17,8 +17,9 @@ from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.flags import add_cli_args
 from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
 from devgraph.api.config.older_flags import OLDER_FLAGS
-from devgraph.api.config.phase import KEYS, MODE_VARIABLE, PHASES
+from devgraph.api.config.phase import KEYS, PHASES
 from devgraph.api.config.resolve import resolve
+from devgraph.api.environment import MODE_VARIABLE
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from tests.support.config_cases import MODE, PARSER, from_argv, make_parser
 

@@ -114,6 +114,8 @@ def test_verify_that_cannot_be_read_is_refused(
     [
         ("", None),
         ("0", None),
+        ("Off", None),
+        ("1", Verify()),
         ("start", Verify()),
         ('{"start": false, "every": 7}', Verify(start=False, every=7)),
     ],

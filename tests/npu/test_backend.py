@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import devgraph as dg
-from devgraph.api import registry
+from devgraph.api import environment, registry
 from devgraph.npu.backend import Diagnosis
 
 
@@ -60,9 +60,9 @@ def test_autoload_that_the_command_line_turned_off_is_still_reported(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv(registry.AUTOLOAD, "0")
-    monkeypatch.delenv(registry.AUTOLOAD_WAS_ON, raising=False)
+    monkeypatch.delenv(environment.AUTOLOAD_WAS_ON, raising=False)
     assert not Diagnosis.of_host().autoload
-    monkeypatch.setenv(registry.AUTOLOAD_WAS_ON, "1")
+    monkeypatch.setenv(environment.AUTOLOAD_WAS_ON, "1")
     assert Diagnosis.of_host().autoload
 
 
@@ -85,7 +85,7 @@ def test_doctor_explains_a_torch_npu_that_breaks_import_torch(tmp_path: Path):
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, root)))}
-    for name in (registry.AUTOLOAD, registry.AUTOLOAD_WAS_ON, "LD_LIBRARY_PATH"):
+    for name in (registry.AUTOLOAD, environment.AUTOLOAD_WAS_ON, "LD_LIBRARY_PATH"):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "devgraph", "doctor", "--no-probe", "--json", "--backend", "npu"],

@@ -37,7 +37,7 @@ def test_suite_passes_on_the_fake(tmp_path: Path):
         *("-p", "tests.sim.hip.plugin", "--devgraph-backend", "rocm"),
         *("--devgraph-skip-undeclared", "-k", f"not ({' or '.join(BEYOND_THE_FAKE)})"),
         cwd=tmp_path,
-        DEVGRAPH_HIP_SIM="fake",
+        DEVGRAPH_TEST_HIP_SIM="fake",
     )
     failed = [name for name, outcome in result.outcomes.items() if outcome == "failed"]
     assert failed == [], result.text[-6000:]
@@ -57,7 +57,7 @@ def test_planted_faults_are_found_on_the_fake(tmp_path: Path):
         *("--devgraph-skip-undeclared", "-k", "planted_fault_is_found and not data"),
         cwd=tmp_path,
         modules=["tests.api.test_planted"],
-        DEVGRAPH_HIP_SIM="fake",
+        DEVGRAPH_TEST_HIP_SIM="fake",
     )
     assert result.exit_code == 0, result.text[-4000:]
     assert sum(outcome == "passed" for outcome in result.outcomes.values()) == 12
@@ -74,7 +74,7 @@ def test_programs_of_other_people_run_on_the_fake(tmp_path: Path):
         *("--devgraph-skip-undeclared", "-k", f"not ({' or '.join(without)})"),
         cwd=tmp_path,
         modules=[f"tests.api.test_{name}" for name in ("cases_state", "owned", "named", "reach")],
-        DEVGRAPH_HIP_SIM="fake",
+        DEVGRAPH_TEST_HIP_SIM="fake",
     )
     assert result.exit_code == 0, result.text[-4000:]
     assert sum(outcome == "passed" for outcome in result.outcomes.values()) >= 300
@@ -89,7 +89,7 @@ def test_thread_stuck_beside_an_undeclared_capture_is_reported_and_left(tmp_path
     result = run_suite(
         *("-p", "tests.sim.hip.plugin", "--devgraph-backend", "rocm", "-rs", "-k", tried),
         cwd=tmp_path,
-        DEVGRAPH_HIP_SIM="fake",
+        DEVGRAPH_TEST_HIP_SIM="fake",
     )
     assert result.outcomes == {tried: "skipped"}, result.text[-2000:]
     assert "does not declare concurrent_threads" in result.text

@@ -4,7 +4,7 @@ And HIP's structs and enum values, against the public headers. Their table was r
 ``hip/hip_runtime_api.h`` of HIP 5.2.3 (Debian's libamdhip64-dev) and of ROCm/HIP at release 6.3;
 they agree on every struct. Where such a header is installed a test compiles against it as well:
 ``apt-get install libamdhip64-dev``, or name the folder that holds ``hip/`` in
-``DEVGRAPH_HIP_HEADERS``.
+``DEVGRAPH_TEST_HIP_HEADERS``.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def test_sticky_errors_are_those_of_the_header():
 
 def installed_headers() -> Path | None:
     """Return the folder that holds ``hip/hip_runtime_api.h``, or None."""
-    named = os.environ.get("DEVGRAPH_HIP_HEADERS", "")
+    named = os.environ.get("DEVGRAPH_TEST_HIP_HEADERS", "")
     places = [Path(named)] if named else [Path("/opt/rocm/include"), Path("/usr/include")]
     return next((p for p in places if (p / "hip" / "hip_runtime_api.h").is_file()), None)
 
@@ -333,7 +333,7 @@ def test_stand_ins_are_compiled_with_the_same_layouts(tmp_path: Path):
 @needs_compiler
 @pytest.mark.skipif(
     installed_headers() is None,
-    reason="no hip/hip_runtime_api.h: install libamdhip64-dev or set DEVGRAPH_HIP_HEADERS",
+    reason="no hip/hip_runtime_api.h: install libamdhip64-dev or set DEVGRAPH_TEST_HIP_HEADERS",
 )
 def test_installed_header_has_these_layouts_and_values(tmp_path: Path):
     folder = installed_headers()

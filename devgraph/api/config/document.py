@@ -17,7 +17,6 @@ from typing import Any
 from devgraph.api.config.merge import Level, Source
 from devgraph.api.config.phase import (
     KEYS,
-    MODE_VARIABLE,
     OLDER_POLICIES,
     PHASES,
     Setting,
@@ -26,6 +25,7 @@ from devgraph.api.config.phase import (
     over_maximum,
     path_of,
 )
+from devgraph.api.environment import MODE_VARIABLE
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
 SECTION = "device_graph"

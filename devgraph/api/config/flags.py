@@ -26,7 +26,8 @@ from devgraph.api.config.older_flags import (
     SHORTHANDS,
     Flag,
 )
-from devgraph.api.config.phase import FLAG, KEYS, MODE_VARIABLE, PHASES, DeviceGraphWarning
+from devgraph.api.config.phase import FLAG, KEYS, PHASES, DeviceGraphWarning
+from devgraph.api.environment import MODE_VARIABLE, warn_unknown
 from devgraph.api.errors import ConfigTypeError, brief
 
 _FILE = "--device-graph-config"
@@ -144,6 +145,7 @@ class _Removed(argparse.Action):
 
 def _surroundings() -> Iterator[Source]:
     """Yield the modes of ``pyproject.toml`` and of the environment."""
+    warn_unknown()
     table = read_pyproject(Path.cwd())
     if table is not None:
         path, document = table

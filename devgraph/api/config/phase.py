@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from devgraph.api.environment import VERIFY_VARIABLE, boolean
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.api.errors import DeviceGraphWarning as DeviceGraphWarning
 from devgraph.api.policy import COMPILERS, policies
@@ -33,12 +34,6 @@ OLDER_POLICIES: Mapping[str, str] = {
     "tcpcg": "piecewise",
 }
 """Older names of policies, accepted with a warning."""
-
-MODE_VARIABLE = "DEVGRAPH_MODE"
-"""Environment variable with a mode configuration as JSON."""
-
-VERIFY_VARIABLE = "DEVGRAPH_VERIFY"
-"""Environment variable with the default of the key ``verify``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -269,10 +264,11 @@ def read_verify(value: object, path: str) -> Verify | None:
 
 
 def verify_from_environment() -> Verify | None:
-    """Return the value of DEVGRAPH_VERIFY: ``start``, or the JSON text of an object."""
+    """Return the value of DEVGRAPH_VERIFY: a switch, ``start``, or the JSON text of an object."""
     text = os.environ.get(VERIFY_VARIABLE, "")
-    if text.lower() in ("", "0", "false", "no", "null"):
-        return None
+    enabled = boolean(text)
+    if enabled is not None:
+        return Verify() if enabled else None
     try:
         value = json.loads(text)
     except ValueError:

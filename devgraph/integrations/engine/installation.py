@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from devgraph.api.config.phase import MODE_VARIABLE
+from devgraph.api.environment import MODE_VARIABLE, warn_unknown
 from devgraph.api.errors import ConfigError, DeviceGraphError
 
 if TYPE_CHECKING:
@@ -150,14 +150,5 @@ class Installed:
 
 def mode_text(mode: str | None) -> str | None:
     """Return ``mode``, or the mode configuration in the environment if ``mode`` is None."""
+    warn_unknown()
     return mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
-
-
-def switched(variable: str) -> str | None:
-    """Return the value of the switch ``variable``: "1", "strict", or None if it is off."""
-    value = os.environ.get(variable, "").strip().lower()
-    if value in ("", "0"):
-        return None
-    if value not in ("1", "strict"):
-        raise ConfigError(f"{variable}={value!r} is invalid; use 0, 1 or strict")
-    return value

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from devgraph.api.capture import Captured
+from devgraph.api.environment import STATS_VARIABLE
 from devgraph.api.errors import counted, format_bytes
 from devgraph.api.graph import DeviceGraph
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.runners.report import Page
 
 logger = logging.getLogger(__name__)
-
-STATS_VARIABLE = "DEVGRAPH_STATS_FILE"
-"""Environment variable: path of a file for the counters; "{pid}" stands for the process ID."""
 
 PERIOD_S = 10.0
 """Maximum age of the file in seconds while graphs replay.
@@ -123,7 +121,7 @@ class Publisher:
 
     The file ``DEVGRAPH_STATS_FILE`` is replaced atomically after captures, at exit, and every few
     seconds while counters change, so that it survives a killed process. It is Prometheus text if
-    its name ends in ".prom", else JSON.
+    its name ends in ".prom", else JSON. "{pid}" in its name stands for the process ID.
     """
 
     def __init__(self, engine: str, stats: Callable[[], dict[str, Any]]) -> None:

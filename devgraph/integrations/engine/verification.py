@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PHASES, VERIFY_VARIABLE, verify_from_environment
+from devgraph.api.config.phase import PHASES, verify_from_environment
 from devgraph.api.device import raise_if_lost
+from devgraph.api.environment import VERIFY_VARIABLE
 from devgraph.api.errors import CapabilityError, CaptureError, ConfigError, DeviceLost, counted
 from devgraph.api.process import keep_forever
 from devgraph.api.prove import compare, compare_near

@@ -10,18 +10,16 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import MODE_VARIABLE, PhaseConfig
+from devgraph.api.config.phase import PhaseConfig
+from devgraph.api.environment import MODE_VARIABLE, SGLANG_VARIABLE, switch
 from devgraph.api.errors import ConfigError, DeviceGraphError
-from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
+from devgraph.integrations.engine.installation import Changes, Installed, mode_text
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.verification import phases_to_check
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend, shared
 from devgraph.integrations.sglang.segments import BREAKS
 from devgraph.integrations.sglang.updated import with_region
 from devgraph.integrations.sglang.verification import check_at_start
-
-SWITCH = "DEVGRAPH_SGLANG"
-"""Environment variable: 0 or unset is off, 1 installs, strict installs or raises an error."""
 
 SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 
@@ -144,7 +142,7 @@ def _values(phase: str, config: PhaseConfig) -> dict[str, Any]:
     return values
 
 
-_here = Installed("SGLang", SWITCH)
+_here = Installed("SGLang", SGLANG_VARIABLE)
 
 
 def install(*, mode: str | None = None, strict: bool = True) -> None:
@@ -237,8 +235,8 @@ def plugin() -> None:
             under ``strict``. SGLang would log any other exception and continue without devgraph.
     """
     try:
-        asked = switched(SWITCH)
-        if asked is not None:
+        asked = switch(SGLANG_VARIABLE, "strict")
+        if asked:
             install(strict=asked == "strict")
     except DeviceGraphError as error:
         raise SystemExit(f"devgraph: {error}") from error

@@ -18,6 +18,7 @@ from devgraph.api.backend import Backend, own_pool
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
+from devgraph.api.environment import DEBUG_VARIABLE, switch
 from devgraph.api.errors import (
     HandoffError,
     InputError,
@@ -53,7 +54,6 @@ from devgraph.integrations.transformers.requests import (
     ids_of,
 )
 from devgraph.runners.decode import DecodeRunner
-from devgraph.runners.options import DEBUG_VARIABLE, switched_on
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import OutputSlot
@@ -203,7 +203,7 @@ class Engine:
         """Ids of requests with a layer-wise handoff whose prompt has not run."""
         facts = EngineFacts(debug_hooks=has_hooks(model)) if facts is None else facts
         self._facts = attrs.evolve(facts, traceable=False)
-        self._named = model if switched_on(DEBUG_VARIABLE) else False
+        self._named = model if switch(DEBUG_VARIABLE) else False
         releasable = self.config.prefill.releasable or self.config.decode.releasable
         self.pool = own_pool(self.backend, None, releasable=releasable)
         self._make_runners(max_requests, max_step_tokens)

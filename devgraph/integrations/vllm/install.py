@@ -10,17 +10,14 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import MODE_VARIABLE
+from devgraph.api.environment import MODE_VARIABLE, VLLM_VARIABLE, switch
 from devgraph.api.errors import ConfigError
-from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
+from devgraph.integrations.engine.installation import Changes, Installed, mode_text
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.verification import phases_to_check
 from devgraph.integrations.vllm import manager, verification
 from devgraph.integrations.vllm.layer import Layer, current_layer, reset_layer
 from devgraph.integrations.vllm.wrappers import graph_wrapper, step_wrapper
-
-SWITCH = "DEVGRAPH_VLLM"
-"""Environment variable: 0 or unset is off, 1 installs, strict installs or raises an error."""
 
 WRAPPER = "devgraph.integrations.vllm.DeviceGraphWrapper"
 _BREAKABLE_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
@@ -225,7 +222,7 @@ def _set_breakable(value: str | None) -> None:
         forget()
 
 
-here = Installed("vLLM", SWITCH)
+here = Installed("vLLM", VLLM_VARIABLE)
 
 
 def install(*, mode: str | None = None, backend: str | None = None, strict: bool = False) -> bool:
@@ -282,6 +279,6 @@ def plugin() -> None:
         ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE is invalid.
         InstallError: under DEVGRAPH_VLLM=strict, devgraph cannot be installed.
     """
-    asked = switched(SWITCH)
-    if asked is not None:
+    asked = switch(VLLM_VARIABLE, "strict")
+    if asked:
         install(strict=asked == "strict")

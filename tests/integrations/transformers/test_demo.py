@@ -17,14 +17,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
 from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.environment import DEMO_VARIABLE
 from devgraph.integrations.transformers import Engine, find_demo, load
-from devgraph.integrations.transformers.loading import DEMO_ENV
 from tests.support.transformers_models import reference
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not os.environ.get(DEMO_ENV), reason=f"{DEMO_ENV} does not name the demo model"
+        not os.environ.get(DEMO_VARIABLE), reason=f"{DEMO_VARIABLE} does not name the demo model"
     ),
     pytest.mark.skipif(
         importlib.util.find_spec("accelerate") is None,

