@@ -257,7 +257,7 @@ class Graphed:
             torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         )
         key += (needs_gradient, with_gradients, shown)
-        key += (tuple(self._watched.training()), self._named_constants())
+        key += (tuple(self._watched.training()), self._named_constants(), self._answers(tensors))
         try:
             entry = self._entries.get(tuple(key))
         except TypeError:
@@ -320,6 +320,7 @@ class Graphed:
         required = [tensor.requires_grad for tensor in tensors]
         training, named = self._watched.training(), self._named_constants()
         grad = call.with_gradients
+        answers = self._answers(tensors)
 
         def repeat(step: Graphed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             flat: Sequence[Any] = args
@@ -347,6 +348,8 @@ class Graphed:
             elif step._constants is not named and step._constants != named:
                 return _OTHER
             if [tensor.requires_grad for tensor in flat] != required:
+                return _OTHER
+            if answers and step._answers(flat) != answers:
                 return _OTHER
             if state and _share_memory(state, flat):
                 return _OTHER
@@ -409,6 +412,11 @@ class Graphed:
         plain = (entry._replace(value=entry.now()) for entry in named.plain)
         self._constants, self._constants_same = constants, all_of(map(term_of, plain))
         return constants
+
+    def _answers(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Return the properties of the tensors of a call, other than data, that the step reads."""
+        asked = None if self._named is None else self._named.asked
+        return asked.answers(tensors) if asked else ()
 
     def _name(self) -> NamedState:
         """Find the state that the function reads by name."""
@@ -607,6 +615,11 @@ class Graphed:
                 f"that contains this one."
             )
         static_inputs = StaticInputs(call.args, call.kwargs)
+        if self._answers(static_inputs.tensors) != self._answers(call.tensors):
+            raise CaptureError(
+                "the step reads the identity, address, layout or attributes of a tensor of the "
+                "call, which differ for the static copy in the graph"
+            )
         if entry.has_gradients:
             parameters = [p for p in self._parameters() if p.requires_grad]
             # Activations live from the forward to the backward graph, so no other graph may share

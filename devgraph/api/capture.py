@@ -134,7 +134,7 @@ class Captured:
                 and cannot be captured again; see ``recaptures`` of ``capture``.
             NestedCaptureError: the call is inside a capture.
         """
-        is_written = not self.guard.same() and self._settled(inputs, named)
+        kept = None if self.guard.same() else self._settled(inputs, named)
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
             assert self._inputs is not None  # until close()
@@ -142,21 +142,19 @@ class Captured:
                 pairs, named = self._inputs.taken(inputs, named)
             except InputError as error:
                 with self._lock:
-                    self._capture_again(inputs, named, error)
+                    kept = self._capture_again(inputs, named, error)
                 pairs, named = self._inputs.taken(inputs, named)
-                is_written = True
         values = self.host_spec.fill(named)
         with self._lock:
             if self.pool.occupied:
                 self.pool.require_free("replay a capture")
             self.pool.order()
             try:
-                if pairs and not is_written:
-                    write(pairs)
+                if pairs and kept is None:
+                    kept = write(pairs, self._plan.outputs)
                 self.run(values)
                 if pairs:
-                    assert self._job is not None
-                    write_back(pairs, self._job.owned.written)
+                    write_back(pairs, self.written, kept or ())
             except Exception as error:
                 raise_if_lost(self.backend, error)
                 raise
@@ -172,23 +170,25 @@ class Captured:
             self._inputs.require_all(inputs, named)
         return self.replay(*inputs, **named)
 
-    def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        """Check the state. Return whether the step was captured again, which copies the inputs."""
+    def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Pair] | None:
+        """Check the state. If it differs, capture again; return None if not."""
         self._require_open()
         with self._lock:
             try:
                 self.guard.settle()
-                return False
+                return None
             except StateError as error:
                 for part in self._given:
                     part.check()
-                self._capture_again(inputs, named, error)
-        return True
+                return self._capture_again(inputs, named, error)
 
     def _capture_again(
         self, inputs: Sequence[Any], named: Mapping[str, Any], cause: DeviceGraphError
-    ) -> None:
-        """Capture the step with its current state and inputs, or raise ``cause`` if not allowed."""
+    ) -> list[Pair]:
+        """Capture the step with its current state and inputs, or raise ``cause`` if not allowed.
+
+        Returns the bound tensors to restore after the replay, as ``write`` does.
+        """
         job, bound = self._job, self._inputs
         assert job is not None and bound is not None
         values = bound.other_values(inputs, named)
@@ -200,7 +200,7 @@ class Captured:
         self.host_spec.fill(host)
         self.pool.require_free("capture")
         self.pool.order()
-        write(pairs)
+        kept = write(pairs, None)
         self._recaptures += 1
         owned = job.owned.renewed(values)
         outputs = Outputs(self.pool, (t for _, t in owned.tensors), job.outputs, self.outputs)
@@ -215,6 +215,7 @@ class Captured:
             DeviceGraphWarning,
             stacklevel=4,
         )
+        return kept
 
     def run(self, host: Mapping[str, Any]) -> None:
         """Replay without the checks of ``replay``.

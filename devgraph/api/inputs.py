@@ -8,13 +8,14 @@ import functools
 import numbers
 import re
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.marks.host_values import same_value
+from devgraph.api.named import attributes_of
 from devgraph.api.owned import Owned, require_place
 from devgraph.api.reach import PLAIN, Named, is_array
 from devgraph.api.tensors import (
@@ -25,6 +26,7 @@ from devgraph.api.tensors import (
     overlaps_itself,
     overwrite,
     share_memory,
+    tensors_in,
     unexpanded,
 )
 from devgraph.api.trees import children_of, leaves_of, rebuilt, same_kind
@@ -42,6 +44,7 @@ class Inputs:
         self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
         self._written, self._roots, self._moved = owned.written, owned.roots, owned.moved
+        self._asked = owned.asked
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -61,6 +64,8 @@ class Inputs:
                 host[name] = value
             else:
                 pairs += self._pairs(name, self._named(name, len(given)), value)
+        if self._asked:
+            self._require_same_answers(pairs)
         new: dict[int, torch.Tensor] = {}
         for target, source in pairs:
             if new.setdefault(id(target), source) is not source:
@@ -112,6 +117,19 @@ class Inputs:
         other._arguments = {**self._arguments, **values}
         return other
 
+    def _require_same_answers(self, pairs: Sequence[Pair]) -> None:
+        """Raise InputError if code of the step would get other answers than at the capture."""
+        bound, given = (self._asked.answers(tensors) for tensors in zip(*pairs, strict=True))
+        for (what, then), (_, now) in zip(bound, given, strict=True):
+            for index, (_, source) in enumerate(pairs):
+                if now[index] != then[index]:
+                    raise InputError(
+                        f"the step uses {what!r}, and its answer for the input {brief(source)} is "
+                        f"{brief(now[index])} and was {brief(then[index])} at capture. The graph "
+                        f"has only the work for the old answer. Pass inputs with the strides, "
+                        f"memory and identity of the bound tensors, or capture again."
+                    )
+
     def _require_apart(self, pairs: Sequence[Pair]) -> None:
         """Raise InputError if inputs share written memory but their bound tensors do not.
 
@@ -131,16 +149,55 @@ class Inputs:
                     )
 
     def _pairs(self, name: str, bound: Any, value: Any) -> list[Pair]:
-        if isinstance(bound, Mapping) and isinstance(value, Mapping):
+        """Return the pairs of a bound tree and a new tree, whose structures must be equal."""
+        if isinstance(bound, torch.Tensor):
+            if isinstance(value, torch.Tensor):
+                require_place(f"input {name!r}", value)
+            elif children_of(value) is not None:
+                raise _other_structure(name, bound, value)
+            if not fits(bound, value) or value.device != bound.device:
+                raise _misfit(name, bound, value)
+            if type(value) is not type(bound) and not {type(value), type(bound)} <= _TENSORS:
+                raise InputTypeError(
+                    f"input {name!r} is a {type(value).__name__} and was a {type(bound).__name__} "
+                    f"at capture, and the graph has only the work for the old class. Capture again."
+                )
+            own, held = (attributes_of(tensor, self._asked.names) for tensor in (value, bound))
+            if own.keys() != held.keys() or not all(
+                same_value(own[key], held[key]) for key in held
+            ):
+                raise InputError(
+                    f"input {name!r} has the attributes {own} and had {held} at capture, and the "
+                    f"graph uses the old ones. Pass changing values as arguments, or capture again."
+                )
+            if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
+                raise InputError(
+                    f"input {name!r} has strides {value.stride()}, but the bound tensor has "
+                    f"overlapping windows with strides {bound.stride()}, so one address would "
+                    f"receive several values. Pass windows with the same strides, such as those of "
+                    f"unfold()."
+                )
+            return [(bound, value)]
+        children = children_of(bound)
+        if children is None:
+            if not (bound is value or same_value(bound, value)):
+                raise _other_value(name, bound, value)
+            return []
+        given = children_of(value) if same_kind(bound, value) else None
+        if given is None or len(given) != len(children):
+            raise _other_structure(name, bound, value)
+        new = dict(given)
+        if any(suffix not in new for suffix, _ in children):
+            raise _other_structure(name, bound, value)
+        if isinstance(bound, Mapping):
             now, then = [*value.keys()], [*bound.keys()]
-            is_other = now != then and bound.keys() == value.keys()
-            if is_other and re.findall(r"\w+", name)[-1] in self._iterated:
+            if now != then and re.findall(r"\w+", name)[-1] in self._iterated:
                 raise InputError(
                     f"input {name!r} has its keys in the order {brief(now)}, and in the order "
                     f"{brief(then)} at capture. The step iterates over the keys, so the graph uses "
                     f"the captured order. Pass the keys in that order, or capture again."
                 )
-        return _pairs(name, bound, value, self._pairs)
+        return [pair for s, child in children for pair in self._pairs(name + s, child, new[s])]
 
     @functools.cached_property
     def _iterated(self) -> set[str]:
@@ -183,30 +240,58 @@ class Inputs:
 def _agree(*pairs: Pair) -> bool:
     """Whether new data shares memory in the same way as the bound tensors."""
     return len({target.data_ptr() - source.data_ptr() for target, source in pairs}) == 1 and all(
-        effective_strides(target) == effective_strides(source)
-        and (target.is_conj(), target.is_neg()) == (source.is_conj(), source.is_neg())
-        for target, source in pairs
+        _window(target)[1:] == _window(source)[1:] for target, source in pairs
     )
 
 
-def write(pairs: Sequence[Pair]) -> None:
-    """Copy new data into bound tensors, as if all sources were read before the first write."""
-    ranges = [byte_range(target) for target, _ in pairs]
-    sources = []
+def _window(tensor: torch.Tensor) -> tuple[Any, ...]:
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, effective_strides(tensor), bits
+
+
+def write(pairs: Sequence[Pair], outputs: Any) -> list[Pair]:
+    """Copy new data into bound tensors, as if all sources were read before the first write.
+
+    Return bound tensors whose memory inputs share, with their old contents, which ``write_back``
+    restores.
+
+    Raises:
+        InputError: an input shares memory with a bound tensor, which is among the outputs.
+    """
+    ranges = [(target, *byte_range(target)) for target, _ in pairs]
+    sources, kept = [], dict[int, Pair]()
     for target, source in pairs:
         first, last = byte_range(source)
-        overlaps = any(first < stop and last > start for start, stop in ranges)
-        sources.append(_clone(source) if overlaps and source is not target else source)
+        near = [t for t, start, stop in ranges if first < stop and last > start]
+        near = [] if source is target else near
+        sources.append(_clone(source) if near else source)
+        for other in near:
+            is_same = other is target and _window(source) == _window(target)
+            if is_same or id(other) in kept or not share_memory(other, source):
+                continue
+            if any(has_place(t) and share_memory(other, t) for t in tensors_in(outputs)):
+                raise InputError(
+                    f"the input {brief(source)} shares memory with the bound tensor "
+                    f"{brief(other)}, whose memory is among the outputs. The input can therefore "
+                    f"not get its contents back after the replay. Pass a clone()."
+                )
+            kept[id(other)] = other, _clone(other)
     for (target, _), source in zip(pairs, sources, strict=True):
         if source is not target:
             _copy(target, source)
+    return [*kept.values()]
 
 
-def write_back(pairs: Sequence[Pair], written: Collection[int]) -> None:
-    """Copy bound tensors that the step wrote (``written`` has their ids) into the inputs."""
-    for target, source in pairs:
-        if source is not target and id(target) in written:
-            _copy(source, target)
+def write_back(pairs: Sequence[Pair], written: Collection[int], kept: Sequence[Pair]) -> None:
+    """Copy bound tensors that the step wrote (``written`` has their ids) into the inputs.
+
+    Before that, restore the contents of ``kept``.
+    """
+    results = [(s, t) for t, s in pairs if s is not t and id(t) in written]
+    if kept:
+        results = [*kept, *((source, _clone(target)) for source, target in results)]
+    for target, source in results:
+        _copy(target, source)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -225,48 +310,6 @@ def _windowed(windows: torch.Tensor) -> torch.Tensor:
     """Return the memory of overlapping windows as a flat tensor."""
     first, last = byte_range(windows)
     return windows.as_strided(((last - first) // windows.itemsize,), (1,))
-
-
-def _pairs(
-    name: str, bound: Any, value: Any, inner: Callable[[str, Any, Any], list[Pair]]
-) -> list[Pair]:
-    """Return the pairs of a bound tree and a new tree, whose structures must be equal.
-
-    ``inner`` returns the pairs of a child.
-    """
-    if isinstance(bound, torch.Tensor):
-        if isinstance(value, torch.Tensor):
-            require_place(f"input {name!r}", value)
-        elif children_of(value) is not None:
-            raise _other_structure(name, bound, value)
-        if not fits(bound, value) or value.device != bound.device:
-            raise _misfit(name, bound, value)
-        own, held = _attributes(value), _attributes(bound)
-        if own.keys() != held.keys() or not all(same_value(own[key], held[key]) for key in held):
-            raise InputError(
-                f"input {name!r} has the attributes {own} and had {held} at capture, and the graph "
-                f"uses the old ones. Pass changing values as arguments, or capture again."
-            )
-        if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
-            raise InputError(
-                f"input {name!r} has strides {value.stride()}, but the bound tensor has "
-                f"overlapping windows with strides {bound.stride()}, so one address would "
-                f"receive several values. Pass windows with the same strides, such as those of "
-                f"unfold()."
-            )
-        return [(bound, value)]
-    children = children_of(bound)
-    if children is None:
-        if not (bound is value or same_value(bound, value)):
-            raise _other_value(name, bound, value)
-        return []
-    given = children_of(value) if same_kind(bound, value) else None
-    if given is None or len(given) != len(children):
-        raise _other_structure(name, bound, value)
-    new = dict(given)
-    if any(suffix not in new for suffix, _ in children):
-        raise _other_structure(name, bound, value)
-    return [pair for suffix, child in children for pair in inner(name + suffix, child, new[suffix])]
 
 
 def _merged(bound: Any, value: Any) -> Any:
@@ -296,18 +339,11 @@ def _is_plain(tree: Any) -> bool:
     )
 
 
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 _VALUES = (
     *(bytes, enum.Enum, numbers.Number, slice, types.FunctionType, types.BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.Size, torch.Generator),
 )
-
-
-def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the plain attributes that a user gave a tensor."""
-    held = vars(tensor)
-    if tensor.is_quantized:  # copies transfer the integers only
-        held = {**held, "quantizer": repr(tensor).rpartition("scheme=")[2]}
-    return {k: v for k, v in held.items() if k[0] != "_" and isinstance(v, PLAIN)} if held else held
 
 
 def _other_structure(where: str, bound: Any, value: Any) -> InputError:

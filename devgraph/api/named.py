@@ -10,7 +10,7 @@ import itertools
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +18,9 @@ import torch
 from devgraph.api.buffers import AGAIN, is_equal, require_same, term_of
 from devgraph.api.errors import CaptureError, StateError, brief, counted
 from devgraph.api.guard import Term, by_turns
+from devgraph.api.marks.host_values import exact
 from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
-from devgraph.api.tensors import Memory
+from devgraph.api.tensors import Memory, effective_strides, has_place
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,72 @@ _EACH, _TURN = 32, 8
 A replay compares the first entries, up to this number, and as many of the rest in rotation. It
 compares all other places, and the lengths of containers outside of module containers.
 """
+
+_READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "is_contiguous": effective_strides,
+    **dict.fromkeys(("stride", "as_strided"), torch.Tensor.stride),
+    "storage_offset": torch.Tensor.storage_offset,
+    **dict.fromkeys(("_base", "_is_view"), torch.Tensor._is_view),
+    **dict.fromkeys(("is_leaf", "grad_fn"), lambda tensor: tensor.is_leaf),
+    "requires_grad": lambda tensor: tensor.requires_grad,
+    "Parameter": type,
+    "data_ptr": lambda tensor: tensor.data_ptr() % 16,
+}
+"""Properties of tensors that copies do not transfer, by names in code that reads them."""
+
+
+class Asked:
+    """The questions of a step about tensors, in addition to their type, shape and data.
+
+    Args:
+        names: the names in the code.
+        others: tensors with which the code may compare others.
+    """
+
+    def __init__(self, names: Collection[str], others: Sequence[torch.Tensor]) -> None:
+        self.names = names
+        self._reads = [(name, read) for name, read in _READS.items() if name in names]
+        memory = ("data_ptr", "is_set_to", "storage", "untyped_storage")
+        numbers = {"is": id, "id": id, **dict.fromkeys(memory, _place)}
+        self._numbers = [pair for pair in numbers.items() if pair[0] in names]
+        self._others = others if self._numbers else ()
+        for name in ("getattr", "hasattr", "vars", "__dict__", "AttributeError"):
+            if name in names:
+                self._reads.append((name, self._attributes))
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers or self._reads)
+
+    def answers(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, Any], ...]:
+        """Return the names in the code, each with the answers for ``tensors``, as a hashable key.
+
+        The answer to a comparison is the number of the first tensor that is equal.
+        """
+        found = [(name, tuple(map(read, tensors))) for name, read in self._reads]
+        every = [*self._others, *tensors]
+        for name, number_of in self._numbers:
+            numbers = [*map(number_of, every)]
+            found.append((name, tuple(map(numbers.index, numbers[len(self._others) :]))))
+        return tuple(found)
+
+    def _attributes(self, tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
+        held = attributes_of(tensor, self.names).items()
+        return tuple((n, exact(v) if isinstance(v, PLAIN) else id(v)) for n, v in held)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Return the address, or the id of a tensor without elements."""
+    return (tensor.data_ptr() if has_place(tensor) else 0) or id(tensor)
+
+
+def attributes_of(tensor: torch.Tensor, names: Collection[str]) -> dict[str, Any]:
+    """Return the attributes that a user gave a tensor, if plain and public or in ``names``."""
+    held = vars(tensor)
+    if tensor.is_quantized:  # copies transfer the integers only
+        held = {**held, "quantizer": repr(tensor).rpartition("scheme=")[2]}
+    if not held:
+        return held
+    return {k: v for k, v in held.items() if k in names or (k[0] != "_" and isinstance(v, PLAIN))}
 
 
 class NamedState:
@@ -51,6 +118,7 @@ class NamedState:
         modules: the modules in the places.
         tensors: the tensors in the places.
         names: the names that the step uses.
+        asked: the questions of the step about its inputs.
         plain: all places with plain values, except those that the step added.
     """
 
@@ -79,6 +147,7 @@ class NamedState:
         self.plain = [entry for entry in plain if entry.place not in self._added]
         held = [entry.value for entry in self._held]
         self.tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        self.asked = Asked(named.names, self.tensors)
         self._memory = Memory(self.tensors)
         self._sized = [*(value for value in held if isinstance(value, _SIZED)), *named.spaces]
         self._sizes = [*map(len, self._sized)]

@@ -45,7 +45,7 @@ from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.modes import FAKE, PROXY, OwnMode, tracer
-from devgraph.api.named import NamedState, content_of, text_of_changes
+from devgraph.api.named import Asked, NamedState, content_of, text_of_changes
 from devgraph.api.process import several_ranks
 from devgraph.api.reach import (
     ABSENT,
@@ -151,6 +151,8 @@ class Owned:
         """Value and content of each named place before the first run, by holder and key."""
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Leaf tensors with the gradients that the step writes."""
+        self.asked = Asked((), ())
+        """The questions of the step about its inputs."""
         self.is_unsettled = False
         """Whether the next warm-up run must check the tensors that the first run made."""
 
@@ -506,6 +508,7 @@ class Owned:
         found, self._named = self._named, None
         state = NamedState(self.roots, self._has_changed, regions=regions, found=found)
         named = watched_in(state)
+        self.asked = state.asked
         if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
             leaves = {id(e.value): e.value for e in entries(self.roots)}.values()
             named.append(Flags([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))

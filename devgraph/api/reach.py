@@ -807,7 +807,7 @@ class Named:
     def _use(self, function: Any) -> None:
         code = getattr(function, "__code__", None)
         if code is not None:
-            self.names |= names_in(code) | _strings_in(code)
+            self.names |= names_in(code) | _strings_in(code) | _comparisons_in(code)
             self._read |= _read_in(code) | _strings_in(code)
             self.iterated |= _iterated_in(code)
             self._indexed |= _indexed_in(code)
@@ -870,6 +870,14 @@ def _iterated_in(code: types.CodeType) -> Iterable[Any]:
         if after.opname == "GET_ITER" or is_method or is_counted:
             names.add(step.argval)
     return names
+
+
+@_with_nested
+def _comparisons_in(code: types.CodeType) -> Iterable[str]:
+    """Return "is" if ``code`` compares the identity of two values, neither of which is None."""
+    for before, step in itertools.pairwise(dis.get_instructions(code)):
+        if step.opname == "IS_OP" and before.opname != "LOAD_CONST":
+            yield "is"
 
 
 @_with_nested

@@ -1250,3 +1250,21 @@ def test_graphed_callable_is_compiled_as_one_graph(make: Any) -> None:
     called, x = make(), torch.randn(2, 3)
     compiled = torch.compile(lambda x: called(x) + 1, backend="eager", fullgraph=True)
     same(compiled(x), called(x) + 1)
+
+
+def test_step_that_asks_about_its_tensors_is_right_for_each_answer() -> None:
+    """Identity, address and attributes of tensors are part of the key, or calls are eager."""
+    held, x = torch.ones(3), torch.arange(3.0)
+
+    def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        scaled = a * 10 if getattr(a, "_scaled", False) else a
+        return scaled * 2 if a is held else scaled * 5 if a.data_ptr() == b.data_ptr() else a + b
+
+    called, tagged = graphed(step), x.clone()
+    tagged._scaled = True  # type: ignore[attr-defined]
+    calls = [(x, x + 1), (x, x.view(3)), (held, x), (tagged, x)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.DeviceGraphWarning)
+        for args in [pair for pair in calls for _ in range(3)] + calls:
+            assert torch.equal(called(*args), step(*args))
+    assert called.stats()["graphs"] == 1

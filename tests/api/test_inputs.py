@@ -146,3 +146,52 @@ def test_refusal_names_a_way_out_that_fits_the_value(kit: Kit) -> None:
         captured.replay(Slotted(x))
     with pytest.raises(dg.InputTypeError, match="on the device 'meta' and has no memory"):
         kit.capture(lambda x: x * 2, torch.empty(3, device="meta"))
+
+
+class Tagged(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+def test_step_that_asks_about_its_inputs_gets_inputs_with_the_same_answers(kit: Kit) -> None:
+    """Identity, address, strides and private attributes decide branches of the step."""
+    x, y, z = kit.tensor(2, 2), kit.tensor(2, 2, seed=1), kit.tensor(2, 2, seed=2)
+    plain = kit.capture(lambda a, b: a.t() @ b, x, y)
+    kit.same(plain.replay(z.t(), z.t()), z @ z.t())
+    captured = kit.capture(lambda a, b: a * 5 if a is b else a + b, x, y)
+    with pytest.raises(dg.InputError, match="uses 'is'.* is 0 and was 1 at capture"):
+        captured.replay(z, z)
+    kit.same(captured.replay(z, y), z + y)
+    captured = kit.capture(lambda a: a * 2 if a is y else a, x)
+    with pytest.raises(dg.InputError, match="uses 'is'"):
+        captured.replay(y)
+    captured = kit.capture(
+        lambda a, b: a + b if a.data_ptr() != b.data_ptr() else a * 5, x.clone(), y.clone()
+    )
+    with pytest.raises(dg.InputError, match="uses 'data_ptr'"):
+        captured.replay(z, z.view(2, 2))
+    captured = kit.capture(lambda a: a.view(-1) if a.is_contiguous() else a.reshape(-1) * 2, x)
+    with pytest.raises(dg.InputError, match=r"'is_contiguous'.*\(1, 2\) and was \(2, 1\)"):
+        captured.replay(z.t())
+    captured = kit.capture(lambda a: a * 2 if getattr(a, "_scaled", False) else a, x)
+    z._scaled = True
+    with pytest.raises(dg.InputError, match="has the attributes {'_scaled': True} and had {}"):
+        captured.replay(z)
+    with pytest.raises(dg.InputTypeError, match="is a Tagged and was a Tensor"):
+        captured.replay(y.as_subclass(Tagged))
+
+
+def test_input_that_shares_memory_with_a_bound_tensor_keeps_its_contents(kit: Kit) -> None:
+    """As in eager code, only the step writes the memory of the caller."""
+    memory = kit.tensor(12)
+    captured, before = kit.capture(lambda x: x.cumsum(0), memory[:4]), memory.clone()
+    for start in (1, 0, 3, 8):
+        kit.same(captured.replay(memory[start : start + 4]), before[start : start + 4].cumsum(0))
+        kit.same(memory[4:], before[4:])
+    x, y = kit.tensor(3), kit.tensor(3, seed=1)
+    want = x.clone(), y.clone()
+    captured = kit.capture(lambda x, y: x - y.mul_(2), x, y)
+    kit.same(captured.replay(y, x), want[1] - want[0] * 2)
+    kit.same((x, y), (want[0] * 2, want[1]))
+    captured = kit.capture(lambda x: x.mul_(2), memory[:4])
+    with pytest.raises(dg.InputError, match="shares memory with the bound tensor"):
+        captured.replay(memory[1:5])
