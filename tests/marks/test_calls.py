@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import queue
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.marks import calls
 
 
 def captured_ambient(state: dict[str, Any], context: Any) -> tuple[dg.Captured, Any]:
@@ -195,6 +199,49 @@ def test_result_that_a_traceback_holds_in_a_cycle_is_not_stored(policy: str) -> 
     captured = dg.capture(step, x, backend="cpu", policy=policy, host_args={"n": 2})
     for n in (3, 2, 5):
         assert torch.equal(captured.replay(n=n), step(x, n=n))
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_result_that_another_thread_holds_for_a_moment_is_not_stored(
+    released: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of gloo holds the tensors of a collective after the collective has returned."""
+    monkeypatch.setattr(calls, "_RELEASE_S", 10.0 if released else 0.1)
+    sent: queue.Queue[torch.Tensor | None] = queue.Queue()
+
+    def work() -> None:
+        while True:
+            x = sent.get()
+            sent.task_done()
+            if x is None:
+                return
+            if released:
+                time.sleep(0.2)
+                del x  # otherwise held until the next item
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        sent.put(y)
+        sent.join()
+        return y
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return body(x * 2) + 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    x = torch.ones(3)
+    try:
+        if released:
+            with dg.capture(step, x, backend="cpu", policy="breakable") as captured:
+                assert captured.replay().tolist() == [3, 3, 3]
+        else:
+            with pytest.raises(dg.RegionError, match=r"return a clone\(\)"):
+                dg.capture(step, x, backend="cpu", policy="breakable")
+    finally:
+        sent.put(None)
+        thread.join()
 
 
 @pytest.mark.parametrize("policy", ["full", "breakable"])

@@ -6,9 +6,10 @@ import contextlib
 import functools
 import gc
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -64,6 +65,28 @@ def _memories_held(
             tensors.extend(tensor for field in fields for tensor in tensors_in(field))
     return {memory_of(tensor) for tensor in tensors if has_place(tensor)}
 
+
+def _is_released(memory: Any) -> bool:
+    """Whether a storage, given by a weak reference, is free or becomes free in a few seconds.
+
+    After a collective, a thread of the communicator holds its tensors for a moment.
+    """
+    deadline = time.monotonic() + (0 if _is_in_object(memory) else _RELEASE_S)
+    while not memory.expired() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return bool(memory.expired())
+
+
+def _is_in_object(memory: Any) -> bool:
+    """Whether a Python object other than the frame of a running function holds a storage."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and has_place(o)]
+    held = [tensor for tensor in tensors if tensor.untyped_storage()._cdata == memory.cdata]
+    holders = gc.get_referrers(*held)
+    return any(h is not tensors and h is not held and type(h) is not FrameType for h in holders)
+
+
+_RELEASE_S = 10.0
+"""Seconds in which other threads must release the result of a marked function."""
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of holders whose attributes are not searched."""
@@ -272,12 +295,13 @@ class MarkedCall:
         function's closure, globals or object.
         """
         alive = {memory: seen for memory, seen in watched.items() if not seen.memory.expired()}
-        if any(seen.requires_grad for seen in alive.values()):
-            held = _memories_held(self.mark.fn)
-            alive = {m: seen for m, seen in alive.items() if not seen.requires_grad or m in held}
+        held = _memories_held(self.mark.fn) if alive else set[int]()
+        alive = {m: seen for m, seen in alive.items() if not seen.requires_grad or m in held}
         if alive:
             gc.collect()  # A traceback may hold the frame of the function in a cycle.
-        for seen in (seen for seen in alive.values() if not seen.memory.expired()):
+        for memory, seen in alive.items():
+            if seen.memory.expired() or (memory not in held and _is_released(seen.memory)):
+                continue
             raise RegionError(
                 f"{self.mark.name} returned a tensor (result {seen.position}) that is also stored "
                 f"elsewhere, such as in a global, a closure, an attribute or a cache. Results have "
