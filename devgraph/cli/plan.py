@@ -117,7 +117,7 @@ def _plan_groups(
         group = planned.group
         plan = _Plan(
             title=f"{group.name}: {group.count} x {group.backend}",
-            backend=declaration(group.backend) or Backend,
+            backend=(not planned.error and declaration(group.backend)) or Backend,
             facts=group.facts,
             group=planned.to_dict(),
             resolution=None if planned.error else planned.resolution,
@@ -218,7 +218,7 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
         say()
     if not estimated:
         say("add --model for estimates of memory and of the graphs between breaks")
-    for kind in {plan.backend.name: plan.backend for plan in plans}.values():
+    for kind in {plan.backend.name: plan.backend for plan in plans if plan.resolution}.values():
         _print_origin(kind)
 
 

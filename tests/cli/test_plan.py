@@ -206,17 +206,6 @@ def test_what_a_vendor_cannot_do_is_refused_where_it_is_not_installed(
     assert "cuda: 1 x cuda" in cluster.out
 
 
-def test_cluster_with_an_unknown_backend_is_refused_with_what_is_meant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = tmp_path / "cluster.yaml"
-    path.write_text("groups:\n  - {name: a, backend: ascend}\n")
-    result = run_cli(capsys, "plan", "--cluster", path)
-    assert result.code == 2
-    assert "groups[0].backend: there is no backend 'ascend'" in result.err
-    assert "Did you mean 'npu'?" in result.err
-
-
 def test_listed_sizes_are_planned_exactly_and_what_they_leave_out_is_said(
     capsys: pytest.CaptureFixture[str],
 ):
@@ -321,6 +310,23 @@ def test_group_that_cannot_be_planned_leaves_the_others(
     emitted = run_cli(capsys, *argv, "--emit")
     assert emitted.code == 1
     assert "# a: 1 x npu: cannot be planned" in emitted.out
+
+
+def test_group_of_an_unknown_backend_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "cluster.json"
+    groups = [{"name": "a", "backend": "nvidia"}, {"name": "b", "backend": "cpu"}]
+    path.write_text(json.dumps({"groups": groups}))
+    result = run_cli(capsys, "plan", "--cluster", path)
+    assert result.code == 1
+    assert "a: 1 x nvidia: cannot be planned: backend: there is no backend" in result.out
+    assert "Did you mean 'cuda'?" in " ".join(result.out.split())
+    assert "b: 1 x cpu" in result.out and "registered as a function" not in result.out
+    first, second = run_json(capsys, "plan", "--cluster", path, code=1)["groups"]
+    assert "no backend 'nvidia'" in first["error"] and second["error"] is None
+    emitted = run_cli(capsys, "plan", "--cluster", path, "--emit")
+    assert emitted.code == 1 and "# a: 1 x nvidia: cannot be planned" in emitted.out
 
 
 @pytest.mark.parametrize("form", ["flags", "env"])

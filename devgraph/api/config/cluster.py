@@ -110,7 +110,8 @@ def plan_cluster(
 ) -> tuple[GroupPlan, ...]:
     """Resolve one configuration for every group of a cluster.
 
-    A group that cannot run the configuration has an ``error``; other groups are resolved.
+    A group that cannot run the configuration, or whose backend is not registered on this machine,
+    has an ``error``; other groups are resolved.
     Capabilities are read from the class of each backend, so no device is needed. For a backend
     that is registered as a function, they are read from the facts of the group.
 
@@ -127,11 +128,12 @@ def plan_cluster(
         cluster = Cluster.from_dict(cluster)
     plans: list[GroupPlan] = []
     for group in cluster.groups:
-        declared = declaration(group.backend)
-        facts = group.facts if declared is None else group.facts.on_backend(declared)
-        facts = attrs.evolve(facts, backend=group.backend, role=group.role)
         outcome: Resolution | ConfigError
         try:
+            check_names("backend", [group.backend], registered_names(), what="backend")
+            declared = declaration(group.backend)
+            facts = group.facts if declared is None else group.facts.on_backend(declared)
+            facts = attrs.evolve(facts, backend=group.backend, role=group.role)
             outcome = resolve(config, facts, name=f"group {group.name}")
         except ConfigError as error:
             outcome = error
@@ -143,7 +145,6 @@ def _group(entry: object, path: str) -> Group:
     values = _mapping(entry, path, _KEYS)
     name = _name(values.get("name"), f"{path}.name")
     backend = _name(values.get("backend"), f"{path}.backend")
-    check_names(f"{path}.backend", [backend], registered_names(), what="backend")
     number = count(values.get("count", 1), f"{path}.count")
     role = values.get("role", "both")
     check_names(f"{path}.role", [role], ROLES, what="role")
