@@ -391,10 +391,11 @@ class PhaseConfig:
     )
     miss_budget: int | None = _key(
         optional(number(int, 0)),
-        "Number of new host-argument keys that `full` may record at their first step. Each step "
-        "with a known key raises the remaining number by one, up to this limit. At zero, the first "
-        "step with a new key runs as under `breakable`. If null, it is 8, or unlimited on a "
-        "backend with asynchronous updates.",
+        "Budget of new host-argument keys under `full`. A key that is recorded at its first step "
+        "takes one from the budget, and each step with a recorded key adds one, up to this value. "
+        "While the budget is empty, the first step with a new key runs as under `breakable`, and "
+        "its second step records the key. If null, the budget is 8, or unlimited on a backend "
+        "with asynchronous updates.",
         default=None,
     )
     explicit: frozenset[str] = attrs.field(default=frozenset({"policy"}), eq=False)
