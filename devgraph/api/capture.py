@@ -31,7 +31,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.gates import Gates
 from devgraph.api.graph import DeviceGraph, GraphInfo, summed
-from devgraph.api.guard import Guard
+from devgraph.api.guard import Guard, first_sentence
 from devgraph.api.inputs import Inputs, Pair, write, write_back
 from devgraph.api.marks.gates import entered_gates
 from devgraph.api.marks.host_values import HostSpec
@@ -211,7 +211,7 @@ class Captured:
         self._use(job, plan, seconds)
         warnings.warn(
             f"a replay captured the step again, at most {job.recaptures} times (recaptures=), "
-            f"because {str(cause).partition('. ')[0]}",
+            f"because {first_sentence(cause)}",
             DeviceGraphWarning,
             stacklevel=4,
         )

@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from devgraph.api.errors import StateError
+
 Term = tuple[str, tuple[Any, ...]]
 """A Python expression with a ``{}`` for each value, and the values."""
 
@@ -23,6 +25,11 @@ class Watched(Protocol):
 
     def check(self) -> None:
         """Raise StateError if the state differs from the capture; accept equal objects."""
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the first sentence of a message, which says what has changed."""
+    return str(error).partition(". ")[0]
 
 
 class Guard:
@@ -45,6 +52,14 @@ class Guard:
         if self._seen is None or not all(map(operator.is_, now, self._seen)):
             self._seen = now
             self.same = all_of([*self._terms, *(term for terms in now for term in terms)])
+
+    def difference(self) -> str:
+        """Return the first difference from the capture as text, or ""."""
+        try:
+            self.settle()
+        except StateError as error:
+            return first_sentence(error)
+        return ""
 
 
 def all_of(terms: Iterable[Term]) -> Callable[[], bool]:

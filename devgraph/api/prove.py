@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,15 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.backend import Backend, poison
-from devgraph.api.errors import InputError, InputTypeError, brief, counted, did_you_mean, whole
+from devgraph.api.errors import (
+    InputError,
+    InputTypeError,
+    brief,
+    counted,
+    did_you_mean,
+    note,
+    whole,
+)
 from devgraph.api.reach import Watch, entries, optimizer_state
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot, same_bytes
 from devgraph.api.tensors import has_place, unexpanded
@@ -133,6 +142,8 @@ class Report:
     """Tensors whose memory differs from the capture, by name."""
     moved: tuple[str, ...] = ()
     """Python values that eager runs changed."""
+    changed: str = ""
+    """The first difference of other state from the capture, if there are failures."""
     draws: bool = False
     """Whether the step draws random numbers from a default generator."""
 
@@ -160,6 +171,7 @@ class Report:
             failures=tuple(failures),
             exact=all(report.exact for report in reports),
             draws=any(report.draws for report in reports),
+            changed=next((r.changed for r in reports if r.changed), ""),
             tried=tuple(tried),
             **{
                 field: tuple(dict.fromkeys(name for r in reports for name in getattr(r, field)))
@@ -234,6 +246,13 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
     )
     others = ", or updates reach other regions" * any(case.host_args for case in wrong)
     others += ", or the graph of another bucket or variant runs" * (len(tried) > 1)
+    unknown = (
+        "the step reads an unmarked host value, a setting of torch, or a tensor that was replaced"
+        f"{others}"
+    )
+    shared = (
+        f"a branch taken at capture is in the graph, or memory is shared with other work{others}"
+    )
 
     def only(field: str) -> bool:
         has = attrgetter(field)
@@ -257,11 +276,9 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         f"only state differs: {lost}": (not outputs),
         f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends on "
         "the size is in the graph": len(buckets) < len(tried),
-        "every element in every case: the step reads an unmarked host value, a setting of torch, "
-        f"or a tensor that was replaced{others}": always
+        f"every element in every case: {report.changed or unknown}": always
         and all(failure.complete for failure in outputs),
-        "only some rows or outputs: a branch taken at capture is in the graph, or memory is shared "
-        f"with other work{others}": True,
+        f"only some rows or outputs: {report.changed or shared}": True,
     }
     cause = next(cause for cause, holds in causes.items() if holds)
     return f"{cause} ({_where(failures)} differs in {_count(failures)} of {report.cases})"
@@ -352,6 +369,21 @@ def compare_near(
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""
+
+
+@contextlib.contextmanager
+def in_case(case: Case, inputs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """Note the case and its integer inputs on an error that is raised in the block."""
+    try:
+        yield
+    except Exception as error:
+        texts = [f"in case {case.number} of the proof"] + [case.bucket] * bool(case.bucket)
+        for name, data in inputs:
+            with contextlib.suppress(Exception):  # A lost device cannot be read.
+                if not (data.is_floating_point() or data.is_complex()) and data.numel():
+                    texts.append(f"input {name!r} from {data.min().item()} to {data.max().item()}")
+        note(error, f"{', '.join(texts)}; sample= replaces the data of an input")
+        raise
 
 
 class State:
@@ -680,9 +712,7 @@ class _Prover:
             for path, _ in owned.tensors
             if path == name or re.match(rf"{re.escape(name)}[.\[]", path)
         }
-        self._inputs = [
-            (path, unexpanded(leaf)) for path, leaf in owned.tensors[: len(owned.given)]
-        ]
+        self.inputs = [(path, unexpanded(leaf)) for path, leaf in owned.tensors[: len(owned.given)]]
         now = owned.everything()
         self.replaced = replaced(captured.places, addresses(now))
         # Each case writes new data into replaced tensors, because the old memory, which the graph
@@ -692,7 +722,7 @@ class _Prover:
         reached, generators = owned.reached()
         # The last name of a tensor takes precedence.
         self._state = [*optimizer_state(owned.roots), *reached, *arguments]
-        given = sum(leaf.nbytes for _, leaf in self._inputs)
+        given = sum(leaf.nbytes for _, leaf in self.inputs)
         self.state = State(job.backend, self._state, owned.roots, generators, limit=limit + given)
 
     def not_varied(self) -> list[str]:
@@ -700,14 +730,14 @@ class _Prover:
         rest = [path for path, _ in self._job.owned.in_objects]
         return rest + [
             path
-            for path, leaf in self._inputs
+            for path, leaf in self.inputs
             if path not in self._sample and not (leaf.is_floating_point() or leaf.is_complex())
         ]
 
     def runs(self, host: Mapping[str, Any]) -> tuple[Run, Run]:
         """Return an eager run and a replay on new inputs."""
         data = []
-        for path, leaf in [*self._inputs, *self._renewed]:
+        for path, leaf in [*self.inputs, *self._renewed]:
             if path in self._sample:
                 value = drawn(self._sample[path], leaf, self._generator)
             else:
@@ -789,7 +819,8 @@ def prove(captured: Any, job: Job, terms: Terms) -> Report:
                 case = Case(number=len(tried), host_args=host, changed=changed, updated=updated)
                 tried.append(case)
                 runs = prover.runs(host)
-                failures += comparison.failures(case, *runs, exact=captured.exact)[-1]
+                with in_case(case, prover.inputs):
+                    failures += comparison.failures(case, *runs, exact=captured.exact)[-1]
     finally:
         prover.state.end()
     prover.state.snapshot.require_unwritten("a case of the proof")
@@ -804,4 +835,5 @@ def prove(captured: Any, job: Job, terms: Terms) -> Report:
         replaced=prover.replaced,
         moved=tuple(prover.state.moved),
         draws=comparison.draws,
+        changed=captured.guard.difference() if failures else "",
     )

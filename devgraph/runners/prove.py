@@ -29,6 +29,7 @@ from devgraph.api.prove import (
     drawn,
     extremes,
     host_sets,
+    in_case,
     no_rows,
     randomize,
     replaced,
@@ -98,7 +99,8 @@ class Proof:
             with torch.no_grad(), autocast_of(autocast):
                 for graph in chosen:
                     for run in self._runs(graphs, graph):
-                        failures += run.failures()
+                        with in_case(run.case, run.inputs.items()):
+                            failures += run.failures()
         except BaseException as error:
             self._ranks.post(f"{self._tag}/case", f"raised {type(error).__name__}: {error}")
             raise
@@ -118,6 +120,7 @@ class Proof:
             replaced=names,
             moved=tuple(state.moved),
             draws=self.compared.draws,
+            changed=step.guard.difference() if failures and step.guard else "",
         )
 
     def _runs(self, graphs: Graphs, graph: BucketGraph) -> Iterator[_CaseRun]:
@@ -254,8 +257,8 @@ class _CaseRun:
         step = proof.step
         assert graph.captured is not None
         self._proof, self._step, self._compared = proof, step, proof.compared
-        self._graph, self._real, self._case = graph, real, case
-        self._inputs, self._marks = inputs, marks
+        self._graph, self._real, self.case = graph, real, case
+        self.inputs, self._marks = inputs, marks
         self._exact = graph.captured.exact
         self._padded_host = step.host.resolve(case.host_args, real, graph.size)
         self._real_host = step.host.resolve(case.host_args, real, real)
@@ -283,7 +286,7 @@ class _CaseRun:
         if compared.agreed(bool(failures) and collides):
             self._equalize()
             want, got, failures = self._on_padded_batch(no_rows, scratch)
-        suspects = [*self._suspects(want)] if self._case.padded else []
+        suspects = [*self._suspects(want)] if self.case.padded else []
         is_suspect = compared.agreed(bool(suspects))
         if terms.quick and not is_suspect:
             return failures
@@ -294,10 +297,10 @@ class _CaseRun:
                     f"padded rows write row {row} of {name}, which real rows use: pad of slot "
                     f"{culprit!r}"
                 )
-                failures.append(self._case.failure(f"slot {culprit!r}:", message, "padding"))
+                failures.append(self.case.failure(f"slot {culprit!r}:", message, "padding"))
         if terms.quick:
             return failures
-        if self._case.padded:
+        if self.case.padded:
             failures += self._on_poisoned_padding(got, collides)
         sized = [] if alone.draws or failures else self._sized(alone, got, shared)
         if alone.draws:
@@ -308,7 +311,7 @@ class _CaseRun:
             got, alone = compared.result_of(self._replay), compared.result_of(self._unpadded)
             sized = self._sized(alone, got, shared)
         return failures + [
-            self._case.failure(where, f"compared with eager on the real batch {message}", "size")
+            self.case.failure(where, f"compared with eager on the real batch {message}", "size")
             for where, message in sized
         ]
 
@@ -318,29 +321,29 @@ class _CaseRun:
         change()
         host = self._static.prepared(self._padded_host)
         self._write(self._step.function(self._static.batch(host)))
-        return copies_of(self._bound.result(self._case.host_args))
+        return copies_of(self._bound.result(self.case.host_args))
 
     def _replay(self, change: Callable[[], None] = lambda: None) -> NamedTensors:
         self._load()
         self._step.outputs.poison(poison)
         change()
         self._bound.replay(self._padded_host)
-        return copies_of(self._bound.result(self._case.host_args))
+        return copies_of(self._bound.result(self.case.host_args))
 
     def _unpadded(self) -> NamedTensors:
         self._renew()
         step, real = self._step, self._real
-        views = step.inputs.eager_views(self._inputs, real)
+        views = step.inputs.eager_views(self.inputs, real)
         self._mark(views)
         options = self._graph.options
         return copies_of(step.call_eagerly(step.whole, views, real, self._real_host, options))
 
     def _load(self) -> None:
         self._renew()
-        self._bound.load(self._inputs)
+        self._bound.load(self.inputs)
         self._mark(self._step.inputs.views(self._real))
         if self._has_equal_rows:
-            self._fill_padding(lambda slot: _first_row(slot, self._inputs[slot.name]))
+            self._fill_padding(lambda slot: _first_row(slot, self.inputs[slot.name]))
 
     def _renew(self) -> None:
         for leaf, value in self._renewed:
@@ -360,8 +363,8 @@ class _CaseRun:
         for name, slot in self._step.inputs.given.items():
             if slot.axis is None or slot.row_dim == "requests+1":
                 continue
-            data = self._inputs[name]
-            self._inputs[name] = (
+            data = self.inputs[name]
+            self.inputs[name] = (
                 _first_row(slot, data).expand_as(data)
                 if data.is_floating_point()
                 else torch.full_like(data, slot.pad.value)
@@ -374,7 +377,7 @@ class _CaseRun:
         """Return the results of an eager run and of the graph on the padded batch, and failures."""
         runs, exact = (self._eager, self._replay), self._exact
         result = self._compared.failures(
-            self._case, *runs, exact=exact, shared=shared, scratch=scratch
+            self.case, *runs, exact=exact, shared=shared, scratch=scratch
         )
         self._proof.written.update(result[0].state)
         return result
@@ -390,7 +393,7 @@ class _CaseRun:
             if message and collides:
                 self._proof.notes[_COLLISION] = None
             elif message:
-                yield self._case.failure(name, f"with other data in padding {message}", "size")
+                yield self.case.failure(name, f"with other data in padding {message}", "size")
 
     def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
         """Return the differences between the graph and eager on the unpadded batch.
@@ -418,7 +421,7 @@ class _CaseRun:
         for name, slot in self._step.inputs.given.items():
             is_integer = not (slot.dtype.is_floating_point or slot.dtype.is_complex)
             if is_integer and slot.dtype is not torch.bool and slot.axis is not None:
-                yield slot, self._inputs[name].flatten().tolist()
+                yield slot, self.inputs[name].flatten().tolist()
 
     def _named_rows(self) -> torch.Tensor:
         """Return all values of integer slots in the case, each of which may be a row number."""
@@ -462,7 +465,7 @@ class _CaseRun:
             int(slot.pad.value)
             for slot, data in self._integers()
             if slot.row_dim != "requests+1" and set(data) == {int(slot.pad.value)}
-            if len(data) > 1 or self._case.padded
+            if len(data) > 1 or self.case.padded
         }
         return any(
             not same_bytes(saved[row], now[row])
@@ -510,7 +513,7 @@ class _CaseRun:
         if not near(right, now[at]):
             return None
         for slot in slots:
-            data = self._inputs[slot.name].flatten().tolist()
+            data = self.inputs[slot.name].flatten().tolist()
             legal = [*self._proof.extremes_of.get(slot.name, ()), *data]
             other = next((value for value in legal if value != row), None)
             if other is None:

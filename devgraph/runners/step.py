@@ -396,6 +396,7 @@ class GraphStep:
         try:
             self.replay(host)
         except Exception as error:
+            step.last = None  # Proofs must not use the inputs of a failed run.
             note(error, f"in {self._name}, bucket {graph.key}, {self.real}")
             raise
         step.last, step.last_host = self, host_args or {}

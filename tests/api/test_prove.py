@@ -186,6 +186,26 @@ def test_prove_gives_bound_tensors_their_data_back(kit: Kit, policy: str) -> Non
     kit.same((x, count), before, "the bound tensors after prove")
 
 
+def test_error_of_the_step_in_a_proof_names_the_case_and_the_integers() -> None:
+    weight = torch.randn(10, 4)
+    captured = dg.capture(lambda ids: weight[ids] * 2, torch.tensor([1]), backend="cpu")
+    with pytest.raises(IndexError):
+        captured(torch.tensor([99]))
+    with pytest.raises(IndexError) as caught:
+        captured.prove()
+    assert (
+        "in case 0 of the proof, input 'ids' from 99 to 99; sample=" in caught.value.__notes__[-1]
+    )
+
+
+def test_changed_state_is_named_as_the_cause() -> None:
+    scale = [2.0]
+    captured = dg.capture(lambda x: x * scale[0], torch.ones(4), backend="cpu")
+    scale[0] = 3.0
+    (cause,) = captured.prove().causes
+    assert cause.startswith("every element in every case: scale[0] is 3.0 and was 2.0 at capture")
+
+
 class Linear(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

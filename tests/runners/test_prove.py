@@ -112,7 +112,7 @@ def test_prove_finds_a_value_that_froze_at_capture():
     report = runner.prove()
     assert not report.ok
     assert {failure.kind for failure in report.failures} == {"graph"}
-    assert "every element in every case" in report.causes[0]
+    assert "every element in every case: scale[0] is 2.0 and was 1.0 at" in report.causes[0]
 
 
 def test_prove_finds_a_step_that_depends_on_the_size_of_its_bucket():
@@ -409,6 +409,32 @@ def test_inputs_of_the_last_batch_are_used_where_nothing_is_declared():
     assert report.ok, str(report)
     assert report.not_varied == ()
     assert step.cache.equal(before)
+
+
+def test_proof_after_a_failed_run_does_not_use_its_inputs():
+    weight = torch.randn(10, 3)
+    slot = InputSlot("ids", ("tokens",), torch.int64, pad=Pad.zero())
+    runner = decode_of(lambda b: weight[b.ids] * 2, (slot,), max_requests=2)
+    runner.run({"ids": torch.tensor([3, 4])})
+    for ids in ([99], [99, 98]):
+        with pytest.raises(IndexError):
+            runner.run({"ids": torch.tensor(ids)})
+        assert runner.prove().ok
+    runner.run({"ids": torch.tensor([3, 4])})
+    assert runner.prove().not_varied == ()
+
+
+def test_error_of_the_step_in_a_proof_names_the_case_and_the_integers():
+    weight = torch.randn(10, 3)
+    slot = InputSlot("ids", ("tokens",), torch.int64, pad=Pad.zero())
+    runner = decode_of(lambda b: weight[b.ids] * 2, (slot,), max_requests=2)
+    with pytest.raises(IndexError) as caught:
+        runner.prove(sample={"ids": lambda shape, _: torch.arange(98, 98 + shape[0])})
+    (note,) = caught.value.__notes__
+    assert note == (
+        "in case 0 of the proof, bucket 2, 2 requests, 2 tokens, input 'ids' from 98 to 99; "
+        "sample= replaces the data of an input"
+    )
 
 
 def test_sample_of_a_proof_overrides_the_slots():
