@@ -206,14 +206,15 @@ def _causes(report: Report) -> Iterator[str]:
             f"eager differs from itself in {_where(unstable)}: the step reads Python state or "
             f"uninitialised memory, or draws from an unregistered generator{moved}"
         )
+    causes = []
     if sized := kinds["size"]:
-        yield (
+        causes.append(
             f"{_where(sized)} of real rows depends on padding or on the size of the bucket, in "
             f"{_count(sized)}; graphs equal eager on the padded batch"
         )
     wavering = {failure.where for failure in unstable}
     graphs = [failure for failure in kinds["graph"] if failure.where not in wavering]
-    causes = [_cause_in_graphs(report, graphs)] if graphs else []
+    causes += [_cause_in_graphs(report, graphs)] if graphs else []
     cases = {case.number: case for case in report.tried}
     filled = [cases[failure.case].filled for failure in report.failures]
     if filled and all(filled):
@@ -222,7 +223,7 @@ def _causes(report: Report) -> Iterator[str]:
             f"no real data: pad values in {', '.join(names)}, in {_count(report.failures)}. "
             f"Declare sample= or a range, or run batches of these sizes before the proof"
         )
-        if all(failure.complete for failure in graphs):
+        if (graphs or not sized) and all(failure.complete for failure in graphs):
             causes.append(missing)
         else:
             causes = [missing, *(f"if failures remain with real data: {c}" for c in causes)]

@@ -86,8 +86,20 @@ def test_data_of_no_real_batch_is_named_as_a_cause():
     runner.capture()
     report = runner.prove()
     assert "eager differs from itself" in report.causes[0]
-    assert "no real data: pad values in starts, in" in report.causes[-1]
+    assert "no real data: pad values in starts, in" in report.causes[1]
     assert not any("another bucket" in cause for cause in report.causes)
+
+
+def test_size_that_matters_only_for_data_of_no_real_batch_is_not_the_first_cause():
+    def mean(batch):
+        return batch.x - batch.x.sum(0) * (batch.ids == 0).all()
+
+    ids = InputSlot("ids", ("tokens",), torch.int64, pad=Pad.zero())
+    runner = decode_of(mean, (X, ids), config={"buckets": [4]}, max_requests=4)
+    first, *others = runner.prove().causes
+    assert first.startswith("no real data: pad values in ids, in 1 case")
+    assert all(cause.startswith("if failures remain with real data: ") for cause in others)
+    assert runner.prove(sample={"ids": lambda shape, _: torch.arange(1, 1 + shape[0])}).ok
 
 
 def test_prove_says_which_slots_it_could_not_vary():
