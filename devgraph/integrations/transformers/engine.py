@@ -35,11 +35,9 @@ from devgraph.integrations.transformers.handoff import (
     Handoff,
     LayerStream,
     Progress,
-    differences,
+    check_header,
+    copy_layers,
     geometry_of,
-    pack,
-    refuse,
-    unpack,
 )
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import eos_of
@@ -420,9 +418,13 @@ class Engine:
         """Complete the handoff of a running request, and hold the request."""
         handoff = self._handoffs[request.id]
         assert request.slot is not None
-        state = self._state(request)
+        source = self.model.slot_tensors(request.slot, handoff.cached)
+        state = self.decode.export_state(request.slot) if self.model.states else {}
+        for index, named in self.model.states.named.items():
+            source[index] |= {name: state[slot.name] for name, slot in named.items()}
+        ready = handoff.progress.ready
         with self.pool.lock:
-            pack(self.model.slot_tensors(request.slot, handoff.cached, state), handoff)
+            copy_layers(handoff.by_layer(handoff.data)[ready:], source[ready:])
         complete = attrs.evolve(handoff, **_header_of(request))
         handoff.progress.complete(complete, self.backend.fence())
         self._handoffs[request.id] = complete
@@ -435,7 +437,7 @@ class Engine:
         exports = [
             (
                 self._handoffs[chunk.request.id],
-                self.model.slot_tensors(chunk.slot, chunk.cached + chunk.count, {}),
+                self.model.slot_tensors(chunk.slot, chunk.cached + chunk.count),
             )
             for chunk in chunks
             if chunk.completes and chunk.request.id in self._exports
@@ -466,11 +468,8 @@ class Engine:
             raise InputTypeError(f"a handoff must be a Handoff, got {brief(handoff)}")
         if handoff.progress.ended not in (None, "released"):
             raise HandoffError(f"the handoff has ended: it was {handoff.progress.ended}")
-        found = differences(handoff, self._geometry, convert=convert)
-        needed = handoff.prompt_length + handoff.max_new_tokens
-        if needed > self.model.positions:
-            found["max_len"] = (needed, self.model.positions)
-        refuse(found)
+        check_header(handoff, self._geometry, positions=self.model.positions, convert=convert)
+        handoff.check_data()
         request = self._continued(handoff)
         self._expire()
         if not wait and self._scheduler.free <= len(self._scheduler.waiting):
@@ -488,13 +487,21 @@ class Engine:
 
     def _continued(self, handoff: Handoff) -> Request:
         tokens = list(handoff.token_ids)
-        self._check_ids(tokens)
-        if not 0 < handoff.prompt_length <= handoff.cached == len(tokens) - 1:
+        generated = len(tokens) - handoff.prompt_length
+        if not (
+            0 < handoff.prompt_length <= handoff.cached == len(tokens) - 1
+            and generated < handoff.max_new_tokens
+        ):
             raise HandoffError(
                 f"the handoff caches {handoff.cached} of {counted(len(tokens), 'token')}, "
-                f"{handoff.prompt_length} of them in the prompt; it must cache the prompt and all "
-                f"tokens but the last"
+                f"{handoff.prompt_length} of them in the prompt, with at most "
+                f"{handoff.max_new_tokens} after it; it must cache the prompt and all tokens but "
+                f"the last, and may continue only a request that has not ended"
             )
+        try:
+            self._check_ids(tokens)
+        except InputError as error:
+            raise HandoffError(f"in the handoff, {error}", fields=("token_ids",)) from error
         request = self._new_request(
             tokens,
             handoff.sampling,
@@ -557,20 +564,21 @@ class Engine:
             if handoff is None or request.id in self._exports:
                 continue
             try:
-                state = self._state(request)
-                with self.pool.lock:
-                    unpack(handoff, self.model.slot_tensors(request.slot, request.cached, state))
-                if state:
-                    self.decode.import_state(request.slot, state)
+                self._fill(request.slot, handoff)
             except BaseException as error:
                 note(error, f"in the handoff of request {request.id}, which is cancelled")
                 self._drop(request)
                 raise
             del self._handoffs[request.id]
 
-    def _state(self, request: Request) -> dict[str, Tensor]:
-        assert request.slot is not None
-        return self.decode.export_state(request.slot) if self.model.states else {}
+    def _fill(self, slot: int, handoff: Handoff) -> None:
+        """Copy a handoff into a slot, from any device and dtype."""
+        # One transfer of the buffer is faster than a transfer for each tensor.
+        layers = handoff.by_layer(handoff.data.to(self.model.device))
+        with self.pool.lock:
+            copy_layers(self.model.slot_tensors(slot, handoff.cached), layers)
+        if self.model.states:
+            self.decode.import_state(slot, self.model.states.split(layers))
 
     @functools.cached_property
     def _geometry(self) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import threading
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -187,39 +188,66 @@ class Handoff:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, as views of ``data``."""
-        return {
-            name: self.data[start : start + size].view(dtype).view(shape)
-            for name, (start, size, dtype, shape) in self._layout()[0].items()
-        }
+        layers = enumerate(self.by_layer(self.data))
+        return {f"{index}.{name}": view for index, views in layers for name, view in views.items()}
 
-    def layer_end(self, layers: int) -> int:
-        """Return the number of leading bytes of ``data`` that hold the first ``layers`` layers."""
-        return self._layout()[1][layers]
+    def by_layer(self, data: Tensor) -> list[dict[str, Tensor]]:
+        """Return the tensors of each layer, as views of ``data`` or of a copy of it."""
+        layers: list[dict[str, Tensor]] = [{} for _ in range(self.layers)]
+        start = 0
+        # Views of equal tensors in a row are made by one operation.
+        for (size, dtype, shape), run in itertools.groupby(
+            self._layout(), key=lambda place: place[2:]
+        ):
+            places = list(run)
+            end = start + size * len(places)
+            rows = data[start:end].view(dtype).view(len(places), size // dtype.itemsize)
+            views = rows[:, : math.prod(shape)].view(len(places), *shape).unbind(0)
+            for (layer, name, *_), view in zip(places, views, strict=True):
+                layers[layer][name] = view
+            start = end
+        return layers
 
-    def _layout(self) -> tuple[dict[str, tuple[int, int, torch.dtype, Any]], list[int]]:
-        """Return start, size, dtype and shape of each tensor, and the end of each layer."""
-        places, ends, at = {}, [0], 0
-        for layer in range(self.layers):
+    @property
+    def layer_ends(self) -> list[int]:
+        """For each number of leading layers, the number of leading bytes that hold them."""
+        sizes = [0] * self.layers
+        for layer, _, size, *_ in self._layout():
+            sizes[layer] += size
+        return list(itertools.accumulate(sizes, initial=0))
+
+    def _layout(self) -> Iterator[tuple[int, str, int, torch.dtype, tuple[int, ...]]]:
+        """Yield layer, name, aligned size, dtype and shape of each tensor, in their order."""
+        columns = (self.kv_heads, self.head_dim, self.value_dim, self.states)
+        for layer, (heads, key_dim, value_dim, states) in enumerate(zip(*columns, strict=True)):
             named: dict[str, tuple[str, tuple[int, ...]]] = {}
-            if (heads := self.kv_heads[layer]) is not None:
-                for name, dims in (("k", self.head_dim), ("v", self.value_dim)):
-                    named[name] = (self.dtype, (self.cached, heads, dims[layer] or 0))
-            for name, (dtype_name, shape) in (named | self.states[layer]).items():
+            if heads is not None:
+                for name, dim in (("k", key_dim), ("v", value_dim)):
+                    named[name] = (self.dtype, (self.cached, heads, dim or 0))
+            for name, (dtype_name, shape) in (named | states).items():
                 dtype = getattr(torch, dtype_name, None)
                 if not isinstance(dtype, torch.dtype):
                     raise HandoffError(f"the header of a handoff has an unknown dtype {dtype_name}")
                 size = math.prod(shape) * dtype.itemsize
-                places[f"{layer}.{name}"] = (at, size, dtype, shape)
-                at += -(-size // _ALIGNMENT) * _ALIGNMENT
-            ends.append(at)
-        return places, ends
+                yield layer, name, -(-size // _ALIGNMENT) * _ALIGNMENT, dtype, shape
 
     @classmethod
     def allocated(cls, device: torch.device | str = "cpu", **header: Any) -> Handoff:
         """Return a handoff with an uninitialised buffer."""
         handoff = cls(**header, data=torch.empty(0, dtype=torch.uint8))
-        size = handoff.layer_end(handoff.layers)
+        size = handoff.layer_ends[-1]
         return attrs.evolve(handoff, data=torch.empty(size, dtype=torch.uint8, device=device))
+
+    def check_data(self) -> None:
+        """Raise HandoffError if ``data`` does not have the size that the header describes."""
+        size, data = self.layer_ends[-1], self.data
+        is_buffer = isinstance(data, Tensor) and data.is_contiguous()
+        if not is_buffer or (data.dtype, data.shape) != (torch.uint8, (size,)):
+            raise HandoffError(
+                f"the buffer of the handoff is {brief(data)}; its header describes {size} "
+                f"contiguous bytes",
+                fields=("data",),
+            )
 
     def to_json(self) -> str:
         return json.dumps({name: getattr(self, name) for name in _FIELDS}, default=attrs.asdict)
@@ -233,7 +261,7 @@ class Handoff:
         """
         try:
             given = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise HandoffError(f"the header of a handoff is not readable: {error}") from error
         if not isinstance(given, dict):
             raise HandoffError(f"the header of a handoff is not an object: {brief(given)}")
@@ -250,15 +278,18 @@ class Handoff:
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 wrong[name] = str(error)
         for name in GEOMETRY[2:]:
-            if name in values and len(values[name]) != given["layers"]:
-                wrong[name] = f"{counted(len(values[name]), 'entry')} for {given['layers']} layers"
+            if len(values.get(name, ())) != (layers := given.get("layers")) and name in values:
+                wrong[name] = f"{counted(len(values[name]), 'entry')} for {brief(layers)} layers"
         if wrong:
             raise HandoffError(
                 "the header of a handoff has wrong fields:"
                 + "".join(f"\n  {name}: {reason}" for name, reason in wrong.items()),
                 fields=tuple(wrong),
             )
-        return cls.allocated(device, **values)
+        try:
+            return cls.allocated(device, **values)
+        except (RuntimeError, TypeError) as error:  # A size is negative or too large.
+            raise HandoffError(f"the buffer of a handoff cannot be allocated: {error}") from error
 
     def stream_for(self, backend: str) -> tuple[int, int, Tensor | None]:
         """Return seed, number of draws and generator state for a continuation on ``backend``.
@@ -285,17 +316,13 @@ def geometry_of(model: CausalModel) -> dict[str, Any]:
     layers = len(model.cache.layers)
     columns: dict[str, list[Any]] = {name: [None] * layers for name in GEOMETRY[2:-1]}
     states: list[dict[str, Any]] = [{} for _ in range(layers)]
-    rows = {slot.name: torch.empty(slot.shape, dtype=slot.dtype) for slot in model.states.slots}
-    for name, tensor in model.slot_tensors(0, 0, rows).items():
-        index, _, part = name.partition(".")
-        layer = int(index)
-        if part == "k":
-            columns["kv_heads"][layer], columns["head_dim"][layer] = tensor.shape[1:]
-            columns["windows"][layer] = model.cache.layers[layer].shape.window
-        elif part == "v":
-            columns["value_dim"][layer] = tensor.shape[2]
-        else:
-            states[layer][part] = (_name_of(tensor.dtype), tuple(tensor.shape))
+    for index, tensors in enumerate(model.slot_tensors(0, 0)):
+        if tensors:
+            columns["kv_heads"][index], columns["head_dim"][index] = tensors["k"].shape[1:]
+            columns["value_dim"][index] = tensors["v"].shape[2]
+            columns["windows"][index] = model.cache.layers[index].shape.window
+    for index, named in model.states.named.items():
+        states[index] = {name: (_name_of(slot.dtype), slot.shape) for name, slot in named.items()}
     return {
         "model": _digest(model.model),
         "dtype": _name_of(model.dtype),
@@ -326,16 +353,15 @@ def _digest(model: PreTrainedModel) -> str:
     return f"{architecture.hexdigest()[:16]}-{weights.hexdigest()[:16]}"
 
 
-def differences(
-    handoff: Handoff, geometry: Mapping[str, Any], *, convert: bool
-) -> dict[str, tuple[Any, Any]]:
-    """Return the header's fields that differ, each with the handoff's and the receiver's value.
+def check_header(
+    handoff: Handoff, geometry: Mapping[str, Any], *, positions: int, convert: bool
+) -> None:
+    """Raise HandoffError if fields of the header differ from the receiver's, with a line for each.
 
     With ``convert``, the dtypes may differ, and then the digests of weights are not compared.
     """
-    converts = convert and handoff.dtype != geometry["dtype"]
 
-    def comparable(name: str, value: Any) -> Any:
+    def comparable(name: str, value: Any, converts: bool) -> Any:
         if converts and name == "dtype":
             return None
         if converts and name == "model":
@@ -344,25 +370,28 @@ def differences(
             return [{state: shape for state, (_, shape) in layer.items()} for layer in value]
         return value
 
-    pairs = {name: (getattr(handoff, name), here) for name, here in geometry.items()}
-    return {
-        name: pair
-        for name, pair in pairs.items()
-        if comparable(name, pair[0]) != comparable(name, pair[1])
-    }
+    def differing(converts: bool) -> dict[str, tuple[Any, Any]]:
+        pairs = {name: (getattr(handoff, name), here) for name, here in geometry.items()}
+        return {
+            name: (there, here)
+            for name, (there, here) in pairs.items()
+            if comparable(name, there, converts) != comparable(name, here, converts)
+        }
 
-
-def refuse(differing: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise HandoffError if fields differ, with a line for each."""
-    if differing:
+    can_convert = handoff.dtype != geometry["dtype"]
+    found = differing(convert and can_convert)
+    needed = handoff.prompt_length + handoff.max_new_tokens
+    if needed > positions:
+        found["max_len"] = (needed, positions)
+    if found:
+        can_convert = can_convert and not convert and not differing(True)
+        advice = "; pass convert=True to convert the dtype" if can_convert else ""
         lines = [
             f"\n  {name}: {brief(there)} in the handoff, {brief(here)} here"
-            for name, (there, here) in differing.items()
+            for name, (there, here) in found.items()
         ]
-        advice = "; pass convert=True to convert the dtype" if set(differing) == {"dtype"} else ""
         raise HandoffError(
-            f"the handoff does not fit this engine{advice}:{''.join(lines)}",
-            fields=tuple(differing),
+            f"the handoff does not fit this engine{advice}:{''.join(lines)}", fields=tuple(found)
         )
 
 
@@ -371,11 +400,11 @@ class LayerStream:
 
     The thread waits for the signal ``kv.LAYER`` of each layer, and stops at the first layer with
     recurrent state. The last layer is copied after the step, with the first token. ``exports`` has
-    each handoff and the tensors of its slot.
+    each handoff and the tensors of its slot by layer.
     """
 
     def __init__(
-        self, gates: Gates, exports: Sequence[tuple[Handoff, Mapping[str, Tensor]]]
+        self, gates: Gates, exports: Sequence[tuple[Handoff, Sequence[Mapping[str, Tensor]]]]
     ) -> None:
         self._gates, self._exports = gates, exports
         self._epoch = gates.epoch + 1
@@ -390,16 +419,15 @@ class LayerStream:
 
     def _run(self) -> None:
         first, device = self._exports[0][0], self._exports[0][0].data.device
+        pairs = [(handoff.by_layer(handoff.data), layers) for handoff, layers in self._exports]
         # The current stream is busy with the step.
         stream = torch.Stream(device=device) if device.type != "cpu" else None
         for layer in range(first.layers - 1):
             if first.states[layer] or first.kv_heads[layer] is None or not self._reached(layer):
                 return
             with stream or contextlib.nullcontext():
-                for handoff, slot_tensors in self._exports:
-                    names = [name for name in slot_tensors if name.startswith(f"{layer}.")]
-                    tensors = handoff.tensors
-                    _copy({name: tensors[name] for name in names}, slot_tensors)
+                for target, source in pairs:
+                    copy_layers(target[layer : layer + 1], source[layer : layer + 1])
             if stream is not None:
                 stream.synchronize()
             for handoff, _ in self._exports:
@@ -418,22 +446,15 @@ class LayerStream:
         return False
 
 
-def pack(source: Mapping[str, Tensor], handoff: Handoff) -> None:
-    """Copy the tensors of a slot into the buffer of a handoff, except for layers that are ready."""
-    ready, tensors = handoff.progress.ready, handoff.tensors
-    names = [name for name in tensors if int(name.partition(".")[0]) >= ready]
-    _copy({name: tensors[name] for name in names}, source)
-
-
-def unpack(handoff: Handoff, target: Mapping[str, Tensor]) -> None:
-    """Copy a handoff into the tensors of a slot, on any device and in any dtype."""
-    if not target:
-        return
-    device = next(iter(target.values())).device
-    # One transfer of the buffer is faster than a transfer for each tensor.
-    _copy(target, attrs.evolve(handoff, data=handoff.data.to(device)).tensors)
-
-
-def _copy(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    if target:
-        torch._foreach_copy_(list(target.values()), [source[name] for name in target])
+def copy_layers(
+    target: Sequence[Mapping[str, Tensor]], source: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """Copy tensors by layer and name; ``source`` may have more names."""
+    pairs = [
+        (tensor, there[name])
+        for here, there in zip(target, source, strict=True)
+        for name, tensor in here.items()
+    ]
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)

@@ -13,7 +13,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -307,20 +307,14 @@ class CausalModel:
         data = {"inputs": inputs, "host_args": host_args}
         return data | ({"state_slots": [piece.slot for piece in pieces]} if self.states else {})
 
-    def slot_tensors(
-        self, slot: int, length: int, state: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the tensors of a request, as ``Handoff`` names them.
-
-        Keys and values of ``length`` tokens are views. ``state`` has a tensor for each state slot.
-        """
-        tensors = {
-            f"{index}.{name}": rows[slot, :, :length].transpose(0, 1)
-            for index, layer in enumerate(self.cache.layers)
-            if layer is not None
-            for name, rows in (("k", layer.keys_by_slot), ("v", layer.values_by_slot))
-        }
-        return tensors | {self.states.names[name]: tensor for name, tensor in state.items()}
+    def slot_tensors(self, slot: int, length: int) -> list[dict[str, Tensor]]:
+        """Return views of the first ``length`` keys and values of a slot, for each layer."""
+        first = slot * self.max_len
+        rows = slice(first, first + length)
+        return [
+            {"k": layer.keys_by_row[rows], "v": layer.values_by_row[rows]} if layer else {}
+            for layer in self.cache.layers
+        ]
 
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return ``values`` as a tensor on the device."""

@@ -125,9 +125,9 @@ class Seat:
 
     def _fill(self, layers: Sequence[Any]) -> None:
         if self._states:
+            tensors = {index: state_tensors(layers[index]) for index in self._states.layers}
             for slot in range(len(self.pads)):
-                state = self._states.split(dict(enumerate(layers)), slot)
-                self._holder.import_state(slot, state)
+                self._holder.import_state(slot, self._states.split(tensors, slot))
         for rows, layer in zip(self._rows.layers, layers, strict=True):
             if rows is None:
                 continue

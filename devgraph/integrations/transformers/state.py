@@ -89,36 +89,37 @@ class RecurrentLayers:
         self.layers = dict(layers)
         self.carries = True
         """Whether mixers continue a state with several tokens at once, or one token at a time."""
-        self.slots: list[StateSlot] = []
-        """The state slots of the runners."""
-        self.names: dict[str, str] = {}
-        """Name of each state slot in handoffs: ``LAYER.STATE``."""
-        self._names: dict[int, list[str]] = {index: [] for index in layers}
-        for index, layer in layers.items():
-            for name, tensor in state_tensors(layer).items():
-                slot = f"layer{index}_{name.replace('.', '_')}"
-                self.slots.append(StateSlot(slot, tensor.shape[1:], tensor.dtype))
-                self.names[slot] = f"{index}.{name}"
-                self._names[index].append(slot)
+        self.named: dict[int, dict[str, StateSlot]] = {
+            index: {
+                name: StateSlot(
+                    f"layer{index}_{name.replace('.', '_')}", rows.shape[1:], rows.dtype
+                )
+                for name, rows in state_tensors(layer).items()
+            }
+            for index, layer in layers.items()
+        }
+        """The state slots, by layer and name of the state."""
+        self.slots = [slot for named in self.named.values() for slot in named.values()]
 
     def __bool__(self) -> bool:
         return bool(self.layers)
 
     def rows(self, state: Any, index: int) -> list[Tensor]:
         """Return the tensors of layer ``index`` in ``batch.state`` or in its history."""
-        return [getattr(state, name) for name in self._names.get(index, ())]
+        return [getattr(state, slot.name) for slot in self.named.get(index, {}).values()]
 
-    def split(self, layers: Mapping[int, Any], row: int) -> dict[str, Tensor]:
-        """Return the state in ``row`` of filled cache layers, in the form of ``import_state``."""
+    def split(self, layers: Any, row: Any = ...) -> dict[str, Tensor]:
+        """Return the states in ``row`` of the tensors of all layers, for ``import_state``."""
         return {
-            name: tensor[row]
-            for index, names in self._names.items()
-            for name, tensor in zip(names, state_tensors(layers[index]).values(), strict=True)
+            slot.name: layers[index][name][row].to(slot.dtype)
+            for index, named in self.named.items()
+            for name, slot in named.items()
         }
 
     def layer(self, index: int, states: list[dict[str, Tensor]], *, carried: bool) -> Any:
         """Return a cache layer with the exported states of all requests in a batch."""
-        tensors = [torch.stack([state[name] for state in states]) for name in self._names[index]]
+        slots = self.named[index].values()
+        tensors = [torch.stack([state[slot.name] for state in states]) for slot in slots]
         return layer_with(self.layers[index], tensors, carried=carried)
 
     def zeros(self, rows: int, device: torch.device) -> StateViews:

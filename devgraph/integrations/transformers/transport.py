@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from devgraph.api.errors import HandoffError, InputError, finite
+from devgraph.api.errors import HandoffError, InputError, InputTypeError, brief, finite
 from devgraph.integrations.transformers.handoff import Handoff
 from devgraph.runners.ranks import store_of
 
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 32 << 20
 """Maximum size of a message; after a cancellation, the transfer ends with the current message."""
+
+_MORE, _LAST, _ENDED = range(3)
+"""States of a transfer: after its next part, more parts follow or none; or the handoff ended."""
 
 _FOREVER = datetime.timedelta(days=365)
 
@@ -75,6 +78,8 @@ class Transport:
         The offer ends with the handoff: when the receiver releases it, or the exporter releases or
         cancels the request, or its timeout passes.
         """
+        if not isinstance(handoff, Handoff):
+            raise InputTypeError(f"a handoff must be a Handoff, got {brief(handoff)}")
         offer_id = f"{self._name}-{next(self._numbers)}"
         with self._reaching(self.rank):
             self._set(offer_id, handoff)
@@ -136,26 +141,29 @@ class Transport:
                 f"rank {rank} offers no handoff {offer_id!r}: it was released or cancelled, or "
                 f"its timeout passed"
             )
-        entry: dict[str, Any] = json.loads(self._store.get(offer_id))
-        return entry
+        return json.loads(self._store.get(offer_id))  # type: ignore[no-any-return]
 
     def _answer(self, inbox: Any) -> None:
         """Answer the messages of other ranks until this transport closes."""
         while True:
             try:
-                message = json.loads(inbox.queue_pop(self._name))
+                text = inbox.queue_pop(self._name)
             except RuntimeError as error:
                 if not self.closed:
                     logger.warning("rank %d offers no more handoffs: %s", self.rank, error)
                 return
-            if "close" in message:
-                return
-            if "release" in message:
-                self.release(message["release"])
-            else:
-                threading.Thread(
-                    target=self._send, args=(message,), name="devgraph-send", daemon=True
-                ).start()
+            try:
+                message = dict(json.loads(text))
+                if "close" in message:
+                    return
+                if "release" in message:
+                    self.release(message["release"])
+                else:
+                    threading.Thread(
+                        target=self._send, args=(message,), name="devgraph-send", daemon=True
+                    ).start()
+            except Exception as error:
+                logger.warning("rank %d ignores a message about a handoff: %r", self.rank, error)
 
     def _ask(self, owner: str, **message: Any) -> None:
         self._store.queue_push(owner, json.dumps(message))
@@ -176,16 +184,20 @@ class Transport:
     @contextlib.contextmanager
     def _reaching(self, rank: int, offer_id: str = "") -> Iterator[None]:
         """Convert errors of the store and of connections into errors that name the rank."""
+        of = f" of handoff {offer_id!r}" if offer_id else ""
         try:
             yield
         except HandoffError:
             raise
         except RuntimeError as error:
-            of = f" of handoff {offer_id!r}" if offer_id else ""
             who = "the store of the group" if rank == self.rank else f"rank {rank}"
             raise HandoffError(
                 f"rank {self.rank} cannot reach {who} in the transfer{of}: it has ended, or did "
                 f"not answer within {self.timeout_s:g} s ({error})"
+            ) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise HandoffError(
+                f"rank {self.rank} cannot read the data{of} from rank {rank} ({error!r})"
             ) from error
 
 
@@ -219,24 +231,18 @@ class TorchTransport(Transport):
 
     def fetch(self, offer_id: str) -> Handoff:
         owner, rank = owner_of(offer_id)
+        host = self.device.type == "cpu" or _library(self.device) is None
         with self._reaching(rank, offer_id):
             entry = self._entry(offer_id, rank)
-        host = self.device.type == "cpu" or _library(self.device) is None
-        direct = entry["device"] == self.device.type and not host
-        handoff = Handoff.from_json(entry["header"], self.device if direct else "cpu")
+            direct = entry["device"] == self.device.type and not host
+            handoff = Handoff.from_json(entry["header"], self.device if direct else "cpu")
         with self._lock:
             peer = self._peers.setdefault(f"from {owner}", _Peer())
-        with peer.lock:
-            try:
-                with self._reaching(rank, offer_id):
-                    has_ended = self._receive(handoff, offer_id, owner, peer, direct)
-                    if not handoff.is_complete and not has_ended:
-                        header = self._entry(offer_id, rank)["header"]
-                        handoff = attrs.evolve(Handoff.from_json(header), data=handoff.data)
-            except BaseException:
-                # Messages of this transfer may still arrive, so later transfers reconnect.
-                peer.forget()
-                raise
+        with peer.transfer(), self._reaching(rank, offer_id):
+            has_ended = self._receive(handoff, offer_id, owner, peer, direct)
+            if not handoff.is_complete and not has_ended:
+                header = self._entry(offer_id, rank)["header"]
+                handoff = attrs.evolve(Handoff.from_json(header), data=handoff.data)
         if has_ended:
             raise HandoffError(
                 f"rank {rank} ended the handoff {offer_id!r} during its transfer: its request was "
@@ -260,60 +266,71 @@ class TorchTransport(Transport):
         names = {"send": offer_id, "peer": self._name, "connection": name}
         self._ask(owner, **names, to=self.rank, direct=direct)
         peer.connect(name, 1, self._store, self.timeout_s)
-        control = torch.zeros(2, dtype=torch.int64, device="cpu")
-        start = 0
-        while start < handoff.nbytes:
+        control = torch.zeros(3, dtype=torch.int64, device="cpu")
+        start, state = 0, _MORE
+        while state == _MORE:
             peer.receive(control)
-            end, has_ended = control.tolist()
-            if has_ended:
+            end, total, state = control.tolist()
+            if state == _ENDED:
                 return True
-            peer.receive(handoff.data[start:end])
+            # A message that is larger than its buffer would abort the process.
+            is_whole = end == total or state == _MORE
+            if total != handoff.nbytes or not (start <= end <= total and is_whole):
+                raise ValueError(f"bytes to {end} of {total} for a header of {handoff.nbytes}")
+            if start < end:
+                peer.receive(handoff.data[start:end])
             start = end
         return False
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send a handoff to one rank, or a message that its offer has ended."""
-        with self._lock:
-            handoff = self._offers.get(message["send"])
-            peer = self._peers.setdefault(f"to {message['peer']}", _Peer())
-        with peer.lock:
-            try:
-                with self._reaching(message["to"], message["send"]):
-                    peer.connect(message["connection"], 0, self._store, self.timeout_s)
-                    self._send_parts(handoff, message, peer)
-            except Exception as error:
-                peer.forget()
-                logger.warning("%s", error)
+        try:
+            offer_id, rank = message["send"], message["to"]
+            with self._lock:
+                handoff = self._offers.get(offer_id)
+                peer = self._peers.setdefault(f"to {message['peer']}", _Peer())
+            with peer.transfer(), self._reaching(rank, offer_id):
+                peer.connect(message["connection"], 0, self._store, self.timeout_s)
+                if handoff is None:
+                    peer.send(_control(state=_ENDED))
+                else:
+                    handoff.progress.receiver = f"rank {rank}"
+                    self._send_parts(handoff, offer_id, peer, direct=message["direct"])
+        except Exception as error:
+            logger.warning("rank %d stops sending a handoff: %r", self.rank, error)
 
-    def _send_parts(self, handoff: Handoff | None, message: dict[str, Any], peer: _Peer) -> None:
-        start, ready, ended = 0, 0, torch.tensor([0, True], device="cpu")
-        if handoff is None:
-            peer.send(ended)
-            return
-        handoff.progress.receiver = f"rank {message['to']}"
-        while start < handoff.nbytes:
-            if start == handoff.layer_end(ready):
+    def _send_parts(self, handoff: Handoff, offer_id: str, peer: _Peer, *, direct: bool) -> None:
+        start, ready, state, ends = 0, 0, _MORE, handoff.layer_ends
+        while state == _MORE:
+            if start == ends[ready]:
                 ready = handoff.progress.wait(ready, self.timeout_s)
             if handoff.progress.ended is not None:
-                peer.send(ended)
+                peer.send(_control(state=_ENDED))
                 return
             if ready == handoff.layers and not handoff.is_complete:
                 complete = handoff.progress.handoff
                 assert complete is not None
-                self._set(message["send"], complete)
+                self._set(offer_id, complete)
                 handoff = complete
-            end = min(start + _CHUNK_BYTES, handoff.layer_end(ready))
-            peer.send(torch.tensor([end, False], device="cpu"))
-            part = handoff.data[start:end]
-            peer.send(part if message["direct"] else part.cpu())
+            end = min(start + _CHUNK_BYTES, ends[ready])
+            state = _LAST if ready == handoff.layers and end == ends[-1] else _MORE
+            peer.send(_control(end, ends[-1], state))
+            if start < end:
+                part = handoff.data[start:end]
+                peer.send(part if direct else part.cpu())
             start = end
+
+
+def _control(end: int = 0, total: int = 0, state: int = 0) -> Tensor:
+    """Return the message before each part of a buffer."""
+    return torch.tensor([end, total, state], device="cpu")
 
 
 class _Peer:
     """The connections to one other transport, in one direction; the exporter is side 0."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self.generation = 0
         self._name = ""
         self._groups: dict[str, Any] = {}
@@ -355,6 +372,19 @@ class _Peer:
             time.sleep(1e-4)
         work.wait()
 
+    @contextlib.contextmanager
+    def transfer(self) -> Iterator[None]:
+        """Use the connections for one transfer.
+
+        Messages of a failed transfer may still arrive, so later transfers reconnect.
+        """
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self.forget()
+                raise
+
     def forget(self) -> None:
         """Drop the connections; the next transfer connects under another name."""
         self.generation += 1
@@ -364,6 +394,8 @@ class _Peer:
 
 def owner_of(offer_id: str) -> tuple[str, int]:
     """Return the name and the rank of the transport that made an offer."""
+    if not isinstance(offer_id, str):
+        raise InputTypeError(f"the id of an offer must be a str, got {brief(offer_id)}")
     name, _, number = offer_id.rpartition("-")
     rank, _, unique = name.partition("-")
     if not (rank.isdecimal() and unique and number.isdecimal()):

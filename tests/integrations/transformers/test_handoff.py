@@ -176,8 +176,11 @@ def test_other_dtype_is_admitted_with_conversion_only() -> None:
     with make_engine(model) as first, make_engine(half) as second, make_engine(other) as third:
         request, _ = begin(first)
         handoff = first.export(request)
-        with pytest.raises(dg.HandoffError, match="dtype"):
+        with pytest.raises(dg.HandoffError, match="pass convert=True") as raised:
             second.admit(handoff)
+        assert set(raised.value.fields) == {"model", "dtype"}
+        with pytest.raises(dg.HandoffError, match="this engine:"):
+            third.admit(handoff)
         continued = second.admit(travelled(handoff), convert=True)
         exported = second.export(continued)
         for name, tensor in exported.tensors.items():
@@ -197,6 +200,10 @@ def test_other_dtype_is_admitted_with_conversion_only() -> None:
         ({"sampling": {"temperature": -1}}, "sampling: temperature"),
         ({"dtype": "load"}, "unknown dtype load"),
         ({"states": [{}, {}, 3]}, "states: "),
+        ({"layers": None}, "kv_heads: 2 entries for None layers"),
+        ({"cached": -1}, "cannot be allocated"),
+        ({"cached": 1 << 80}, "cannot be allocated"),
+        ({"head_dim": [1 << 50, 1 << 50]}, "cannot be allocated"),
     ],
     ids=str,
 )
@@ -212,14 +219,40 @@ def test_header_that_cannot_be_read_is_refused(change: dict[str, Any], message: 
 
 @pytest.mark.parametrize(
     "change",
-    [{"token_ids": (1, 2, 3)}, {"prompt_length": 99}, {"token_ids": (*TEXT[:-1], 9999, 1)}],
-    ids=["short", "prompt", "vocabulary"],
+    [
+        {"token_ids": (1, 2, 3)},
+        {"token_ids": ()},
+        {"prompt_length": 99},
+        {"token_ids": (*TEXT[:-1], 9999, 1)},
+        {"max_new_tokens": 1},
+    ],
+    ids=["short", "none", "prompt", "vocabulary", "ended"],
 )
 def test_tokens_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     with make_engine(make_model("llama")) as engine:
         handoff = engine.export(begin(engine)[0])
-        with pytest.raises((dg.HandoffError, InputError)):
+        with pytest.raises(dg.HandoffError):
             engine.admit(attrs.evolve(handoff, **change))
+        assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda data: data[:-1],
+        lambda data: torch.cat([data, data]),
+        lambda data: torch.cat([data, data])[::2],
+        lambda data: data.view(torch.float32),
+        lambda data: None,
+    ],
+    ids=["short", "long", "strided", "float32", "none"],
+)
+def test_buffer_of_another_size_is_refused(changed: Any) -> None:
+    with make_engine(make_model("llama")) as engine:
+        handoff = engine.export(begin(engine)[0])
+        with pytest.raises(dg.HandoffError, match="the buffer of the handoff is") as raised:
+            engine.admit(attrs.evolve(handoff, data=changed(handoff.data)))
+        assert raised.value.fields == ("data",)
         assert not engine.has_work
 
 
@@ -400,7 +433,7 @@ def test_copy_that_fails_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -
             raise MemoryError("no memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr("devgraph.integrations.transformers.engine.unpack", failing)
+            patch.setattr("devgraph.integrations.transformers.engine.copy_layers", failing)
             with pytest.raises(MemoryError):
                 engine.admit(handoff)
         assert not engine.has_work

@@ -145,11 +145,11 @@ def test_state_goes_to_a_cache_and_back(adapter: Any) -> None:
     states, mixer = adapter.states, adapter.shape.mixers[0]
     state, text = states.zeros(1, torch.device("cpu")), tokens(6)
     packed(adapter, state, text[:, :5], 0, 0, 5)
-    row = {name: getattr(state, name)[0] for name in states.names}
+    row = {name: getattr(state, name)[0] for name in (s.name for s in states.slots)}
     layers = {i: states.layer(i, [row, row], carried=True) for i in states.layers}
     for index, layer in layers.items():
         assert type(layer) is type(DynamicCache(config=adapter.model.config).layers[index])
-    twin = states.split(layers, 1)
+    twin = states.split({i: state_tensors(layer) for i, layer in layers.items()}, 1)
     state = StateViews({name: tensor[None] for name, tensor in twin.items()})
     out = decoded(adapter, state, text[:, 5:], [0], 1)
     torch.testing.assert_close(out, alone(mixer, text)[:, 5:])

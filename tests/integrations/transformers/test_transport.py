@@ -27,7 +27,7 @@ pytest.importorskip("transformers", reason="the transformers integration")
 dist = pytest.importorskip("torch.distributed")
 
 import devgraph as dg
-from devgraph.api.errors import InputError
+from devgraph.api.errors import InputError, InputTypeError
 from devgraph.integrations.transformers import TorchTransport
 from devgraph.integrations.transformers import transport as module
 from tests.support.handoff_ranks import joined, made_handoff, same
@@ -187,10 +187,71 @@ def test_ended_offers_keep_no_memory(pair: Any) -> None:
     eventually(lambda: gc.collect() >= 0 and alive() is None)
 
 
+@pytest.mark.parametrize("given", [None, 5, b"0-a-1"])
+def test_arguments_of_other_types_are_refused(pair: Any, given: Any) -> None:
+    for call in (pair[0].offer, pair[0].fetch, pair[0].release):
+        with pytest.raises(InputTypeError):
+            call(given)
+
+
 def test_ids_of_offers_are_checked(pair: Any) -> None:
     for given in ("", "7", "a-b-c", "0--1"):
         with pytest.raises(InputError, match="is not the id of an offer"):
             pair[1].fetch(given)
+
+
+WRONG_SIZES = [{"cached": 1}, {"cached": 90}, {"kv_heads": [0, 0], "states": [{}, {}]}]
+
+
+@pytest.mark.parametrize("change", WRONG_SIZES, ids=["smaller", "larger", "empty"])
+def test_header_of_another_size_than_its_data_is_refused(pair: Any, change: Any) -> None:
+    """gloo aborts the process if a message is larger than its buffer."""
+    first, second = pair
+    offer = first.offer(made_handoff())
+    entry = json.loads(first._store.get(offer))
+    entry["header"] = json.dumps(json.loads(entry["header"]) | change)
+    first._store.set(offer, json.dumps(entry))
+    with pytest.raises(dg.HandoffError, match="cannot read the data .*1664 of 1664"):
+        second.fetch(offer)
+    assert same(second.fetch(first.offer(made_handoff(1))), made_handoff(1))
+
+
+@pytest.mark.parametrize(
+    "text", [b"\x80\x04K\x01.", b"[]", b"5", b'{"header": "{}"}', b'{"send": 5}']
+)
+def test_data_that_cannot_be_read_is_refused_and_the_next_handoff_arrives(
+    pair: Any, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = pair
+    offer = first.offer(made_handoff())
+    first._store.set(offer, text)
+    with pytest.raises(dg.HandoffError, match="cannot read the data of handoff"):
+        second.fetch(offer)
+    with caplog.at_level(logging.WARNING):
+        first._store.queue_push(first._name, text)
+        eventually(lambda: "a handoff" in caplog.text)
+    offer = first.offer(handoff := made_handoff(1))
+    assert same(second.fetch(offer), handoff)
+    second.release(offer)
+    eventually(lambda: handoff.progress.ended == "released")
+
+
+def test_last_layer_without_tensors_waits_for_the_first_token(pair: Any) -> None:
+    first, second = pair
+    fields = {"kv_heads": (2, None), "states": ({}, {})}
+    handoff = attrs.evolve(made_handoff(), **fields)
+    handoff = attrs.evolve(
+        handoff, data=handoff.data[: handoff.layer_ends[-1]], token_ids=handoff.token_ids[:-1]
+    )
+    handoff.progress.ready = 1
+    offer = first.offer(handoff)
+    thread = threading.Timer(
+        0.3,
+        lambda: handoff.progress.complete(attrs.evolve(handoff, token_ids=tokens), lambda: True),
+    )
+    tokens = (*handoff.token_ids, 3)
+    thread.start()
+    assert second.fetch(offer).token_ids == tokens
 
 
 def test_store_without_queues_is_refused(tmp_path: Path) -> None:
