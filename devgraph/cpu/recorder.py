@@ -477,6 +477,8 @@ class Recorder:
         return torch.zeros(index.numel(), dtype=torch.int64, device=index.device)
 
     def _compute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if read := violations.read_by_backward(plan.name):
+            self._refusal.shape(read, known=True)
         try:
             layouts = self._metadata.infer(plan, args, kwargs)
         except ResizeError as error:

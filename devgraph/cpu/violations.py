@@ -135,6 +135,28 @@ def host_read_name(function: str, operation: str) -> str:
     return _SPELLING.get(function, f"{function}()" if function else operation)
 
 
+def read_by_backward(operation: str) -> str:
+    """Return the name of the backward that runs ``operation`` only in place of a host read, or "".
+
+    torch reads data in these backwards, unless a mode is active or an input is of a transform.
+    """
+    kind, saved, name = _BACKWARDS.get(operation, ("", "", ""))
+    node: Any = torch._C._current_autograd_node() if kind else None
+    if not type(node).__name__.startswith(kind or "-"):
+        return ""
+    transforms = torch._C._functorch
+    tensor = transforms.unwrap_if_dead(getattr(node, saved))
+    if transforms.is_functorch_wrapped_tensor(tensor):
+        return ""
+    return f"the backward of {name}"
+
+
+_BACKWARDS = {
+    "aten::cumprod": ("ProdBackward", "_saved_self", "prod()"),
+    "aten::where.self": ("MaskedFillBackward1", "_saved_mask", "masked_fill() with a tensor"),
+}
+
+
 def reads_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an argument of a constructor is a list that contains tensors."""
     return any(

@@ -39,7 +39,7 @@ REFUSED: dict[str, str] = {
     """,
     "whose shape depends on device data": """
         argwhere bincount combinations index_fill index_put linalg.lstsq linalg.lstsq.grad_oriented
-        masked_select nn.functional.ctc_loss nonzero unique unique_consecutive
+        masked_fill masked_select nn.functional.ctc_loss nonzero prod unique unique_consecutive
     """,
     "boolean mask": """
 
@@ -60,7 +60,7 @@ REFUSED: dict[str, str] = {
 }
 """Operators of which a sample is refused, by a part of the message."""
 
-ROUNDED = set("linalg.svdvals linalg.eigvalsh linalg.cond norm.nuc prod ormqr".split())
+ROUNDED = set("linalg.svdvals linalg.eigvalsh linalg.cond norm.nuc ormqr".split())
 """Operators that torch computes on another path under any dispatch mode: it asks for the mode, and
 then computes singular vectors too, or an equal gradient in another layout."""
 

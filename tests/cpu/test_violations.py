@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +143,34 @@ def test_quantized_argument_keeps_its_scale() -> None:
         assert torch.equal(captured.replay(given), given.dequantize() * 2)
     with pytest.raises(dg.InputError, match=r"scale=0\.25"):
         captured.replay(quantized(2, 0.25))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_backward_that_torch_computes_from_data_is_refused_unless_eager_needs_no_data(
+    transform: Any,
+) -> None:
+    """Under any dispatch mode torch takes another formula, whose last bits differ."""
+    x = torch.tensor([0.3, -1.2, 0.7])
+    with pytest.raises(HostReadError, match=r"the backward of prod\(\)"):
+        record(lambda x: torch.autograd.grad(x.prod(), x), x.clone().requires_grad_())
+    value = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(HostReadError, match=r"masked_fill\(\) with a tensor"):
+        record(lambda v: torch.autograd.grad(x.masked_fill(x > 0, v).sum(), v), value)
+    if transform is torch.func.jacrev:
+        with pytest.raises(HostReadError, match=r"the backward of prod\(\)"):
+            record(transform(torch.prod), x)
+    else:
+        check_replays(transform(torch.prod), lambda seed: [x * seed])
+
+
+def test_coroutine_may_run_in_a_loop_and_the_refusal_of_asyncio_run_says_so() -> None:
+    async def doubled(x: torch.Tensor) -> torch.Tensor:
+        await asyncio.sleep(0)
+        return x * 2
+
+    # asyncio.run() does this in the main thread, where it replaces the handler of SIGINT.
+    formatted = types.FunctionType((lambda x: repr(x)).__code__, {"__name__": "asyncio.runners"})
+    with pytest.raises(HostReadError, match=r"use asyncio\.new_event_loop\(\) and run_until"):
+        record(formatted, X)
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        check_replays(lambda x: loop.run_until_complete(doubled(x)), lambda seed: [X * seed])

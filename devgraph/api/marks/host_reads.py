@@ -23,20 +23,24 @@ def host_read_cure() -> str:
             f"Region {scope.outer.name} is part of the graph under policy 'full': keep the value "
             f"in a device tensor, or capture with policy='breakable', which runs regions eagerly."
         )
-    return _cure_for_torch() + (
+    return _cure_for_library() + (
         "Read the data after the replay, keep it in a device tensor, or move the read into a "
         "function marked @dg.region or @dg.no_graph and capture with policy='breakable'."
     )
 
 
 _CURES = {
+    "asyncio.runners": (
+        "asyncio.run() formats the result of its coroutine: use asyncio.new_event_loop() and "
+        "run_until_complete(). Otherwise: "
+    ),
     "torch.distributions": "Pass validate_args=False to the distribution. Otherwise: ",
     "torch.optim": "Pass capturable=True to the optimizer, if it has this option. Otherwise: ",
 }
-"""Remedies for host reads in modules of torch."""
+"""Remedies for host reads in modules of libraries."""
 
 
-def _cure_for_torch() -> str:
+def _cure_for_library() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_machinery(frame):
         module = ".".join(frame.f_globals.get("__name__", "").split(".")[:2])
