@@ -8,14 +8,22 @@ import functools
 import numbers
 import re
 import types
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
+from devgraph.api.errors import (
+    DeviceGraphWarning,
+    HostArgumentError,
+    InputError,
+    InputTypeError,
+    brief,
+    did_you_mean,
+)
 from devgraph.api.marks.host_values import same_value
-from devgraph.api.named import attributes_of
+from devgraph.api.named import LAYOUT, attributes_of
 from devgraph.api.owned import Owned, require_place
 from devgraph.api.reach import PLAIN, Named, is_array
 from devgraph.api.tensors import (
@@ -45,6 +53,7 @@ class Inputs:
         self._share_memory = functools.cache(share_memory)
         self._written, self._roots, self._moved = owned.written, owned.roots, owned.moved
         self._asked = owned.asked
+        self._has_warned = False
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -118,16 +127,32 @@ class Inputs:
         return other
 
     def _require_same_answers(self, pairs: Sequence[Pair]) -> None:
-        """Raise InputError if code of the step would get other answers than at the capture."""
+        """Raise InputError if code of the step would get other answers than at the capture.
+
+        For other strides, warn once: many steps ask for them and compute the same results.
+        """
         bound, given = (self._asked.answers(tensors) for tensors in zip(*pairs, strict=True))
         for (what, then), (_, now) in zip(bound, given, strict=True):
             for index, (_, source) in enumerate(pairs):
-                if now[index] != then[index]:
+                if now[index] == then[index]:
+                    continue
+                difference = (
+                    f"the step uses {what!r}, and its answer for the input {brief(source)} is "
+                    f"{brief(now[index])} and was {brief(then[index])} at capture. The graph has "
+                    f"only the work for the old answer"
+                )
+                if what not in LAYOUT:
                     raise InputError(
-                        f"the step uses {what!r}, and its answer for the input {brief(source)} is "
-                        f"{brief(now[index])} and was {brief(then[index])} at capture. The graph "
-                        f"has only the work for the old answer. Pass inputs with the strides, "
-                        f"memory and identity of the bound tensors, or capture again."
+                        f"{difference}. Pass inputs with the strides, memory and identity of the "
+                        f"bound tensors, or capture again."
+                    )
+                if not self._has_warned:
+                    self._has_warned = True
+                    warnings.warn(
+                        f"{difference}, which is wrong if the result of the step depends on "
+                        f"strides. Pass an input with the old strides.",
+                        DeviceGraphWarning,
+                        stacklevel=4,
                     )
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:

@@ -36,15 +36,18 @@ compares all other places, and the lengths of containers outside of module conta
 
 _READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "is_contiguous": effective_strides,
-    **dict.fromkeys(("stride", "as_strided"), torch.Tensor.stride),
+    "stride": effective_strides,
+    "as_strided": torch.Tensor.stride,
     "storage_offset": torch.Tensor.storage_offset,
     **dict.fromkeys(("_base", "_is_view"), torch.Tensor._is_view),
     **dict.fromkeys(("is_leaf", "grad_fn"), lambda tensor: tensor.is_leaf),
     "requires_grad": lambda tensor: tensor.requires_grad,
     "Parameter": type,
-    "data_ptr": lambda tensor: tensor.data_ptr() % 16,
 }
 """Properties of tensors that copies do not transfer, by names in code that reads them."""
+
+LAYOUT = frozenset(("is_contiguous", "stride"))
+"""Names in code that mostly select how a result is computed, and not the result."""
 
 
 class Asked:
