@@ -26,17 +26,25 @@ _PREFIX = "DEVGRAPH_"
 _OTHERS = (AUTOLOAD_WAS_ON, f"{_PREFIX}TEST_")
 """Prefixes of other variables: that of the command line and those of tests."""
 
-_SWITCHES = {"1": True, "true": True, "on": True, "yes": True}
-_SWITCHES |= {"": False, "0": False, "false": False, "off": False, "no": False}
+SWITCHES = {
+    DEBUG_VARIABLE: (),
+    EMULATE_VARIABLE: (),
+    SGLANG_VARIABLE: ("strict",),
+    VLLM_VARIABLE: ("strict",),
+}
+"""Variables that are on or off, each with the further words that it may be."""
+
+_WORDS = {"1": True, "true": True, "on": True, "yes": True}
+_WORDS |= {"": False, "0": False, "false": False, "off": False, "no": False}
 
 
 def boolean(text: str) -> bool | None:
     """Return the value of a switch, or None if ``text`` is not one of its words."""
-    return _SWITCHES.get(text.strip().lower())
+    return _WORDS.get(text.strip().lower())
 
 
-def switch(variable: str, *words: str) -> bool | str:
-    """Return the value of a switch in the environment, which may also be one of ``words``.
+def switch(variable: str) -> bool | str:
+    """Return the value of a variable in ``SWITCHES``: a boolean, or one of its words.
 
     Raises:
         ConfigError: the variable has any other value.
@@ -45,8 +53,8 @@ def switch(variable: str, *words: str) -> bool | str:
     value: bool | str | None = boolean(text)
     if value is None:
         value = text.strip().lower()
-        if value not in words:
-            known = ", ".join(("1, true, on or yes; 0, false, off or no", *words))
+        if value not in SWITCHES[variable]:
+            known = ", ".join(("1, true, on or yes; 0, false, off or no", *SWITCHES[variable]))
             raise ConfigError(f"{variable}={text!r} is invalid. It may be {known}.")
     return value
 

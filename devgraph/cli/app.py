@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from devgraph.api.environment import AUTOLOAD_WAS_ON, warn_unknown
 from devgraph.api.errors import DeviceGraphError, did_you_mean
 from devgraph.api.registry import AUTOLOAD
 from devgraph.cli.arguments import COMMANDS, Options
-from devgraph.cli.tables import note
+from devgraph.cli.tables import CommandError, note, print_json
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _environment(), _messages():
             warn_unknown()
-            _set_color([*(sys.argv[1:] if argv is None else argv)])  # for errors of the parser too
-            args = _parser().parse_args(argv)
+            words = [*(sys.argv[1:] if argv is None else argv)]
+            _set_color(words)  # for errors of the parser too
+            _Parser.as_json = any(len(word) > 2 and "--json".startswith(word) for word in words)
+            if words[:1] == ["help"]:
+                words = [*words[1:], "--help"]
+            args = _parser().parse_args(words)
             logging.getLogger("devgraph").setLevel(_LEVELS[min(getattr(args, "verbose", 0), 2)])
             return _run(args)
     except KeyboardInterrupt:
@@ -89,21 +94,24 @@ def _run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if getattr(args, "debug", False):
-            raise
+        if getattr(args, "debug", False) and sys.stderr is not None:
+            traceback.print_exc()
         text = str(error)
         # Messages of these three types are sufficient. Messages of other types, such as torch's
         # error for missing memory, need the name of the type.
         if not isinstance(error, (DeviceGraphError, ImportError, OSError)):
             first = (text.strip().splitlines() or [""])[0]
             text = f"{type(error).__name__}: {first} (--debug prints the traceback)"
-        _complain(f"devgraph: error: {_one_line(text)}", "error")
+        _fail(_one_line(text), type(error).__name__, as_json=args.json)
         return ERROR
     return code
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser with one-line errors, because the usage text of a command fills a screen."""
+
+    as_json = False
+    """Whether the arguments ask for JSON, which also holds for errors."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -126,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = f"({self.prog} --help lists the options)"
-        _complain(f"devgraph: error: {_one_line(message)} {hint}", "error")
+        _fail(f"{_one_line(message)} {hint}", CommandError.__name__, as_json=self.as_json)
         self.exit(ERROR)
 
 
@@ -134,8 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
     Options(common).common()
     text = "One API for the device graphs of every vendor."
-    parser = _Parser(prog="devgraph", description=text, parents=[common])
-    parser.add_argument("--version", action="version", version=f"devgraph {__version__}")
+    more = "devgraph help COMMAND lists the options of a command."
+    parser = _Parser(prog="devgraph", description=text, epilog=more, parents=[common])
+    parser.add_argument("-V", "--version", action="version", version=f"devgraph {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (text, declare) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text, parents=[common])
@@ -173,6 +182,13 @@ def _messages() -> Iterator[None]:
         root.removeHandler(handler)
         root.setLevel(before)
         root.propagate = propagate
+
+
+def _fail(text: str, kind: str, *, as_json: bool) -> None:
+    """Print an error on standard error and, with ``--json``, as JSON on standard output."""
+    if as_json:
+        print_json({"error": {"type": kind, "message": text}})
+    _complain(f"devgraph: error: {text}", "error")
 
 
 def _one_line(message: object) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import attrs
+
+from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.phase import choices
 from devgraph.api.registry import BUILT_IN, ENTRY_POINT_GROUP
 from devgraph.cli.arguments import COMMANDS, KINDS, Options
@@ -51,7 +54,7 @@ def _actions(command: str) -> Iterator[argparse.Action]:
     if command:
         COMMANDS[command][1](options)
     else:
-        options("--version", "print the version", action="store_true")
+        options.parser.add_argument("-V", "--version", help="version", action="store_true")
     yield from (one for one in options.parser._actions if one.help != argparse.SUPPRESS)
 
 
@@ -60,11 +63,22 @@ def _values(action: argparse.Action) -> str:
     if action.metavar == "POLICY":
         return " ".join(choices())
     plugins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP).names
-    known = {"--backend": [*BUILT_IN, *sorted(plugins)], "--ignore": KINDS}
+    known: dict[str, Iterable[str]] = {"--fact": _facts()}
+    known |= {"--backend": [*BUILT_IN, *sorted(plugins)], "--ignore": KINDS}
     if action.dest == "section":
         known["section"] = [name for name in read_sections() if " " not in name]
     name = (*action.option_strings, action.dest)[0]
     return " ".join(map(str, action.choices or known.get(name, ())))
+
+
+def _facts() -> Iterator[str]:
+    """Yield the facts of an engine, and the values that are not the default of a fact."""
+    for fact in attrs.fields(EngineFacts):
+        values = fact.metadata.get("names", lambda: ())()
+        if isinstance(fact.default, bool):
+            values = (str(not fact.default).lower(),)
+        others = [value for value in values if value != fact.default]
+        yield from (f"{fact.name}={value}" for value in others or [""] if fact.name != "backend")
 
 
 def _bash() -> Iterator[str]:

@@ -23,10 +23,11 @@ from devgraph.api.capture import Captured, capture
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import as_object
+from devgraph.api.config.phase import as_object, verify_from_environment
 from devgraph.api.config.resolve import resolve
-from devgraph.api.environment import MODE_VARIABLE
+from devgraph.api.environment import MODE_VARIABLE, SWITCHES, switch
 from devgraph.api.errors import (
+    ConfigError,
     DeviceGraphError,
     HostReadError,
     UpdateUnsupportedError,
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(report)
     else:
         _print(report, probed=not args.no_probe)
-    return 1 if failed or asked_and_missing else 0
+    return 1 if failed or asked_and_missing or report["errors"] else 0
 
 
 def _expect(args: argparse.Namespace) -> int:
@@ -103,6 +104,13 @@ def _expect(args: argparse.Namespace) -> int:
     names = args.backend or [info.name for info in backends() if info.available]
     asked = args.group and not args.backend  # With --group, a missing backend is a difference.
     here = [group for group in groups if asked or group["backend"] in names]
+    modes = {json.dumps(group.get("effective"), sort_keys=True) for group in here}
+    if len(modes) > 1:
+        own = ", ".join(group["group"] for group in here)
+        raise CommandError(
+            f"{args.expect}: this machine can run several groups with different modes ({own}); "
+            f"add --group with the name of its own"
+        )
     if not here:
         wanted = ", ".join(dict.fromkeys(group["backend"] for group in groups))
         what = "--backend names" if args.backend else "this machine has"
@@ -236,6 +244,24 @@ def _devices() -> list[str]:
     ]
 
 
+def _settings() -> dict[str, Any]:
+    """Return the mode of the environment and of pyproject.toml, and the errors in all settings."""
+    mode: dict[str, Any] = {}
+    errors: list[str] = []
+
+    def read_mode() -> None:
+        mode.update(DeviceGraphConfig.from_args(argparse.Namespace()).to_dict())
+
+    switches = [functools.partial(switch, name) for name in SWITCHES]
+    readers: list[Callable[[], object]] = [read_mode, verify_from_environment, *switches]
+    for read in readers:
+        try:
+            read()
+        except ConfigError as error:
+            errors.append(str(error))
+    return {"mode": mode, "errors": errors}
+
+
 def _report(checked: list[dict[str, Any]]) -> dict[str, Any]:
     packages = {name: installed_version(name) for name, _, _ in _PACKAGES}
     lacking = [row for row in _PACKAGES if packages[row[0]] is None]
@@ -243,7 +269,7 @@ def _report(checked: list[dict[str, Any]]) -> dict[str, Any]:
         lacking.append((f"backend {entry['name']}", "device graphs", entry["reason"]))
     missing = [{"what": what, "for": purpose, "get": how} for what, purpose, how in lacking]
     machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "devices": _devices()}
-    found = {"packages": packages, "missing": missing, "backends": checked}
+    found = {"packages": packages, "missing": missing, "backends": checked, **_settings()}
     return {"devgraph": __version__, "python": platform.python_version(), **machine, **found}
 
 
@@ -253,6 +279,10 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
         f"{report['platform']}, {report['cpus']} CPUs"
     )
     say(f"accelerators: {', '.join(report['devices']) or 'none that torch can see'}")
+    if report["mode"]:
+        say(f"mode of {MODE_VARIABLE} and [tool.devgraph]: {json.dumps(report['mode'])}")
+    for error in report["errors"]:
+        say(f"error: {error}", style="error")
     checked = report["backends"]
     print_table(
         "backends",

@@ -10,6 +10,7 @@ from devgraph.api.environment import (
     EMULATE_VARIABLE,
     VARIABLES,
     VERIFY_VARIABLE,
+    VLLM_VARIABLE,
     switch,
     warn_unknown,
 )
@@ -45,10 +46,11 @@ def test_another_value_of_a_switch_is_refused_with_its_name(
 
 
 def test_a_switch_may_have_words_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEVGRAPH_VLLM", "Strict")
-    assert switch("DEVGRAPH_VLLM", "strict") == "strict"
+    for name in (VLLM_VARIABLE, DEBUG_VARIABLE):
+        monkeypatch.setenv(name, "Strict")
+    assert switch(VLLM_VARIABLE) == "strict"
     with pytest.raises(dg.ConfigError, match="'Strict' is invalid. It may be 1, true"):
-        switch("DEVGRAPH_VLLM")
+        switch(DEBUG_VARIABLE)
 
 
 def test_a_variable_that_does_not_exist_is_a_warning_with_the_nearest_name(

@@ -15,7 +15,7 @@ import pytest
 import devgraph as dg
 from devgraph.cli import tables
 from devgraph.cli.app import main
-from tests.support.cli_programs import run_cli, write_steps
+from tests.support.cli_programs import run_cli, run_json, write_steps
 from tests.support.suite import printed_by
 
 FULL_DEVICE = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -77,9 +77,10 @@ def test_common_options_may_precede_the_command(capsys: pytest.CaptureFixture[st
     assert list(json.loads(capsys.readouterr().out)) == ["InputError"]
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version_is_that_of_the_package(option: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        main(["--version"])
+        main([option])
     assert capsys.readouterr().out == f"devgraph {dg.__version__}\n"
 
 
@@ -184,11 +185,40 @@ def test_help_tells_the_defaults_of_the_demo(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_debug_raises_the_error_itself(place: str, tmp_path: Path):
+def test_debug_prints_the_traceback_and_keeps_the_exit_code(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     argv = ["explain", f"{write_steps(tmp_path)}:clean", "--backend", "cuba"]
     argv = ["--debug", *argv] if place == "before" else [*argv, "--debug"]
-    with pytest.raises(dg.UnknownBackendError):
-        main(argv)
+    result = run_cli(capsys, *argv)
+    assert result.code == 2
+    assert result.err.startswith("Traceback (most recent call last):")
+    assert "devgraph.api.errors.UnknownBackendError: no backend 'cuba'" in result.err
+    assert result.err.splitlines()[-1].startswith("devgraph: error: no backend 'cuba'")
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind"),
+    [
+        (["plan", "--backend", "cuba"], "UnknownBackendError"),
+        (["plan", "--nonsense"], "CommandError"),
+        (["nonsense"], "CommandError"),
+    ],
+)
+def test_with_json_an_error_is_json_too(
+    argv: list[str], kind: str, capsys: pytest.CaptureFixture[str]
+):
+    plain = run_cli(capsys, *argv)
+    assert plain.out == ""
+    error = run_json(capsys, *argv, code=2)["error"]
+    assert error["type"] == kind
+    assert plain.err == f"devgraph: error: {error['message']}\n"
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]):
+    for command in ([], ["plan"]):
+        said = run_cli(capsys, "help", *command)
+        assert said == run_cli(capsys, *command, "--help") and said.code == 0
 
 
 def test_older_flag_is_warned_about_in_one_line(capsys: pytest.CaptureFixture[str]):
@@ -275,8 +305,9 @@ def test_error_of_another_kind_is_one_line_with_the_way_to_its_traceback(
     assert result.code == 2
     said = "devgraph: error: RuntimeError: no memory is left (--debug prints the traceback)\n"
     assert result.err == said
-    with pytest.raises(RuntimeError):
-        main(["plan", "--debug"])
+    result = run_cli(capsys, "plan", "--debug")
+    assert result.code == 2 and "in full" in result.err
+    assert "RuntimeError: no memory is left\nstack of the driver\n" in result.err
 
 
 @pytest.mark.parametrize("columns", ["0", "wide"])

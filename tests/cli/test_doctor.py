@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -283,6 +284,47 @@ def test_plan_that_cannot_be_checked_is_refused(
     result = run_cli(capsys, "doctor", "--expect", planned, *more)
     assert result.code in (1, 2)
     assert said in result.err + result.out
+
+
+def test_machine_of_several_groups_with_different_modes_must_name_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cluster, path = tmp_path / "cluster.json", tmp_path / "plan.json"
+
+    def plan(**second: Any) -> None:
+        groups = [{"name": "first", "backend": "cpu"}, {"name": "second", "backend": "cpu"}]
+        groups[1].update(second)
+        cluster.write_text(json.dumps({"groups": groups}))
+        path.write_text(run_cli(capsys, "plan", "--cluster", cluster, "--json").out)
+
+    plan(role="decode")
+    result = run_cli(capsys, "doctor", "--expect", path)
+    assert result.code == 2 and "different modes (first, second); add --group" in result.err
+    assert run_cli(capsys, "doctor", "--expect", path, "--group", "second").code == 0
+    plan()
+    result = run_cli(capsys, "doctor", "--expect", path)
+    assert (result.code, result.out) == (0, "first: as planned\nsecond: as planned\n")
+
+
+def test_settings_that_cannot_be_read_are_reported_and_exit_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[tool.devgraph]\ndecode = "ful"\n')
+    monkeypatch.setenv("DEVGRAPH_EMULATE", "maybe")
+    argv = ["doctor", "--no-probe", "--backend", "cpu"]
+    report = run_json(capsys, *argv, code=1)
+    assert report["mode"] == {} and len(report["errors"]) == 2
+    result = run_cli(capsys, *argv)
+    assert result.code == 1
+    assert "error: [tool.devgraph]" in result.out and "Did you mean 'full'?" in result.out
+    assert "error: DEVGRAPH_EMULATE='maybe'" in result.out
+    monkeypatch.delenv("DEVGRAPH_EMULATE")
+    project.write_text('[tool.devgraph]\ndecode = "breakable"\n')
+    result = run_cli(capsys, *argv)
+    assert result.code == 0
+    assert 'mode of DEVGRAPH_MODE and [tool.devgraph]: {"decode": "breakable"}' in result.out
 
 
 def test_group_without_a_plan_is_refused(capsys: pytest.CaptureFixture[str]):

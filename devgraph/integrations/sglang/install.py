@@ -235,7 +235,7 @@ def plugin() -> None:
             under ``strict``. SGLang would log any other exception and continue without devgraph.
     """
     try:
-        asked = switch(SGLANG_VARIABLE, "strict")
+        asked = switch(SGLANG_VARIABLE)
         if asked:
             install(strict=asked == "strict")
     except DeviceGraphError as error:

@@ -279,6 +279,6 @@ def plugin() -> None:
         ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE is invalid.
         InstallError: under DEVGRAPH_VLLM=strict, devgraph cannot be installed.
     """
-    asked = switch(VLLM_VARIABLE, "strict")
+    asked = switch(VLLM_VARIABLE)
     if asked:
         install(strict=asked == "strict")
