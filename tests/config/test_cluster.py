@@ -137,10 +137,18 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
     ("document", "kind", "part"),
     [
         ([], ConfigTypeError, "expected an object"),
-        ({}, ConfigTypeError, "groups: expected a non-empty list"),
+        (None, ConfigTypeError, r"expected an object, got an empty value \(null\)"),
+        ({}, ConfigTypeError, "the key 'groups' is missing"),
+        ({"groups": None}, ConfigTypeError, "non-empty list of groups, got an empty value"),
         ({"groups": []}, ConfigTypeError, "groups: expected a non-empty list"),
         ({"group": []}, ConfigError, "Did you mean 'groups'"),
-        (group(), ConfigTypeError, r"groups\[0\].backend"),
+        (group(), ConfigTypeError, r"groups\[0\]: the key 'backend' is missing"),
+        (group(backend=None), ConfigTypeError, r"groups\[0\].backend: .* got an empty value"),
+        (
+            group(backend="cuda", tensor_parallel=8),
+            ConfigError,
+            "1 device cannot be divided into sets of 8; add count: 8 to the group",
+        ),
         (group(backend="cuda", rle="both"), ConfigError, r"groups\[0\].*Did you mean 'role'"),
         (group(backend="cuda", role="decod"), ConfigError, "Did you mean 'decode'"),
         (group(backend="cuda", count=0), ConfigError, r"groups\[0\].count: expected at least 1"),
@@ -154,13 +162,13 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
         (group(backend="cuda", facts={"loar": True}), ConfigError, "Did you mean 'lora'"),
         (group(backend="cuda", facts={"role": "both"}), ConfigError, "in the group itself"),
         (group(backend="cuda", vendor="nvidia"), ConfigError, r"groups\[0\].*no key 'vendor'"),
-        (group(backend=""), ConfigTypeError, r"groups\[0\].backend"),
+        (group(backend=""), ConfigTypeError, r"groups\[0\].backend: .* got an empty string"),
         (
             {"groups": [{"name": "a", "backend": "cpu"}] * 2},
             ConfigError,
             "groups: two groups are named 'a'",
         ),
-        ({"groups": [{"backend": "x"}]}, ConfigTypeError, r"groups\[0\].name"),
+        ({"groups": [{"backend": "x"}]}, ConfigTypeError, r"groups\[0\]: the key 'name'"),
     ],
 )
 def test_bad_cluster_files_are_refused_with_the_path(

@@ -147,7 +147,7 @@ def test_a_phase_that_does_not_occur_is_set_aside_even_when_it_was_chosen() -> N
         warnings.simplefilter("error")
         found = resolve(config, EngineFacts(role="decode", attention="uniform_batch"))
     assert (found.effective.decode.policy, found.effective.prefill.policy) == ("full", "disabled")
-    assert [one.outcome for one in found.fired] == ["set aside"]
+    assert [one.outcome for one in found.fired] == ["ignored"]
 
 
 def test_a_later_rule_removes_notes_about_a_policy_that_no_longer_holds() -> None:
@@ -247,7 +247,7 @@ def test_choices_are_never_changed_and_what_holds_is_allowed(
     strength = {"full": 2, "piecewise": 2, "breakable": 1, "disabled": 0}
     for phase in PHASES:
         asked, holds = config.phase(phase), found.effective.phase(phase)
-        aside = any(one.phase == phase and one.outcome == "set aside" for one in found.fired)
+        aside = any(one.phase == phase and one.outcome == "ignored" for one in found.fired)
         for key in asked.explicit - ({"policy"} if aside else set()):
             assert getattr(holds, key) == getattr(asked, key)
         first = asked.policy

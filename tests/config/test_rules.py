@@ -165,7 +165,7 @@ def test_rule_changes_a_default_and_is_reported(
     assert found.requested.phase(phase).policy == policy
     assert found.effective.phase(phase).policy == (policy if holds == "noted" else holds)
     fired = next(one for one in found.fired if one.rule == name and one.phase == phase)
-    outcomes = {"note": "noted", "scope": "set aside"}
+    outcomes = {"note": "noted", "scope": "ignored"}
     assert fired.outcome == outcomes.get(KINDS[name], "changed")
     assert any(f"[{name}]" in one.message for one in caplog.records)
 

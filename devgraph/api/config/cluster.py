@@ -18,11 +18,12 @@ from devgraph.api.config.facts import ROLES, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import FLAG, as_object, check_names, count, shown, text
 from devgraph.api.config.resolve import Resolution, resolve
-from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.errors import ConfigError, ConfigTypeError, counted
 from devgraph.api.registry import declaration
 from devgraph.api.registry import names as registered_names
 
-_KEYS = ("name", "backend", "count", "role", "collectives", "tensor_parallel", "facts")
+_REQUIRED = ("name", "backend")
+_KEYS = (*_REQUIRED, "count", "role", "collectives", "tensor_parallel", "facts")
 _name: Callable[[object, str], str] = text("a name")["read"]
 
 
@@ -53,8 +54,8 @@ class Cluster:
     @classmethod
     def from_dict(cls, document: object, *, source: str = "cluster") -> Cluster:
         """Create a cluster from ``{"groups": [...]}``."""
-        top = _mapping(document, source, ("groups",))
-        listed, path = top.get("groups"), f"{source}: groups"
+        top = _mapping(document, source, ("groups",), ("groups",))
+        listed, path = top["groups"], f"{source}: groups"
         if not isinstance(listed, list) or not listed:
             raise ConfigTypeError(
                 f"{path}: expected a non-empty list of groups, got {shown(listed)}"
@@ -142,16 +143,17 @@ def plan_cluster(
 
 
 def _group(entry: object, path: str) -> Group:
-    values = _mapping(entry, path, _KEYS)
-    name = _name(values.get("name"), f"{path}.name")
-    backend = _name(values.get("backend"), f"{path}.backend")
+    values = _mapping(entry, path, _KEYS, _REQUIRED)
+    name, backend = (_name(values[key], f"{path}.{key}") for key in _REQUIRED)
     number = count(values.get("count", 1), f"{path}.count")
     role = values.get("role", "both")
     check_names(f"{path}.role", [role], ROLES, what="role")
     parallel = count(values.get("tensor_parallel", 1), f"{path}.tensor_parallel")
     if number % parallel:
+        hint = "" if "count" in values else f"; add count: {parallel} to the group"
         raise ConfigError(
-            f"{path}.tensor_parallel: {number} devices cannot be divided into sets of {parallel}"
+            f"{path}.tensor_parallel: {counted(number, 'device')} cannot be divided into sets of "
+            f"{parallel}{hint}"
         )
     collectives = FLAG["read"](values.get("collectives", parallel > 1), f"{path}.collectives")
     given = as_object(values.get("facts", {}), f"{path}.facts")
@@ -164,7 +166,12 @@ def _group(entry: object, path: str) -> Group:
     )
 
 
-def _mapping(value: object, path: str, keys: Sequence[str]) -> Mapping[str, Any]:
+def _mapping(
+    value: object, path: str, keys: Sequence[str], required: Sequence[str]
+) -> Mapping[str, Any]:
     mapping = as_object(value, path)
     check_names(path, mapping, keys, what="key")
+    for key in required:
+        if key not in mapping:
+            raise ConfigTypeError(f"{path}: the key {key!r} is missing")
     return mapping

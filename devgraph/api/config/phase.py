@@ -100,7 +100,9 @@ def over_maximum(buckets: tuple[int, ...] | None, max_bs: int | None) -> str | N
 
 def shown(value: object) -> str:
     """Return ``value`` and its JSON type as text."""
-    kinds = {bool: "a boolean", type(None): "null", str: "a string", dict: "an object"}
+    kinds = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    if value is None or value == "":
+        return "an empty value (null)" if value is None else "an empty string"
     return f"{brief(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 

@@ -43,7 +43,7 @@ class FiredRule:
     rule: str
     kind: str
     outcome: str
-    """``changed`` (a default), ``kept`` (an explicit choice), ``set aside`` (a phase that never
+    """``changed`` (a default), ``kept`` (an explicit choice), ``ignored`` (a phase that never
     runs on the node) or ``noted``."""
     key: str | None
     before: Any
@@ -52,7 +52,7 @@ class FiredRule:
     source: str
 
     def __str__(self) -> str:
-        if self.outcome in ("changed", "set aside"):
+        if self.outcome in ("changed", "ignored"):
             change = f"{self.phase}.{self.key}: {self.before!r} becomes {self.after!r}"
         elif self.outcome == "kept":
             change = f"{self.phase}.{self.key}: {self.before!r} kept, {self.after!r} is preferable"
@@ -193,7 +193,7 @@ def _apply(
                 continue  # the policy is already weak enough
             done.add(rule.name)
             if rule.kind == "scope" or rule.key not in chosen:
-                outcome = "set aside" if rule.kind == "scope" else "changed"
+                outcome = "ignored" if rule.kind == "scope" else "changed"
                 fired.append(_fired(phase, rule, outcome, before, after))
                 config = config.with_checked({rule.key: after}, config.explicit | {rule.key})
                 changed = True  # earlier rules may apply to the new value
