@@ -33,7 +33,7 @@ class _View:
 
 @attrs.frozen
 class _Shape:
-    """The layouts of a piece's results for certain layouts of arguments."""
+    """The layouts of a piece's results for one combination of argument layouts."""
 
     storages: tuple[tuple[int, torch.dtype], ...]
     """Number of elements and dtype of every storage that the piece allocates."""
@@ -42,11 +42,10 @@ class _Shape:
     spec: pytree.TreeSpec
 
 
-def _place(argument: Any) -> Any:
+def _layout_key(argument: Any) -> Any:
     if not isinstance(argument, torch.Tensor):
         return int(argument)
-    place = argument.shape, argument.stride(), argument.storage_offset()
-    return argument.dtype, *place
+    return argument.dtype, argument.shape, argument.stride(), argument.storage_offset()
 
 
 class CompiledPiece:
@@ -63,7 +62,7 @@ class CompiledPiece:
         self._shapes: dict[Any, _Shape] = {}
 
     def __call__(self, *args: Any) -> Any:
-        key, recorder = tuple(map(_place, args)), current_recorder()
+        key, recorder = tuple(map(_layout_key, args)), current_recorder()
         if key not in self._shapes:
             self._shapes[key] = self._learn(args)
         if recorder is None:

@@ -161,7 +161,7 @@ class BlockPool:
         self._unread = _Ranges()  # older memory that was freed during the current recording
 
     def begin_recording(self) -> None:
-        """Begin a recording. Memory that is free now may be poisoned from now on."""
+        """Begin a recording. Memory that is free at this point may be poisoned."""
         with self._lock:
             self._change(self._begin)
 

@@ -34,7 +34,7 @@ class UnrecordableError(Exception):
 
 
 class ResizeError(UnrecordableError):
-    """An operation resizes its outputs: pairs of a tensor and its new size."""
+    """An operation resizes its outputs; ``wanted`` pairs each of them with its new size."""
 
     def __init__(self, wanted: list[tuple[torch.Tensor, torch.Size]]) -> None:
         super().__init__("an operation would resize its outputs")
@@ -323,7 +323,7 @@ def _ask_odd(
 
 
 def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
-    """Return a tensor like ``tensor`` filled with ``fill``; integers are 0, a legal index."""
+    """Return a tensor like ``tensor`` filled with ``fill``; integers are 0, a valid index."""
     if not _is_plain(tensor):
         return tensor
     scratch = _new(Layout.of(tensor))

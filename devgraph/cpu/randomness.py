@@ -25,7 +25,7 @@ _claim: dict[str, int] = {}
 def _claimed() -> bool:
     """Claim the default generator for this thread unless another live thread has claimed it.
 
-    Threads record one step at a time, so an existing claim of this thread is left over from an
+    A thread records one step at a time, so an existing claim of this thread is left over from an
     interrupt.
     """
     here = threading.get_ident()
@@ -184,7 +184,7 @@ class Randomness:
         self._objects: dict[int, torch.Generator] = {}
         """The Python objects of generators in the user's code."""
         self._unknown: set[int] = set()
-        """Generators that had drawn numbers before, so that no seed reproduces their state."""
+        """Generators whose state no seed reproduces, because numbers were drawn from them."""
         self._stand_ins: dict[int, _StandIn] = {}
         self._clones: dict[int, int] = {}
         """Address of each clone, by the address of its stand-in."""
@@ -203,7 +203,7 @@ class Randomness:
         self._objects[_address(generator)] = generator
 
     def _is_held(self, address: int) -> bool:
-        """Whether the user's code holds a generator, so that the step has not created it."""
+        """Whether code outside the step holds a generator, which the step has thus not created."""
         # Generators of torch 2.11 do not support weak references.
         return address not in self._objects or sys.getrefcount(self._objects[address]) > 2
 

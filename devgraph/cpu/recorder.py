@@ -218,9 +218,9 @@ class Recorder:
         self.open_span = None
 
     def loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        """Record ``body`` as an entry that repeats while ``going``; return the length of a turn."""
+        """Record ``body`` as an entry that repeats while ``going``; return its number of nodes."""
         outer, pool, op = self.parts, self._pool, self._op("a loop")
-        # Use another pool, because the next turn may read older memory that this turn frees.
+        # Use another pool, because the next iteration may read older memory that this one frees.
         self.parts, self._pool = [], self._pools[1]
         self._pool.begin_recording()
         try:
@@ -286,7 +286,7 @@ class Recorder:
     def _call_function(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a function of torch, or report it if it reads tensors on the host."""
+        """Run a function of torch, or report that it reads tensors on the host."""
         self._autocast = torch.is_autocast_enabled("cpu")
         read = violations.HOST_READS.get(func)
         if read is not None and args[0].is_cpu and not _is_harmless(func, args, kwargs):
@@ -381,7 +381,7 @@ class Recorder:
     def _refuse_foreign_results(self) -> None:
         """Refuse tensors that another thread created during the recording.
 
-        Such tensors are in generation 0, and no older object owns their memory.
+        Such tensors are in generation 0 of the collector, and no older object owns their memory.
         """
         objects = [o for o in gc.get_objects(generation=0) if issubclass(type(o), torch.Tensor)]
         young = set(map(id, objects))
@@ -584,7 +584,7 @@ class Recorder:
             return map_tensors(value, held)
 
     def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the operation draws random numbers, and report it."""
+        """Report an operation that draws random numbers; return whether it draws."""
         if not plan.seeded or not draws(plan.func, args, kwargs):
             return False
         if self.open_span is not None:
@@ -631,7 +631,7 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
 
 
 def _with_dtype(dtype: torch.dtype, run: Callable[[], object]) -> Callable[[], None]:
-    """Return ``run`` under a default dtype, in which operations on integers compute."""
+    """Return ``run`` with ``dtype`` as the default, in which operations on integers compute."""
 
     def run_with_dtype() -> None:
         before = torch.get_default_dtype()
