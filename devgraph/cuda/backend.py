@@ -90,8 +90,8 @@ class CudaBackend(NodeBackend):
 
     def join(self, current: Any, side: Any) -> None:
         super().join(current, side)
-        # Engines run warm-ups on the current stream, often a new one that they then abandon. Its
-        # launches slow graphs down too, so recover the pace on both streams.
+        # Engines run warm-ups on the current stream, often a new one that they then abandon. These
+        # launches also slow graphs down, so recover the pace on both streams.
         for stream in (side, current):
             self.recover_pace(stream)
 

@@ -75,7 +75,7 @@ class NpuGraph(TorchGraph):
         self._launched: Callable[[], None] = call_weakly(self._refuse_replay)
         self._wanted: Host = {}  # host values that the groups must hold in the next replay
         self._job: Job | None = None
-        self._told = False
+        self._has_raised_failure = False
         self._nodes: int | None = None
 
     @property
@@ -230,7 +230,7 @@ class NpuGraph(TorchGraph):
             except Exception:
                 self._job = None
                 self._leave_for(GraphState.DIRTY)
-                self._told = True
+                self._has_raised_failure = True
                 raise
             self._job = None
         self._refuse_broken(regions)
@@ -241,9 +241,9 @@ class NpuGraph(TorchGraph):
         if regions.failure is not None:
             self._leave_for(GraphState.DIRTY)
             self.backend.channel.unwatch(regions)
-            if self._told:
+            if self._has_raised_failure:
                 self.require_ready()
-            self._told = True
+            self._has_raised_failure = True
             raise regions.failure
 
     def _size(self) -> tuple[int | None, int]:
@@ -261,7 +261,7 @@ class NpuGraph(TorchGraph):
         self._job = None
         self._wanted = {}
         self._launched = call_weakly(self._refuse_replay)
-        self._told = False
+        self._has_raised_failure = False
         return regions
 
     def __del__(self) -> None:

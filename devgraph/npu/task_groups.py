@@ -66,9 +66,9 @@ class TaskGroups:
     def free_events(self) -> list[Any]:
         """Return the events that another graph may use, after the last replay has ended.
 
-        There are none after a failure, because an event may still be recorded, and none if the
-        graph was never launched, because torch_npu refuses to wait again for an event that was not
-        recorded in between.
+        There are none after a failure, because an event may still be recorded. There are none if
+        the graph was never launched, because torch_npu refuses a second wait for an event that was
+        not recorded since the first.
         """
         if not self._launches or self.failure is not None:
             return []
@@ -145,7 +145,7 @@ class TaskGroups:
 
         def work() -> None:
             if fence is not None:
-                # First the last replay must read its values and consume its records.
+                # The last replay must first read its values and consume its records.
                 self._channel.stream.wait_event(fence)
             if host is None:
                 self._run(None, signal=signal)
