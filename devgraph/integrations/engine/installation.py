@@ -1,4 +1,4 @@
-"""Replacement of an engine's attributes, its reversal, and the environment variable for it."""
+"""Replacement of an engine's attributes, its reversal, and the switch that enables it."""
 
 from __future__ import annotations
 
@@ -101,18 +101,18 @@ class Installed:
         self._engine = engine
         self._switch = switch
         self._asked: dict[str, str | None] = {}
-        self.now: Any = None
+        self.changes: Any = None
 
     def repeated(self, **asked: str | None) -> bool:
         """Whether devgraph is installed; raise ConfigError if a setting in ``asked`` differs."""
-        for name, value in asked.items() if self.now is not None else ():
+        for name, value in asked.items() if self.changes is not None else ():
             if value not in (None, self._asked[name]):
                 raise ConfigError(
                     f"devgraph is already installed in {self._engine} with "
                     f"{name}={self._asked[name]}, but {name}={value} was requested. Call "
                     f"uninstall() first."
                 )
-        return self.now is not None
+        return self.changes is not None
 
     def put(
         self, changes: Changes, make: Callable[[], None], *, strict: bool, **asked: str | None
@@ -134,7 +134,7 @@ class Installed:
                 *(self._engine, self._engine, type(error).__name__, error, self._switch),
             )
             return False
-        self.now, self._asked = changes, asked
+        self.changes, self._asked = changes, asked
         logger.info(
             "devgraph is the graph layer of %s: %s", self._engine, ", ".join(changes.places)
         )
@@ -142,9 +142,9 @@ class Installed:
 
     def take_out(self, memory: GraphMemory) -> None:
         """Restore ``memory`` and undo the changes. Idempotent."""
-        if self.now is not None:
+        if self.changes is not None:
             memory.restore()
-            changes, self.now = self.now, None
+            changes, self.changes = self.changes, None
             changes.undo()
 
 

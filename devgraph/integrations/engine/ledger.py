@@ -150,29 +150,29 @@ class Publisher:
 
     def write(self) -> None:
         """Write the file if a counter changed. If that fails, log one warning."""
-        found = self._stats()
-        if self._path is None or found == self._written:
+        stats = self._stats()
+        if self._path is None or stats == self._written:
             return
         text = (
-            prometheus(self._engine, found)
+            prometheus(self._engine, stats)
             if self._path.suffix == ".prom"
-            else json.dumps({"engine": self._engine, "pid": os.getpid(), **found}, indent=1) + "\n"
+            else json.dumps({"engine": self._engine, "pid": os.getpid(), **stats}, indent=1) + "\n"
         )
         try:
             _replace(self._path, text)
         except OSError as error:
             logger.warning("%s=%s cannot be written: %s", STATS_VARIABLE, self._path, error)
             self._path = None
-        self._written = found
+        self._written = stats
 
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as own:
-        made = Path(own) / path.name
-        made.write_text(text)
-        made.chmod(0o644)  # A collector of metrics may run as another user.
-        made.replace(path)
+        temporary = Path(own) / path.name
+        temporary.write_text(text)
+        temporary.chmod(0o644)  # A collector of metrics may run as another user.
+        temporary.replace(path)
 
 
 def summary(engine: str, stats: Mapping[str, Any]) -> str:

@@ -38,15 +38,15 @@ class GraphMemory:
     @property
     def backend(self) -> Backend:
         if self.made is None:
-            found = get_backend(self._name or "auto")
+            backend = get_backend(self._name or "auto")
             kind = self._device_type()
-            if kind and found.device.type != kind:
+            if kind and backend.device.type != kind:
                 raise BackendUnavailableError(
-                    f"the engine runs on {kind!r} and the backend {found.name!r} captures on "
-                    f"{found.device.type!r}. Run 'devgraph doctor' for missing parts, or name "
+                    f"the engine runs on {kind!r} and the backend {backend.name!r} captures on "
+                    f"{backend.device.type!r}. Run 'devgraph doctor' for missing parts, or name "
                     f"the backend: install(backend=...)."
                 )
-            self.made = found
+            self.made = backend
         return self.made
 
     def pool(self, handle: Hashable) -> Pool:
@@ -54,11 +54,11 @@ class GraphMemory:
         key = handle, self.releasable
         pool = self._pools.get(key)
         if pool is None:
-            pool = self._made_pool()
+            pool = self._make_pool()
             self._pools[key] = pool
         return pool
 
-    def _made_pool(self) -> Pool:
+    def _make_pool(self) -> Pool:
         able = self.backend.capabilities.releasable_memory
         if self.releasable and not able:
             logger.warning(
@@ -74,7 +74,7 @@ class GraphMemory:
 
         Graphs that the engine captures itself then share the pool with graphs captured here.
         """
-        pool = self._made_pool() if handle is None else self.pool(handle)
+        pool = self._make_pool() if handle is None else self.pool(handle)
         own: Hashable = getattr(pool, "handle", None) or handle or object()
         self._pools[own, self.releasable] = pool
         return pool, own

@@ -127,8 +127,8 @@ class StartCheck:
                 raise_if_lost(self._memory.backend, error)
             except DeviceLost as lost:
                 raise DeviceLost(
-                    f"{self._engine}: the check of graph {name} failed on the device. Probably the "
-                    f"graph reads memory of the batch of its capture, such as the metadata of "
+                    f"{self._engine}: the check of graph {name} failed on the device. The graph "
+                    f"probably reads memory of the batch at capture, such as the metadata of "
                     f"attention without a mark. {lost}"
                 ) from error
             raise

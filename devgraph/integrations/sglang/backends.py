@@ -90,14 +90,14 @@ class _OnDevgraph:
     ) -> None:
         super().__init__(cuda_graph_runner, **options)  # type: ignore[call-arg]
         if enable_memory_saver:
-            self._let_memory_go()
+            self._use_releasable_memory()
         self._runner = cuda_graph_runner
         self._count = shared().counts[self._devgraph_mode]
         self._shared_outputs = SharedOutputs()
         self._capture_inputs: dict[Any, Any] = {}
         self._eager_forms: dict[Any, tuple[Callable[[], Any], Callable[[], object]]] = {}
 
-    def _let_memory_go(self) -> None:
+    def _use_releasable_memory(self) -> None:
         """Use releasable memory if SGLang's memory saver pauses the memory of graphs."""
         asked = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
         if not importlib.import_module("sglang.srt.utils").get_bool_env_var(asked):
@@ -186,10 +186,10 @@ class _OnDevgraph:
             self._eager_forms[shape_key] = forward_fn, self._setting_lengths()
 
     def _setting_lengths(self) -> Callable[[], object]:
-        """Return a function that gives attention the lengths of this shape in full prefill.
+        """Return a function that sets the lengths of this shape for attention in full prefill.
 
-        There, all shapes share the metadata of attention, with the largest lengths of a shape.
-        SGLang sets them only at capture, and other lengths select other kernels.
+        All shapes share the metadata of attention, in which SGLang sets the largest lengths of a
+        shape only at capture. Other lengths would select other kernels.
         """
         chosen = getattr(self._runner.model_runner, "attn_backend", None)
         metadata = getattr(getattr(chosen, "prefill_backend", chosen), "forward_metadata", None)

@@ -55,7 +55,7 @@ class EngineMode:
     text: str
     phases: dict[str, dict[str, Any]]
     limits: tuple[float, ...] = ()
-    """Executable budgets of the phases, for which SGLang has no option."""
+    """Executable budgets of the phases. SGLang has no option for them."""
     checked: frozenset[str] = frozenset()
     """Phases whose graphs are checked at start."""
 

@@ -1,8 +1,8 @@
 """Prefill of SGLang as one updated graph; see docs/sglang.md.
 
-Torch-native attention slices by lengths on the host, so SGLang breaks its graphs at attention. Here
-attention is a region, whose key has the lengths of the batch. All other code is that of SGLang's
-breakable prefill.
+Torch-native attention slices its tensors by lengths on the host, so SGLang breaks its graphs at
+attention. Here attention is a region whose key contains the lengths of the batch. All other code
+comes from SGLang's breakable prefill.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def require_updatable(model_runner: Any) -> None:
 
 
 class _Lengths(tuple[int, ...]):
-    """Host integers that replace a tensor of which attention reads elements."""
+    """Host integers that replace a tensor whose elements attention reads."""
 
     @property
     def shape(self) -> tuple[int]:
@@ -68,7 +68,7 @@ _ON_HOST = {
 
 @attrs.frozen
 class _Step:
-    """The host lengths of one prefill, which are its key, and the batch."""
+    """The batch of one prefill, and its host lengths, which form the key."""
 
     requests: tuple[_Lengths, ...]
     tokens: int

@@ -27,7 +27,7 @@ def stats() -> dict[str, Any]:
     seconds, and ``eager``: calls without a graph, by reason. In mode piecewise, each piece of a
     model counts as one call.
     """
-    places = [] if here.now is None else list(here.now.places)
+    places = [] if here.changes is None else list(here.changes.places)
     layer = current_layer()
     return {"installed": places, **totals(layer.memory, layer.counts, layer.check.counts)}
 

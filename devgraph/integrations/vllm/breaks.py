@@ -17,7 +17,7 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.marks.marks import is_capturing, region
 
 _CACHE_OPS = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
-"""Ops that vLLM keeps out of its own piecewise graphs: metadata names the cache rows they write."""
+"""Ops that vLLM excludes from its piecewise graphs, because metadata selects the rows to write."""
 
 
 def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
@@ -64,8 +64,8 @@ def _region(body: Callable[..., Any]) -> Callable[..., Any]:
 class AttentionBreaks(TorchFunctionMode):
     """A context that turns attention ops and vLLM's marked breaks into regions.
 
-    Inside the context, this object is the thread's breakable capture, which functions marked with
-    ``eager_break_during_capture`` call.
+    Inside the context, this object is the thread's breakable capture. Functions marked with
+    ``eager_break_during_capture`` call its methods.
     """
 
     is_devgraph_mode = True

@@ -128,7 +128,7 @@ class Installation(Changes):
     def _put_wrappers(self) -> None:
         platform = type(importlib.import_module("vllm.platforms").current_platform)
         self.require(platform, "get_global_graph_pool")
-        # vLLM resolves this name when it compiles pieces, which both runners do for PIECEWISE.
+        # Both runners resolve this name when vLLM compiles pieces for PIECEWISE.
         self.change(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
         # The V1 runner and micro-batches use this name for FULL.
         for name in (V1_RUNNER, MICROBATCHES):

@@ -183,10 +183,10 @@ class Layer:
 
     def capture_round(self, config: Any, capture: Callable[[Round], Any]) -> Any:
         """Return ``capture(round)`` for a new round; see ``Round.make``."""
-        outer, made = self.round, Round(config)
-        self._here.round = made
+        outer, inner = self.round, Round(config)
+        self._here.round = inner
         try:
-            return made.make(lambda: capture(made))
+            return inner.make(lambda: capture(inner))
         finally:
             self._here.round = outer
 

@@ -1,7 +1,7 @@
 """Graphs of devgraph for code of vLLM that creates graphs itself.
 
-Managers create a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``: those of
-the V2 runner (model, drafts, decoder replay), encoders and micro-batch pairs. In their modules,
+The managers of the V2 runner (model, drafts, decoder replay), of encoders and of micro-batch pairs
+create a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``. In their modules,
 devgraph replaces these two names. vLLM still prepares and orders the captures, because that code
 differs between versions.
 """
@@ -49,12 +49,12 @@ def _recording(
     count = layer.counts["full"]
     memory = layer.memory.pool(_UNNAMED if pool is None else pool)
     layer.prepare(memory, settle=True)
-    theirs = threads or not _is_current(stream)
-    within = engine_session(memory, stream=stream) if theirs else layer.within(memory)
+    is_separate = threads or not _is_current(stream)
+    within = engine_session(memory, stream=stream) if is_separate else layer.within(memory)
     with layer.writing(lambda: graph.step and graph.step.launch()):
-        with recorded(layer.memory.backend, memory, count, within=within) as made:
+        with recorded(layer.memory.backend, memory, count, within=within) as captured:
             yield
-        graph.step = CapturedStep(made, count)
+        graph.step = CapturedStep(captured, count)
 
 
 def _is_current(stream: Any) -> bool:
@@ -206,7 +206,7 @@ def breaking_manager(base: Any) -> Any:
             if isinstance(model.forward, BreakableStep):
                 model.forward.clear_graphs()  # Earlier captures read other buffers.
             else:
-                # Replace it on the instance, because vLLM checks the interfaces of the class.
+                # Replace ``forward`` on the instance, because vLLM checks the class.
                 model.forward = BreakableStep(model.forward, self.vllm_config)
             return super().capture(model, *args, **kwargs)
 

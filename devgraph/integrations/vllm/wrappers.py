@@ -1,7 +1,7 @@
 """Replacements for vLLM's graph wrappers, created after the import of vLLM.
 
-They subclass vLLM's wrappers, so that ``isinstance`` checks, sets of instances and class-wide
-clears in vLLM keep working.
+The replacements subclass vLLM's wrappers, so that ``isinstance`` checks, sets of instances and
+class-wide clears in vLLM keep working.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def graph_wrapper() -> Any:
 
 
 class BreakableStep(_Graphs):
-    """A model's forward, as segments around attention under PIECEWISE, as one graph under FULL.
+    """A model's forward: segments around attention under PIECEWISE, or one graph under FULL.
 
     Between the segments, attention runs eagerly on the metadata of the current batch.
     """
@@ -300,8 +300,8 @@ class BreakableStep(_Graphs):
             join()
             return output
 
-        # The first capture needs another run, because the model compiles code for each mode, which
-        # is not possible inside a capture.
+        # The first capture needs another run, because the model compiles code for each mode, and a
+        # capture cannot contain a compilation.
         warmup = 0 if self.concrete_cudagraph_entries else 1
         backend = self._layer.memory.backend
         captured = capture_under(

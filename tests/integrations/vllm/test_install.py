@@ -107,14 +107,14 @@ def test_second_install_asks_for_the_same_or_is_refused(engine: Engine) -> None:
         vllm.install(mode='{"decode": "full", "prefill": "breakable"}')
     with pytest.raises(dg.ConfigError, match="backend=cpu.*backend=npu"):
         vllm.install(backend="npu")
-    assert here.now.mode.name == "FULL_DECODE_ONLY"
+    assert here.changes.mode.name == "FULL_DECODE_ONLY"
 
 
 def test_install_with_a_breakable_mode_and_back(engine: Engine) -> None:
     before = places(engine)
     assert vllm.install(mode='{"decode": "full", "prefill": "breakable"}')
     assert os.environ[BREAKABLE] == "1"
-    assert here.now.mode.name == "FULL_AND_PIECEWISE"
+    assert here.changes.mode.name == "FULL_AND_PIECEWISE"
     vllm.uninstall()
     assert places(engine) == before
 
@@ -156,7 +156,7 @@ def test_plugin_changes_nothing_unless_asked(
     before = places(engine)
     vllm.plugin()
     assert places(engine) == before
-    assert here.now is None
+    assert here.changes is None
 
 
 @pytest.mark.parametrize("value", ["1", "yes", "strict"])
@@ -189,7 +189,7 @@ def test_missing_place_leaves_the_engine_alone_with_one_warning(
     assert "CudaGraphManager has no dispatch" in record.message
     assert [engine.runner.CUDAGraphWrapper, config.VllmConfig.__post_init__] == before
     assert BREAKABLE not in os.environ
-    assert here.now is None
+    assert here.changes is None
 
 
 def test_missing_place_is_refused_under_strict(
@@ -198,7 +198,7 @@ def test_missing_place_is_refused_under_strict(
     monkeypatch.delattr(engine.managers.CudaGraphManager, "dispatch")
     with pytest.raises(vllm.InstallError, match="has no dispatch.*vLLM 0.22 to 0.33"):
         vllm.install(strict=True)
-    assert here.now is None
+    assert here.changes is None
 
 
 def test_absent_engine_is_refused_under_strict(
@@ -270,7 +270,7 @@ def test_overlay_of_the_platforms_backend_is_laid_over_the_rest(standin: Engine)
         '"backends": {"cpu": {"prefill": "disabled"}, "npu": {"prefill": "full"}}}'
     )
     vllm.install(mode=text)
-    assert here.now.mode.name == "FULL_DECODE_ONLY"
+    assert here.changes.mode.name == "FULL_DECODE_ONLY"
 
 
 def test_mode_against_an_option_of_the_engine_is_an_error(standin: Engine) -> None:
