@@ -214,16 +214,12 @@ class Model:
         return torch.where(inside[:, :, None], hidden, 0.0).sum(1)
 
 
-def slot(name: str, dims: Any, dtype: torch.dtype, pad: dg.Pad) -> dg.InputSlot:
-    return dg.InputSlot(name, dims, dtype, pad=pad)
-
-
 SLOTS = (
-    slot("ids", ("tokens",), torch.int64, dg.Pad.zero()),
-    slot("rows", ("tokens",), torch.int64, dg.Pad.fill(SCRATCH)),
+    dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.zero()),
+    dg.InputSlot("rows", ("tokens",), torch.int64, pad=dg.Pad.fill(SCRATCH)),
 )
-STARTS = slot("starts", ("requests+1",), torch.int64, dg.Pad.last())
-X = slot("x", ("tokens", WIDTH), torch.float32, dg.Pad.zero())
+STARTS = dg.InputSlot("starts", ("requests+1",), torch.int64, pad=dg.Pad.last())
+X = dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero())
 
 
 def batch_of(kit: Kit, count: int, seed: int = 0) -> dict[str, torch.Tensor]:

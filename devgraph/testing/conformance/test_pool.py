@@ -285,7 +285,7 @@ def test_temporaries_of_a_step_reuse_memory(kit: Kit) -> None:
 
 
 def test_process_with_hundreds_of_pools_knows_the_memory_of_each(kit: Kit) -> None:
-    """A snapshot of torch drops one reference too many to pool numbers, which frees large ones."""
+    """Snapshots drop one reference too many to each pool number, so large numbers are freed."""
     pools = [kit.backend.make_pool() for _ in range(300)]
     for _ in range(2):
         assert [pool.bytes for pool in pools] == [0] * 300

@@ -30,7 +30,6 @@ from devgraph.testing.conformance.support import (
     prefiller,
     runner_of,
     same,
-    slot,
 )
 
 
@@ -191,9 +190,9 @@ def test_inputs_of_host_and_device_that_come_back_to_their_places_are_read_anew(
         kit.same(runner.run(given), given["ids"].to(kit.device) * there["scale"])
 
 
-IDS = slot("ids", ("tokens",), torch.int64, dg.Pad.zero())
+IDS = dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.zero())
 LAST_ROW, MOST = 64, 8
-ROWS_OF_CACHE = slot("rows", ("tokens",), torch.int64, dg.Pad.fill(LAST_ROW))
+ROWS_OF_CACHE = dg.InputSlot("rows", ("tokens",), torch.int64, pad=dg.Pad.fill(LAST_ROW))
 
 
 class Planned:
@@ -271,8 +270,8 @@ def test_emulated_graphs_give_what_graphs_give(kit: Kit, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy: str) -> None:
-    """Poison replaces data of the other runner, which a run must not read."""
-    y = slot("y", ("tokens",), torch.float32, dg.Pad.zero())
+    """Poison replaces the data of the other runner, because a run must not read it."""
+    y = dg.InputSlot("y", ("tokens",), torch.float32, pad=dg.Pad.zero())
     target = runner_of(
         kit, lambda batch: batch.x * 2 + batch.y[:, None], [X, y], config=policy, max_requests=8
     )
@@ -415,7 +414,7 @@ def test_a_loop_goes_with_what_else_a_runner_does(kit: Kit, options: dict[str, A
     assert runner.prove().ok
 
 
-LEFT = slot("left", ("requests",), torch.int64, dg.Pad.zero())
+LEFT = dg.InputSlot("left", ("requests",), torch.int64, pad=dg.Pad.zero())
 
 
 class Counting:
