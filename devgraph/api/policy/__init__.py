@@ -42,7 +42,7 @@ _registered: dict[str, Registration] = {}
 
 
 def register_policy(name: str, module: str, *promises: str) -> None:
-    """Register the ``POLICY`` of ``module``, which is imported at its first use, as ``name``.
+    """Register the ``POLICY`` of ``module`` as ``name``. The module is imported at first use.
 
     Each promise is ``BREAKS``, ``WHOLE`` or ``UNTRACED``.
 

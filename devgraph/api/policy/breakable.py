@@ -20,7 +20,7 @@ from devgraph.api.session import Session
 class EagerSegment:
     """The eager body of a break.
 
-    ``host`` has its host values; the plan updates this dictionary in place.
+    ``host`` contains the host values of the body. The plan updates this dictionary in place.
     """
 
     def __init__(self, call: MarkedCall, host: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ class Job:
         return self.before_break is None
 
     def require_given(self, outputs: Any) -> None:
-        """Raise EmptyCaptureError unless a step without work returned tensors from before it."""
+        """Raise EmptyCaptureError unless a step without work returned existing tensors."""
         tensors, known = tensors_in(outputs), {memory_of(t) for _, t in self.owned.everything()}
         if not tensors or not known.issuperset(map(memory_of, tensors)):
             raise empty_capture(self.backend.device)

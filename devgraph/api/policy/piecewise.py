@@ -211,9 +211,9 @@ class _Checking(Scope):
     @staticmethod
     def _compare_writes(mark: Mark, before: _Versions, after: _Versions) -> None:
         """Raise RegionError if the function wrote arguments that its mark does not declare."""
-        told = {memory for name in mark.mutates for memory, _ in before.get(name, ())}
+        declared = {memory for name in mark.mutates for memory, _ in before.get(name, ())}
         for name, versions in before.items():
-            if any(v not in after[name] and v[0] not in told for v in versions):
+            if any(v not in after[name] and v[0] not in declared for v in versions):
                 raise RegionError(
                     f"{mark.name} wrote its argument {name!r}, but its mark declares writes to "
                     f"{', '.join(mark.mutates) or 'none'}. Policy 'piecewise' needs "

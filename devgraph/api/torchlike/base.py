@@ -57,7 +57,7 @@ class Pages(Protocol):
         """The allocator argument of a MemPool of the namespace."""
 
     def release(self, addresses: Sequence[int]) -> None:
-        """Release the memory of the segments at ``addresses``. The device is idle."""
+        """Release the memory of the segments at ``addresses``, while the device is idle."""
 
     def restore(self, addresses: Sequence[int]) -> None:
         """Map memory for the segments at ``addresses`` that have none.

@@ -16,7 +16,7 @@ from devgraph.api.modes import OwnMode
 from devgraph.api.torchlike.node_calls import Capture, NodeRuntime
 
 MOST_STREAMS = 64
-"""Number of stream requests that returns every stream: torch cycles through 32 per priority."""
+"""Number of stream requests after which every stream was returned; torch has 32 per priority."""
 
 
 def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

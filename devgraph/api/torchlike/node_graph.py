@@ -1,6 +1,6 @@
 """NodeGraph, a torch graph whose regions are updated node by node, and its backend.
 
-They serve all vendors whose driver has graphs of nodes with parameters (``NodeRuntime``).
+Both serve all vendors whose driver has graphs of nodes with parameters (``NodeRuntime``).
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class UpdateStrategy:
     ) -> Executable:
         """Return a launch target for ``executable``, which has the parameters of ``recording``.
 
-        Without ``recording``, it has those of the capture. ``own`` marks the graph's own
-        executable, into which recordings are written.
+        Without ``recording``, the executable has the parameters of the capture. ``own`` marks the
+        graph's own executable, into which recordings are written.
         """
         return executable
 
