@@ -41,7 +41,7 @@ class Verify:
     """The schedule on which a runner compares its graphs with eager runs."""
 
     start: bool = True
-    """After the first capture."""
+    """Whether to compare after the first capture."""
     every: int | None = None
     """Number of steps of the phase between two checks; None checks at start only."""
 

@@ -206,8 +206,8 @@ def _apply(
             else:
                 fired.append(_fired(phase, rule, "kept", before, after))
     # Drop notes about a policy that a later rule replaced.
-    true = {rule.name for rule in _rules_for(config.policy, phase)}
-    return config, [rule for rule in fired if rule.kind != "note" or rule.rule in true], conflicts
+    valid = {rule.name for rule in _rules_for(config.policy, phase)}
+    return config, [rule for rule in fired if rule.kind != "note" or rule.rule in valid], conflicts
 
 
 def _rules_for(policy: str, phase: str) -> list[Rule]:

@@ -1,4 +1,4 @@
-"""Marked calls: calls of marked functions in a capture, which replays repeat."""
+"""Calls of marked functions in a capture. Replays repeat these calls."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         size = -(-(max(end for _, end in ranges) - start) // _ALIGNMENT) * _ALIGNMENT
         memory = torch.empty(size // first.itemsize, dtype=first.dtype, device=first.device)
         copies = [
-            _seen_as(tensor, memory, begin - start)
+            _view_like(tensor, memory, begin - start)
             for tensor, (begin, _) in zip(tensors, ranges, strict=True)
         ]
     for copy, tensor in zip(copies, tensors, strict=True):
@@ -117,14 +117,14 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 _ALIGNMENT = 16  # alignment in bytes that suits every dtype
 
 
-def _seen_as(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
+def _view_like(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
     """Return a view of ``memory``, from byte ``start`` on, with the layout of ``tensor``."""
     flat = memory if memory.dtype is tensor.dtype else memory.view(tensor.dtype)
     seen = flat.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
     return with_bits_of(tensor, seen)
 
 
-def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+def _with_layout(place: Place, tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or a view with its original layout ``place`` if the layout changed."""
     memory, offset, size, stride = place
     now = place_of(tensor)
@@ -310,7 +310,7 @@ class MarkedCall:
             )
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """Return the places of all results to copy, by which results that share memory are found.
+        """Return the places of all results to copy, which show the results that share memory.
 
         Each tuple has the position of a result, the position of the first result in the same
         memory, and the offset from that first result in bytes.
@@ -352,11 +352,11 @@ class MarkedCall:
             raise
 
     def _settle(self) -> None:
-        """Replace arguments whose layout the step changed later by views with the old layout."""
+        """Use views with the original layout for arguments whose layout has changed."""
         places, self._places = self._places, {}
         if places:
             self.args, self.kwargs = pytree.tree_map(
-                lambda leaf: _seen_from(places[id(leaf)], leaf) if id(leaf) in places else leaf,
+                lambda leaf: _with_layout(places[id(leaf)], leaf) if id(leaf) in places else leaf,
                 (self.args, self.kwargs),
                 is_leaf=is_size,
             )

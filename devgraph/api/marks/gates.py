@@ -1,6 +1,6 @@
 """The gate marks in a step: ``wait`` for the host and ``signal`` to the host.
 
-They use the gates of the capture or runner whose step is running, and do nothing without one.
+The marks use the gates of the capture or runner whose step is running. Elsewhere they do nothing.
 """
 
 from __future__ import annotations

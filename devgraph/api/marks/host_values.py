@@ -158,7 +158,7 @@ _types_checked: ContextVar[bool] = ContextVar("devgraph_types_checked", default=
 def exact_types_checked(checked: bool) -> Iterator[None]:
     """If ``checked``, turn ``exact_types_refused`` off in the block.
 
-    That check slows down all Python calls, so a runner makes it once for all sizes of a step.
+    That check slows down all Python calls, so a runner runs it once for all sizes of a step.
     """
     token = _types_checked.set(checked)
     try:

@@ -122,7 +122,8 @@ def graph_break() -> None:
 def is_here(scope: Scope, name: str) -> bool:
     """Whether this thread captures under ``scope``; raise if another thread does.
 
-    False if the capture has ended: a thread that was started in it keeps a copy of its context.
+    Return False if the capture has ended: a thread that was started in a capture keeps a copy of
+    its context.
     """
     if scope.thread == threading.get_ident():
         return True

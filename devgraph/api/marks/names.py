@@ -74,7 +74,7 @@ class Names:
             yield
 
     def begin(self, recorded: Callable[[], int | None]) -> list[NodeRange]:
-        """Begin a graph, and return the list that its ranges will be appended to.
+        """Begin a graph, and return the list to which its ranges will be appended.
 
         ``recorded`` returns the number of nodes so far.
         """

@@ -71,7 +71,7 @@ def captured_call(
 
 
 def swallowed(mark: Mark, error: BaseException) -> CaptureError:
-    """Return the error for a step that catches an ``error`` of a marked function."""
+    """Return the error for a step that catches ``error``, which a marked function raised."""
     return CaptureError(
         f"{mark.name} raised {type(error).__name__} ({error}), and the step caught it and "
         f"continued; a graph cannot do that. Decide before the call which function runs, or catch "
@@ -103,13 +103,13 @@ def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any
 Repeat = Callable[[Callable[[], None], torch.Tensor], None]
 """A function that records a loop, given its body and a bool tensor of one element.
 
-It calls the body once. A replay repeats the work of the body while the tensor is true. State that
-iterations share must be in tensors that were allocated before the loop.
+The function calls the body once. A replay repeats the work of the body while the tensor is true.
+State that iterations share must be in tensors that were allocated before the loop.
 """
 
 
 class LoopError(CaptureError):
-    """The step cannot be captured with a loop, but perhaps with the loop unrolled."""
+    """The step cannot be captured with a loop, but may be captured with the loop unrolled."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
