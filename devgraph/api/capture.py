@@ -98,7 +98,7 @@ class Captured:
             ("not {}()", (torch._C._len_torch_dispatch_stack,)),
         )
         named = job.owned.watch_named(regions=job.regions)
-        self.gradients = Gradients(job.owned.gradients)
+        self.gradients = job.owned.gradients
         """The gradients that replays accumulate."""
         self.guard = Guard([*self._watched, *named], outside)
         """Compares the state of the step with that of the capture."""

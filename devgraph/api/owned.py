@@ -149,8 +149,10 @@ class Owned:
         """The search for named places before the first run."""
         self._values: dict[tuple[int, Any], tuple[Any, Any]] = {}
         """Value and content of each named place before the first run, by holder and key."""
-        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Leaf tensors with the gradients that the step writes."""
+        self.gradients = Gradients(())
+        """The gradients that the step writes."""
+        self._is_first_captured = False
+        """Whether the captured run was the first run."""
         self.asked = Asked((), ())
         """The questions of the step about its inputs."""
         self.is_unsettled = False
@@ -224,6 +226,7 @@ class Owned:
         for tensor, version in zip(seen, versions, strict=True):
             if tensor._version != version:
                 self.written.add(id(tensor))
+        self._is_first_captured |= captured and is_first
         if captured and is_first and len(made := optimizer_state(self.roots)) > len(before):
             raise CaptureError(
                 f"the captured run is the first run and makes {made[-1][0]}, so each replay would "
@@ -435,18 +438,22 @@ class Owned:
             raise
         finally:
             self._saved = ()  # frees the copies
-        self.gradients = [
+        held = [
             (leaf, leaf.grad)
             for (leaf, grad), version in zip(leaves, versions, strict=True)
             if leaf.grad is not None and has_place(leaf.grad)
             if leaf.grad is not grad or grad._version != version
         ]
+        clears = not self._named.names.isdisjoint(("zero_grad", "grad ="))
+        made = {id(leaf) for leaf, grad in leaves if grad is None}
+        self.gradients = Gradients(held, made if self._is_first_captured and not clears else ())
         self._restore_created()
         snapshot.restore()
         parameters.restore_contents()
         for leaf, grad in leaves:
             if grad is None and leaf.grad is not None and has_place(leaf.grad):
                 zero_gradient(leaf.grad)
+        self.gradients.clear()
         for saved in (snapshot, parameters):
             saved.require_unwritten()
         watch.changes(self._note_state, empty=True)
@@ -512,7 +519,7 @@ class Owned:
         if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
             leaves = {id(e.value): e.value for e in entries(self.roots)}.values()
             named.append(Flags([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
-        return [*named, Gradients(self.gradients)] if self.gradients else named
+        return [*named, self.gradients] if self.gradients else named
 
     def _has_changed(self, entry: Entry) -> bool:
         """Whether the step changed or made the value of a place; False for tensors."""
@@ -587,15 +594,30 @@ def zero_gradient(gradient: torch.Tensor) -> None:
 
 
 class Gradients:
-    """The gradients that a graph accumulates into. After ``grad = None``, they restart at zero.
+    """The gradients that a graph writes. After ``grad = None``, they restart at zero.
 
     Args:
         held: leaf tensors with their gradients.
+        made: the ``id`` of each leaf whose gradient was made in the captured run. A replay makes
+            it again, so it must be None before.
     """
 
-    def __init__(self, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self, held: Sequence[tuple[torch.Tensor, torch.Tensor]], made: Collection[int] = ()
+    ) -> None:
         self._held = held
+        self._made = [id(leaf) for leaf, _ in held if id(leaf) in made]
         self.terms: list[Term] = [("{}.grad is {}", pair) for pair in held]
+        if self._made:
+            self.terms = [("False", ())]
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def clear(self) -> None:
+        """Set gradients to None that the captured run made."""
+        for leaf, _ in self._held if self._made else ():
+            leaf.grad = None if id(leaf) in self._made else leaf.grad
 
     def check(self) -> None:
         """Reinstall gradients that were set to None; raise StateError if one was replaced."""
@@ -608,6 +630,12 @@ class Gradients:
                     f"the gradient of {brief(leaf)} is no longer the captured tensor, but the "
                     f"graph adds to the old tensor. Write into the old tensor with copy_(), set "
                     f"the gradient to None, or {AGAIN}."
+                )
+            elif id(leaf) in self._made:
+                raise StateError(
+                    f"the captured run, which was the first run, made the gradient of "
+                    f"{brief(leaf)}, so a replay replaces it and does not add to it. Set the "
+                    f"gradient to None before the replay, or capture with warmup=1 or more."
                 )
 
 

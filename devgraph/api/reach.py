@@ -807,7 +807,7 @@ class Named:
     def _use(self, function: Any) -> None:
         code = getattr(function, "__code__", None)
         if code is not None:
-            self.names |= names_in(code) | _strings_in(code) | _comparisons_in(code)
+            self.names |= names_in(code) | _strings_in(code) | _identities_in(code)
             self._read |= _read_in(code) | _strings_in(code)
             self.iterated |= _iterated_in(code)
             self._indexed |= _indexed_in(code)
@@ -873,11 +873,13 @@ def _iterated_in(code: types.CodeType) -> Iterable[Any]:
 
 
 @_with_nested
-def _comparisons_in(code: types.CodeType) -> Iterable[str]:
-    """Return "is" if ``code`` compares the identity of two values, neither of which is None."""
+def _identities_in(code: types.CodeType) -> Iterable[str]:
+    """Return "is" if ``code`` compares the identity of values, and "grad =" if it sets a grad."""
     for before, step in itertools.pairwise(dis.get_instructions(code)):
         if step.opname == "IS_OP" and before.opname != "LOAD_CONST":
             yield "is"
+        elif step.opname == "STORE_ATTR" and step.argval == "grad":
+            yield "grad ="
 
 
 @_with_nested

@@ -829,6 +829,32 @@ def test_state_that_an_optimizer_makes_in_the_captured_run_is_refused(
     cap(step, x, warmup=0).replay()
 
 
+def test_gradient_that_the_captured_run_made_is_replaced_only_where_eager_makes_it(
+    kit: Kit, cap: Cap
+) -> None:
+    weight, x = torch.nn.Parameter(kit.tensor(3)), kit.tensor(3, seed=1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (weight * x).sum()
+        loss.backward()
+        return loss.detach()
+
+    captured = cap(step, x, warmup=0)
+    for _ in range(2):
+        weight.grad = None
+        captured.replay()
+        kit.same(weight.grad, x)
+    with pytest.raises(dg.StateError, match="a replay replaces it.*None.*warmup=1 or more"):
+        captured.replay()
+    kit.same(weight.grad, x)
+    weight.grad = None
+    with pytest.warns(dg.DeviceGraphWarning, match="captured the step again"):
+        captured = cap(step, x, warmup=0, recaptures=1)
+        for _ in range(3):
+            captured.replay()
+    kit.same(weight.grad, x + x + x)
+
+
 def test_eager_body_may_store_what_it_computes_from_its_first_input(kit: Kit, policy: str) -> None:
     if policy == "full":
         pytest.skip("policy full has no eager bodies")
