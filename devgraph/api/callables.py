@@ -18,7 +18,6 @@ import statistics
 import threading
 import time
 import types
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
@@ -35,7 +34,6 @@ from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
-    DeviceGraphWarning,
     DeviceLost,
     InputError,
     InputTypeError,
@@ -46,6 +44,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.guard import Guard, all_of
 from devgraph.api.marks.marks import current_scope
+from devgraph.api.marks.source import warn
 from devgraph.api.modes import Settings
 from devgraph.api.named import NamedState
 from devgraph.api.owned import Weights, assignment_count, parameter_names, roots_of
@@ -522,10 +521,8 @@ class Graphed:
                 if options.strict or not isinstance(error, DeviceGraphError):
                     raise
                 entry.reason = EagerReason.CAPTURE_FAILED
-                warnings.warn(
-                    f"{self!r} runs eagerly for these arguments, which cannot be captured: {error}",
-                    DeviceGraphWarning,
-                    stacklevel=3,
+                warn(
+                    f"{self!r} runs eagerly for these arguments, which cannot be captured: {error}"
                 )
             if entry.reason is not None:  # The error and its autograd nodes are freed now.
                 return self._run_eagerly(entry.reason, args, kwargs)
@@ -559,12 +556,10 @@ class Graphed:
         if self._float_keys[masked] == _FLOAT_KEYS:
             leaves = self._named_leaves(call.args, call.kwargs)
             names = [path for path, leaf in leaves if isinstance(leaf, float)]
-            warnings.warn(
+            warn(
                 f"{', '.join(names)} of {self!r} changes between calls, and each value needs a "
                 f"separate graph. Pass a tensor, or declare the value in host_args= if only "
-                f"marked functions use it.",
-                DeviceGraphWarning,
-                stacklevel=4,
+                f"marked functions use it."
             )
 
     @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
-    DeviceGraphWarning,
     InputError,
     InputTypeError,
     NestedCaptureError,
@@ -31,12 +29,13 @@ from devgraph.api.errors import (
 )
 from devgraph.api.gates import Gates
 from devgraph.api.graph import DeviceGraph, GraphInfo, summed
-from devgraph.api.guard import Guard, first_sentence
+from devgraph.api.guard import Guard, change_in
 from devgraph.api.inputs import Inputs, Pair, write, write_back
 from devgraph.api.marks.gates import entered_gates
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.names import Names, nodes_text
+from devgraph.api.marks.source import warn
 from devgraph.api.modes import Settings
 from devgraph.api.owned import Gradients, Owned, refuse_fakes, without_history
 from devgraph.api.policy import COMPILERS, compiles, get_policy
@@ -209,11 +208,9 @@ class Captured:
             plan, seconds = _planned(job, self.policy, self.gates, weights=True)
         self._plan.close()
         self._use(job, plan, seconds)
-        warnings.warn(
+        warn(
             f"a replay captured the step again, at most {job.recaptures} times (recaptures=), "
-            f"because {first_sentence(cause)}",
-            DeviceGraphWarning,
-            stacklevel=4,
+            f"because {change_in(cause)}"
         )
         return kept
 

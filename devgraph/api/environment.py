@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 
-from devgraph.api.errors import ConfigError, DeviceGraphWarning, did_you_mean
+from devgraph.api.errors import ConfigError, did_you_mean
+from devgraph.api.marks.source import warn
 
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
 DEMO_VARIABLE = "DEVGRAPH_DEMO_MODEL"
@@ -69,5 +69,4 @@ def warn_unknown() -> None:
 @functools.cache
 def _warn(name: str) -> None:
     hint = did_you_mean(name, VARIABLES)
-    message = f"there is no environment variable {name}; it is ignored. {hint}"
-    warnings.warn(message, DeviceGraphWarning, stacklevel=4)
+    warn(f"there is no environment variable {name}; it is ignored. {hint}")

@@ -6,6 +6,7 @@ import builtins
 import functools
 import itertools
 import operator
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -27,9 +28,9 @@ class Watched(Protocol):
         """Raise StateError if the state differs from the capture; accept equal objects."""
 
 
-def first_sentence(error: Exception) -> str:
-    """Return the first sentence of a message, which says what has changed."""
-    return str(error).partition(". ")[0]
+def change_in(error: Exception) -> str:
+    """Return the part of a message that names the change, without its effect and the remedy."""
+    return re.split(r", (?:but|and) the graph |\. ", str(error))[0]
 
 
 class Guard:
@@ -58,7 +59,7 @@ class Guard:
         try:
             self.settle()
         except StateError as error:
-            return first_sentence(error)
+            return change_in(error)
         return ""
 
 

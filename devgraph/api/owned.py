@@ -11,7 +11,6 @@ import operator
 import random
 import re
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -34,7 +33,6 @@ from devgraph.api.buffers import AGAIN, CHECKED, Bound, bound_in, is_equal, retu
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
-    DeviceGraphWarning,
     InputTypeError,
     StateError,
     brief,
@@ -43,7 +41,7 @@ from devgraph.api.errors import (
 from devgraph.api.guard import Term, Watched, by_turns
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
-from devgraph.api.marks.source import is_machinery_module
+from devgraph.api.marks.source import is_machinery_module, warn
 from devgraph.api.modes import FAKE, PROXY, OwnMode, tracer
 from devgraph.api.named import Asked, NamedState, content_of, text_of_changes
 from devgraph.api.process import several_ranks
@@ -462,7 +460,7 @@ class Owned:
                 self._note_state(name, numbers[name][-1], state[-1])
         if self._state:
             changes = ((path, *values) for path, values in self._state.items())
-            warnings.warn(text_of_changes(changes), DeviceGraphWarning, stacklevel=4)
+            warn(text_of_changes(changes))
 
     def _restore_created(self) -> None:
         """Restore the values that the first run gave to tensors that it made, and warn."""
@@ -473,12 +471,10 @@ class Owned:
             return
         snapshot.restore()
         names = [path for path, tensor in created.items() if any(t is tensor for t in written)]
-        warnings.warn(
+        warn(
             f"the first warm-up run made {', '.join(names)}, and later runs wrote to it. Its "
             f"values after the first run were restored, and replays continue from them. Make it "
-            f"before the capture, so that the capture restores its values.",
-            DeviceGraphWarning,
-            stacklevel=5,
+            f"before the capture, so that the capture restores its values."
         )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -16,7 +15,6 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import (
     KEYS,
     PHASES,
-    DeviceGraphWarning,
     PhaseConfig,
     count,
     phase_config,
@@ -26,6 +24,7 @@ from devgraph.api.config.resolve import resolve
 from devgraph.api.config.unused import unused
 from devgraph.api.environment import DEBUG_VARIABLE, EMULATE_VARIABLE, switch, warn_unknown
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean, whole
+from devgraph.api.marks.source import warn
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
@@ -268,5 +267,4 @@ def warn_unused(phase: Phase, config: PhaseConfig, capacity: int, *, known: bool
     if config.buckets is None and config.max_bs is not None and config.max_bs > capacity:
         reasons.setdefault("max_bs", f"the capacity of the runner is {capacity}")
     for key, because in reasons.items():
-        text = f"{phase}.{key}={getattr(config, key)!r} has no effect: {because}"
-        warnings.warn(text, DeviceGraphWarning, stacklevel=4)
+        warn(f"{phase}.{key}={getattr(config, key)!r} has no effect: {because}")

@@ -711,3 +711,33 @@ def test_other_function_or_slice_in_an_argument_is_captured(cap: Any) -> None:
         with pytest.warns(DeviceGraphWarning, match=AGAIN):
             out = captured(x, act, part)
         assert torch.equal(out, step(x, act, part))
+
+
+def test_warning_names_the_change_and_is_at_the_line_of_the_user() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    factor = 2.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * factor
+
+    captured = dg.capture(step, torch.ones(2, 4), backend="cpu")
+    for call in (captured, captured.replay):
+        factor += 1
+        with pytest.warns(DeviceGraphWarning, match=AGAIN) as said:
+            call()
+        assert said[0].filename == __file__
+        assert str(said[0].message).endswith(
+            f"because factor is {factor} and was {factor - 1} at capture"
+        )
+    model.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    with pytest.warns(DeviceGraphWarning, match="its memory was replaced$"):
+        captured()
+    calls = [0]
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return x * 2
+
+    with pytest.warns(DeviceGraphWarning, match="changed Python state") as said:
+        dg.capture(counting, torch.ones(2), backend="cpu")
+    assert said[0].filename == __file__

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
@@ -26,9 +25,10 @@ from devgraph.api.config.older_flags import (
     SHORTHANDS,
     Flag,
 )
-from devgraph.api.config.phase import FLAG, KEYS, PHASES, DeviceGraphWarning
+from devgraph.api.config.phase import FLAG, KEYS, PHASES
 from devgraph.api.environment import MODE_VARIABLE, warn_unknown
 from devgraph.api.errors import ConfigTypeError, brief
+from devgraph.api.marks.source import warn
 
 _FILE = "--device-graph-config"
 
@@ -129,7 +129,7 @@ class _Once(argparse.Action):
         before = getattr(namespace, self.dest, values)
         if before != values:
             text = f"{option_string} is given twice: {values!r} overrides {before!r}"
-            warnings.warn(text, DeviceGraphWarning, stacklevel=2)
+            warn(text)
         setattr(namespace, self.dest, values)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,13 +22,14 @@ from devgraph.api.config.phase import (
     DEFAULT_POLICY,
     KEYS,
     PHASES,
-    DeviceGraphWarning,
     PhaseConfig,
     check_names,
     phase_config,
     plain,
 )
+from devgraph.api.config.phase import DeviceGraphWarning as DeviceGraphWarning
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+from devgraph.api.marks.source import warn
 from devgraph.api.registry import BUILT_IN, OTHER_NAMES, names
 
 
@@ -153,7 +153,7 @@ class DeviceGraphConfig:
             for name in sorted(unknown.difference(known))
         ]
         for message in (*merged.notes, *messages):
-            warnings.warn(message, DeviceGraphWarning, stacklevel=3)
+            warn(message)
         return config
 
     @property

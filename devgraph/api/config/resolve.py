@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,13 +22,13 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import (
     KEYS,
     PHASES,
-    DeviceGraphWarning,
     PhaseConfig,
     check_names,
     plain,
 )
 from devgraph.api.config.rules import RULES, WEAKER, Rule
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
+from devgraph.api.marks.source import warn
 from devgraph.api.policy import registration
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ def resolve(
     prefix = name and f"{name}: "
     for rule in fired:
         if rule.outcome == "kept":
-            warnings.warn(f"{prefix}{rule}", DeviceGraphWarning, stacklevel=2)
+            warn(f"{prefix}{rule}")
         else:
             level = logging.WARNING if rule.outcome == "changed" else logging.INFO
             logger.log(level, "%s%s", prefix, rule)

@@ -7,11 +7,14 @@ import inspect
 import linecache
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import attrs
+
+from devgraph.api.errors import DeviceGraphWarning
 
 # Code of these packages, except in ``_ON_TOP``, is machinery: a user cannot change it, so messages
 # do not name its lines.
@@ -78,6 +81,26 @@ def user_line() -> SourceLine:
     found = frame or outermost
     assert found is not None
     return line_in(found, found.f_lineno)
+
+
+def warn(text: str) -> None:
+    """Give a ``DeviceGraphWarning`` at the innermost line of user code in the call stack."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (is_machinery(frame) or _is_on_top(frame)):
+        frame = frame.f_back
+    space = frame.f_globals
+    warnings.warn_explicit(
+        text,
+        DeviceGraphWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        space.get("__name__"),
+        space.setdefault("__warningregistry__", {}),
+    )
+
+
+def _is_on_top(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(_ON_TOP[0])
 
 
 def raising_line(error: BaseException) -> SourceLine | None:
