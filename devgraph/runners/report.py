@@ -266,18 +266,23 @@ class RunnerStats:
         pool = self.executables
         budget = "" if pool.budget_bytes is None else f" of {format_bytes(pool.budget_bytes)}"
         eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
+        states = {bucket.state for bucket in self.buckets}
+        is_pending = states == {"pending"} and not self.captures
+        effective = "not captured yet" if is_pending else f"effective: {self.effective}"
+        graphs = format_bytes(self.graph_bytes) + " (estimated)" * self.estimated
+        if is_pending and not self.estimated:
+            graphs = "unknown (plan(sample=True) estimates them)"
         return "\n".join(
             [
                 f"{self.name}: {counted(self.steps, 'step')}, {self.graph_steps} in graphs "
                 f"({100 * self.hit_ratio:.0f} %){emulated}, "
                 f"padding {100 * self.padding_ratio:.0f} %"
                 + (f", eager: {eager}" if eager else ""),
-                f"  policy: {self.requested} on {self.backend} (effective: {self.effective}), "
+                f"  policy: {self.requested} on {self.backend} ({effective}), "
                 f"{len(captured)} of {counted(len(self.buckets), 'graph')} captured in "
                 f"{self.capture_seconds:.2f} s",
-                f"  memory: graphs {format_bytes(self.graph_bytes)}"
-                f"{' (estimated)' * self.estimated}, inputs "
-                f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}, "
+                f"  memory: graphs {graphs}, inputs {format_bytes(self.input_bytes)}, "
+                f"outputs {format_bytes(self.output_bytes)}, "
                 f"state {format_bytes(self.state_bytes)}, "
                 f"executables {format_bytes(pool.bytes)}{budget} (made {pool.made} in "
                 f"{pool.seconds:.2f} s, evicted {pool.evicted})",

@@ -141,6 +141,17 @@ def test_a_sampled_plan_ends_the_leases_and_restores_bound_tensors():
     assert state.item() == 2  # of the two steps
 
 
+def test_report_before_capture_says_so_and_how_memory_is_estimated():
+    runner = double_runner(captured=False)
+    for text in (str(runner.plan()), str(runner.stats())):
+        assert "policy: full on cpu (not captured yet), 0 of 4 graphs captured" in text
+        assert "memory: graphs unknown (plan(sample=True) estimates them), inputs" in text
+    assert "graphs 2.0 MiB (estimated), inputs" in str(runner.plan(sample=True))
+    runner.capture()
+    runner.invalidate("weights")
+    assert "(effective: disabled)" in str(runner.stats())
+
+
 def test_explain_names_segments_reasons_and_counters():
     runner = double_runner(name="demo")
     runner.run({"x": rows_of_x(9)})
