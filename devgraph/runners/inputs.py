@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,14 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, did_you_mean
+from devgraph.api.errors import (
+    ConfigError,
+    InputError,
+    InputTypeError,
+    brief,
+    counted,
+    did_you_mean,
+)
 from devgraph.runners.outputs import LeasedTensor, released
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, Size, raw, raw_dtype, raw_value
 
@@ -31,6 +39,8 @@ class InputArena:
         backend: Backend,
         run_slots: frozenset[str] = frozenset(),
         share: InputArena | None = None,
+        *,
+        divides_tokens: bool = False,
     ) -> None:
         self.slots = dict(slots)
         self.largest = largest
@@ -49,6 +59,9 @@ class InputArena:
         self.is_shared = share is not None
         """Whether another runner uses the same buffers."""
         self.staging = StagingMemory(backend, self.device)
+        offsets = [name for name, slot in self.given.items() if slot.start is not None]
+        self.token_offsets = offsets[0] if divides_tokens and len(offsets) == 1 else None
+        """The slot that divides the tokens among the requests, if it is the only one of offsets."""
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
@@ -161,11 +174,41 @@ class InputArena:
                 f"{slot.shape(real)} on {self.device} (dims {slot.dims}, {real})"
                 + (f"; convert it with .to({slot.dtype})" * wrong_dtype)
             )
-        require_start(slot, value)
+        self.require_offsets(slot, value, real)
         if value.requires_grad:
             value = value.detach()
         plain = value if type(value) is torch.Tensor else value.as_subclass(torch.Tensor)
         return _copy(plain) if self.buffers.overlaps(plain) else plain
+
+    def require_offsets(self, slot: InputSlot, tensor: torch.Tensor, real: Size) -> None:
+        """Raise InputError for cumulative offsets on the host that no batch of ``real`` can have.
+
+        Offsets on the device are not checked, because that would need a synchronization.
+        """
+        if slot.start is None or not tensor.is_cpu:
+            return
+        offsets, name = tensor.tolist(), f"input {slot.name!r}"
+        end = slot.start + real.tokens if slot.name == self.token_offsets else None
+        if offsets[0] != slot.start:
+            raise InputError(
+                f"{name} has cumulative offsets that begin with {offsets[0]}, so the rows before "
+                f"that belong to no request. Begin with {slot.start}, or declare another start "
+                f"with pad=Pad.last(start)."
+            )
+        if offsets != sorted(offsets):
+            at = next(i for i, (a, b) in enumerate(itertools.pairwise(offsets), 1) if b < a)
+            raise InputError(
+                f"{name} has cumulative offsets that decrease at index {at}, from "
+                f"{offsets[at - 1]} to {offsets[at]}, so a request would have fewer than 0 rows. "
+                f"Each offset is the end of a request and the start of the next one."
+            )
+        if end is not None and offsets[-1] > end:
+            raise InputError(
+                f"{name} has cumulative offsets that end with {offsets[-1]} at index "
+                f"{len(offsets) - 1}, but the batch has {counted(real.tokens, 'token')}. End with "
+                f"{end} at most. If these offsets do not count tokens, declare another slot with "
+                f"the offsets of tokens."
+            )
 
     def eager_views(self, inputs: Mapping[str, Any], real: Size) -> dict[str, torch.Tensor]:
         """Return contiguous copies of the inputs, independent of every static buffer."""
@@ -187,16 +230,6 @@ class InputArena:
         if tensor.device == self.device:
             return _copy(tensor)
         return self.backend.pin(tensor.contiguous()).to(self.device, non_blocking=True)
-
-
-def require_start(slot: InputSlot, tensor: torch.Tensor) -> None:
-    """Raise InputError if cumulative offsets on the host do not begin with the slot's start."""
-    if slot.start is not None and tensor.is_cpu and (first := tensor[0].item()) != slot.start:
-        raise InputError(
-            f"input {slot.name!r} has cumulative offsets that begin with {first}, so the rows "
-            f"before that belong to no request. Begin with {slot.start}, or declare another start "
-            f"with pad=Pad.last(start)."
-        )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from devgraph.api.tensors import alike_to
-from devgraph.runners.inputs import InputArena, Staging, require_start
+from devgraph.runners.inputs import InputArena, Staging
 from devgraph.runners.slots import InputSlot, Pad, Scalar, Size, raw, raw_dtype, raw_value
 
 _WORD = torch.int32
@@ -170,7 +170,7 @@ class CopyPlan:
         if any(start <= value.data_ptr() < stop for value in values):
             return None
         for index, slot in self._offsets:
-            require_start(slot, values[index])
+            self._arena.require_offsets(slot, values[index], self._real)
         return values
 
     def _admitted(self, inputs: Mapping[str, Any]) -> Values:

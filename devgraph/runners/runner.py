@@ -101,6 +101,7 @@ class Runner:
             backend,
             run_slots,
             share and share._step.inputs,
+            divides_tokens=counting.phase == "prefill",
         )
         for name, tree in options.bound.items():
             arena.buffers.bind(name, tree)

@@ -83,7 +83,7 @@ class Pad:
         """Repeat the last real row. In cumulative offsets, padded requests then have the length 0.
 
         Without a real row (in a capture, on an idle rank) every row holds ``start``. Offsets on the
-        host must begin with ``start``.
+        host must begin with ``start`` and must not decrease.
         """
         return cls("last", start)
 

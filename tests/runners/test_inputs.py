@@ -190,3 +190,34 @@ def test_offsets_on_the_host_begin_with_their_start(start, where):
                 runner.run(inputs)
         else:
             assert runner.run(inputs)[:, 0].tolist() == [1 + start, 2 + start]
+
+
+@pytest.mark.parametrize("where", ["graph", "eager"])
+def test_offsets_on_the_host_do_not_decrease_and_end_within_the_tokens(where):
+    starts = InputSlot("starts", ("requests+1",), torch.int64, pad=Pad.last())
+    other = InputSlot("other", ("requests+1",), torch.int64, pad=Pad.last())
+
+    def prefill_of(*slots):
+        runner = dg.PrefillRunner(
+            lambda batch: batch.x * 2, [X, *slots], backend="cpu", max_tokens=8, max_requests=4
+        )
+        runner.capture()
+        if where == "eager":
+            runner.suspend()
+        return runner
+
+    runner, x = prefill_of(starts), torch.ones(4, 3)
+    for right, wrong, message in (
+        ([0, 3, 4], [0, 5, 4], "decrease at index 2, from 5 to 4"),
+        ([0, 1, 3, 4], [0, 3, 2, 4], "decrease at index 2, from 3 to 2"),
+        ([0, 0, 2], [0, -1, 4], "decrease at index 1, from 0 to -1"),
+        ([0, 4], [0, 9], r"end with 9 at index 1, but the batch has 4 tokens\. End with 4"),
+    ):
+        for _ in range(2):  # checked, then recognised
+            assert runner.run({"x": x, "starts": tokens(*right)}).shape == x.shape
+            with pytest.raises(
+                dg.InputError, match=f"'starts' has cumulative offsets that {message}"
+            ):
+                runner.run({"x": x, "starts": tokens(*wrong)})
+    pages = {"starts": tokens(0, 4), "other": tokens(0, 9)}  # ``other`` may count pages
+    assert prefill_of(starts, other).run({"x": x, **pages}).shape == x.shape
