@@ -482,7 +482,11 @@ def capture(
         InputTypeError: an argument of this function has a wrong type.
         HostArgumentError: ``host_args`` does not match ``fn`` (a TypeError).
     """
-    _require("fn", fn, callable(fn), "a callable")
+    if not callable(fn):
+        raise InputTypeError(
+            f"fn must be a callable, got {brief(fn)}. Pass the step and its inputs: "
+            f"capture(step, x), not capture(step(x), x)."
+        )
     for name, given in (("kwargs", kwargs), ("bound", bound)):
         is_mapping = isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
         _require(name, given, given is None or is_mapping, "a mapping with strings as keys")

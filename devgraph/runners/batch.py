@@ -249,14 +249,14 @@ class HostArgs:
                 f"host_args of a run must be a mapping of names to values, got {brief(given)}"
             )
         given = given or {}
-        if not self._partly:
-            self._require_all(given)
         for name in given:
             if name not in self.declared:
                 raise HostArgumentError(
                     f"unknown host argument {name!r}. {did_you_mean(str(name), self.declared)} "
                     f"Declare others in host_args=."
                 )
+        if not self._partly:
+            self._require_all(given)
         if not self._slots:
             return self._plain.checked(given)
         resolved = self._plain.checked({n: v for n, v in given.items() if n not in self._slots})

@@ -170,8 +170,10 @@ class InputArena:
         if not (near and alike and tuple(value.shape) == slot.shape(real)):
             wrong_dtype = value.dtype is not slot.dtype
             raise (InputTypeError if wrong_dtype else InputError)(
-                f"input {slot.name!r} is {brief(value)} ({value.layout}); expected {slot.dtype} "
-                f"{slot.shape(real)} on {self.device} (dims {slot.dims}, {real})"
+                f"input {slot.name!r} is {brief(value)}"
+                + f" ({value.layout})" * (value.layout is not torch.strided)
+                + f"; expected {slot.dtype} {slot.shape(real)} on {self.device} "
+                f"(dims {slot.dims}, {real})"
                 + (f"; convert it with .to({slot.dtype})" * wrong_dtype)
             )
         self.require_offsets(slot, value, real)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,6 +23,7 @@ from devgraph.api.errors import (
     StateError,
     brief,
     counted,
+    did_you_mean,
     whole,
 )
 from devgraph.api.gates import Gates
@@ -49,6 +50,9 @@ from devgraph.runners.step import BoundSteps, Step
 from devgraph.runners.timing import ReplayTimer
 
 logger = logging.getLogger(__name__)
+
+_OMITTED: Any = object()
+"""The default of ``inputs`` in ``run``."""
 
 
 class Runner:
@@ -234,7 +238,7 @@ class Runner:
 
     def run(
         self,
-        inputs: Mapping[str, torch.Tensor] | None,
+        inputs: Mapping[str, torch.Tensor] | None = _OMITTED,
         *,
         host_args: Mapping[str, Any] | None = None,
         variant: Mapping[str, Any] | None = None,
@@ -242,6 +246,7 @@ class Runner:
         clone: bool = False,
         state_slots: Sequence[int] | torch.Tensor | None = None,
         accepted: Sequence[int | None] | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Run one step and return the real rows of its outputs.
 
@@ -262,6 +267,7 @@ class Runner:
                 ``assign`` for each slot before its first step.
             accepted: after a step of several tokens, the number of its tokens that each request
                 accepted, or None for all. The state of rejected tokens is discarded first.
+            **unknown: other keywords, which are refused with a hint.
 
         Returns:
             the outputs of the step; tensors without rows for an empty batch.
@@ -273,6 +279,8 @@ class Runner:
             GateTimeoutError: a gate of an earlier step was not opened in time.
             DeviceLost: the device is in a sticky error state.
         """
+        if unknown or inputs is _OMITTED:
+            self._refuse_keywords(unknown)
         if current_scope() is not None:
             raise NestedCaptureError(
                 f"{self._name} cannot run inside a capture; leave the capture first"
@@ -304,6 +312,14 @@ class Runner:
                 raise
             finally:
                 self._busy.clear()
+
+    def _refuse_keywords(self, unknown: Iterable[str]) -> NoReturn:
+        slots = [*self._step.inputs.given]
+        wrong = [name for name in unknown if name not in slots]
+        known = Runner.run.__kwdefaults__ or ()
+        hint = f" There is no option {wrong[0]!r}. {did_you_mean(wrong[0], known)}" if wrong else ""
+        example = ", ".join(f"{name!r}: ..." for name in slots)
+        raise InputTypeError(f"run takes all inputs in one mapping: run({{{example}}}).{hint}")
 
     def _with_state(
         self,

@@ -51,6 +51,15 @@ def _decode(forward: Any = lambda batch: batch.x * 2, inputs: Any = (SLOT,), **o
 
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "step": (lambda: _capture(3), "fn must be a callable, got 3"),
+    "result": (lambda: _capture(X * 2), r"capture(step, x\), not capture(step(x\), x\)"),
+    "inputs by name": (
+        lambda: _decode().run(x=X),
+        r"run takes all inputs in one mapping: run({'x': ...}\)",
+    ),
+    "option of run": (
+        lambda: _decode().run({"x": X}, host_arg={}),
+        "There is no option 'host_arg'. Known: accepted, clone, .* Did you mean 'host_args'",
+    ),
     "backend": (lambda: _capture(backend=3), "name of a backend must be a string, got 3"),
     "name of a backend": (
         lambda: dg.get_backend(None),

@@ -45,6 +45,8 @@ def test_default_that_code_compares_with_is_must_be_passed_to_each_replay():
     with dg.capture(step, x, backend="cpu", host_args={"n": 2}) as captured:
         with pytest.raises(dg.HostArgumentError, match="missing host arguments: n"):
             captured.replay()
+        with pytest.raises(dg.HostArgumentError, match="unknown host argument 'm'. Known: n"):
+            captured.prove(host_args=[{"m": 2}])
         assert torch.equal(captured.replay(n=3), step(x, n=3))
 
 

@@ -118,6 +118,7 @@ def test_host_arguments_reach_regions_under_every_policy(policy):
     [
         (None, "missing host arguments: length"),
         ({}, "missing host arguments: length"),
+        ({"lenght": 2}, "unknown host argument 'lenght'.*Did you mean 'length'"),
         ({"length": 1, "lenght": 2}, "unknown host argument 'lenght'.*Did you mean 'length'"),
         ({"length": "two"}, "had the type int at capture, but now has the type str"),
     ],

@@ -24,12 +24,15 @@ from tests.support.runner_steps import (
     ("change", "text"),
     [
         ({"x": torch.zeros(2, 3, dtype=torch.float64)}, r"'x' is <.* torch.float64 on"),
-        ({"x": torch.zeros(2, 3).double()}, r"convert it with \.to\(torch\.float32\)"),
+        (
+            {"x": torch.zeros(2, 3).double()},
+            r"cpu>; expected .*; convert it with \.to\(torch\.float32\)",
+        ),
         ({"x": torch.zeros(2, 4)}, r"'x' is <Tensor \(2, 4\) .*; expected torch.float32 \(2, 3\)"),
         ({"x": torch.zeros(2)}, r"'x' is <Tensor \(2,\)"),
         ({"x": torch.zeros(3, 3)}, r"'(x|n)' is <.*; expected"),
         ({"n": torch.zeros(3, dtype=torch.int64)}, r"'(x|n)' is <.*; expected"),
-        ({"x": torch.zeros(2, 3, device="meta")}, "'x' is .* on meta> .*; expected .* on cpu"),
+        ({"x": torch.zeros(2, 3, device="meta")}, "'x' is .* on meta>; expected .* on cpu"),
         ({"x": torch.zeros(2, 3).to_sparse()}, "'x' is .*torch.sparse_coo"),
         ({"y": torch.zeros(2)}, "unknown input y; the runner has the slots x, n"),
     ],

@@ -250,6 +250,7 @@ class HostSpec:
             return {}
         missing = self.required.difference(given)
         if missing:
+            self.checked(given)  # A misspelt name has the better hint.
             names = ", ".join(sorted(missing))
             raise HostArgumentError(
                 f"missing host arguments: {names}. Every declared host argument without a default "

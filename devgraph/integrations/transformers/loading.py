@@ -33,7 +33,8 @@ def load(
     """Return a causal language model in evaluation mode and its tokenizer.
 
     Args:
-        source: a folder, a model name that transformers knows, or the path of a ``.gguf`` file.
+        source: a folder, a model name that transformers knows, or the path of a ``.gguf`` file. A
+            folder has a ``config.json``, or one ``.gguf`` file.
         dtype: dtype of the weights; None means float32 on the CPU and bfloat16 elsewhere.
         device: device of the weights.
 
@@ -74,6 +75,12 @@ def _reading(
     if not isinstance(source, str | os.PathLike):
         raise InputTypeError(f"the source of a model must be a path, got {brief(source)}")
     path, options = Path(source), {}
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if files and not (path / "config.json").is_file():
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise InputError(f"{path} has several models: {names}. Give the path of one of them.")
+        path = files[0]
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"there is no file {path}")

@@ -99,6 +99,11 @@ def test_file_that_is_no_wheel_or_no_model_is_refused(
 
 
 def test_missing_gguf_file_is_named(tmp_path: Path) -> None:
+    for name in ("one.gguf", "two.gguf"):
+        (tmp_path / name).write_bytes(b"text" * 8)
+        problem = "cannot read .*one.gguf'" if name == "one.gguf" else "models: one.gguf, two.gguf"
+        with pytest.raises(InputError, match=problem):
+            load(tmp_path)
     with pytest.raises(InputError, match=r"no file .*b\.gguf"):
         load(tmp_path / "b.gguf")
 
