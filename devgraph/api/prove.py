@@ -251,6 +251,7 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "the step reads an unmarked host value, a setting of torch, or a tensor that was replaced"
         f"{others}"
     )
+    changed = report.changed and f"the step reads an unmarked host value: {report.changed}"
     shared = (
         f"a branch taken at capture is in the graph, or memory is shared with other work{others}"
     )
@@ -277,9 +278,9 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         f"only state differs: {lost}": (not outputs),
         f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends on "
         "the size is in the graph": len(buckets) < len(tried),
-        f"every element in every case: {report.changed or unknown}": always
+        f"every element in every case: {changed or unknown}": always
         and all(failure.complete for failure in outputs),
-        f"only some rows or outputs: {report.changed or shared}": True,
+        f"only some rows or outputs: {changed or shared}": True,
     }
     cause = next(cause for cause, holds in causes.items() if holds)
     return f"{cause} ({_where(failures)} differs in {_count(failures)} of {report.cases})"
