@@ -155,20 +155,20 @@ class CaptureScheduler:
     def elect(self, *, ready: bool) -> BucketGraph | None:
         """Return the graph that all ranks capture between two steps, or None.
 
-        With ``capture="lazy"``, graphs that are due on a rank come before others, and are the only
-        candidates once ``max_graphs`` is reached. Otherwise, the largest pending graph is elected.
+        The candidates are the pending graphs, or with ``capture="lazy"`` those that are due on a
+        rank. The largest candidate is elected.
         """
         all_graphs, has_room = list(self._graphs), bool(self.pending)
+        is_lazy = self._config.capture == "lazy"
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
-        # Due graphs get lower numbers than all others.
-        numbers = [
-            all_graphs.index(graph) + (0 if self._is_due(graph) else len(all_graphs))
-            for graph in left
-            if has_room or self._is_due(graph)
-        ]
-        state = f"{self.rounds}: {', '.join(str(graph.key) for graph in left)}"
-        number = self._ranks.elect(min(numbers, default=None), self._name, ready=ready, state=state)
-        return None if number is None else all_graphs[number % len(all_graphs)]
+        candidates = [graph for graph in left if (self._is_due(graph) if is_lazy else has_room)]
+        number = self._ranks.elect(
+            min(map(all_graphs.index, candidates), default=None),
+            self._name,
+            ready=ready,
+            state=f"{self.rounds}: {', '.join(str(graph.key) for graph in left)}",
+        )
+        return None if number is None else all_graphs[number]
 
     def _is_due(self, graph: BucketGraph) -> bool:
         config = self._config

@@ -480,8 +480,9 @@ class Runner:
     def idle(self, *, ready: bool = True) -> bool:
         """Capture one bucket, or else repeat one check of the key ``verify``.
 
-        Call this while the engine is idle, with ``capture="background"`` or ``"lazy"``. Outputs of
-        earlier runs are overwritten. A call takes at most as long as one capture.
+        Call this while the engine is idle. With ``capture="lazy"``, only a bucket that enough
+        batches have needed is captured, otherwise the largest one left. Outputs of earlier runs are
+        overwritten. A call takes at most as long as one capture.
 
         With several ranks, every rank must call this method at the same point, like ``agree``. All
         ranks capture the same bucket or none does.

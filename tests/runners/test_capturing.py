@@ -564,6 +564,16 @@ def test_background_captures_one_bucket_per_idle_call():
     assert runner.stats().eager == {"not_captured": 1}
 
 
+def test_idle_captures_no_lazy_bucket_that_nobody_needed():
+    runner = double_runner(config={"capture": "lazy", "lazy_hits": 2})
+    assert not runner.idle()
+    for _ in range(2):
+        assert not runner.idle()
+        runner.run({"x": rows_of_x(3)})
+    assert runner.stats().captures == 1  # by the second run
+    assert not runner.idle() and runner.stats().captures == 1
+
+
 def test_idle_stops_at_a_bucket_that_cannot_be_captured():
     def step(batch):
         if dg.is_capturing() and batch.tokens == 8:

@@ -622,7 +622,7 @@ def test_a_bucket_that_one_rank_wanted_is_captured_lazily_on_all():
             decision = runner.agree(mine)
             runner.run({"x": rows_of_x(2)} if rank == 1 else None, decision=decision)
         assert runner.stats().captures == 0, "a rank captured alone"
-        assert runner.idle()
+        assert runner.idle() and not runner.idle()
         return left(runner), runner.agree(runner.can_run(2)).ok
 
     assert in_ranks(3, work) == [([8, 4, 1], True)] * 3
