@@ -49,7 +49,7 @@ def alias_everything(self: TorchPool, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_weak_break_inputs_are_caught(kit: Kit) -> None:
-    test = test_pool.test_tensors_from_outside_are_kept_alive_by_the_breaks_that_read_them
+    test = test_pool.test_breaks_keep_outside_tensors_alive
     assert not caught(test, kit, kit.backend.make_pool())
     with mock.patch.object(TorchPool, "alias", alias_everything):
         assert caught(test, kit, kit.backend.make_pool())
@@ -80,14 +80,14 @@ def test_update_of_the_wrong_region_is_caught(kit: Kit) -> None:
 
 
 def test_recordings_that_outlive_a_reset_are_caught(kit: Kit) -> None:
-    test = test_update.test_reset_forgets_what_was_recorded
+    test = test_update.test_reset_forgets_recordings
     assert not caught(test, kit, kit.backend.make_pool())
     with mock.patch.object(Recordings, "drop", lambda *_: None):
         assert caught(test, kit, kit.backend.make_pool())
 
 
 def test_recordings_that_allocate_from_the_graphs_memory_are_caught(kit: Kit) -> None:
-    test = test_update.test_region_temporaries_do_not_touch_what_the_graph_holds
+    test = test_update.test_region_temporaries_do_not_touch_the_memory_of_the_graph
     assert not caught(test, kit, kit.backend.make_pool())
 
     def in_the_graphs_memory(self: Any) -> Any:

@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 # What the fake cannot show, and why.
 BEYOND_THE_FAKE = {
     "test_memory_is": "it keeps what was recorded, so that a use after the end is seen",
-    "test_closed_capture_lets_go": "the same",
+    "test_closed_capture_releases": "the same",
     "test_many_buckets_cost": "its memory is the CPU allocator's, which pools nothing",
     "test_temporaries_of_a_step": "the same",
     "test_host_read_in_a_captured_body": "reading a CPU tensor is no call that anyone could see",
     "test_side_stream_that_is_not_joined": "the suite takes its streams from torch.cpu",
     "test_capture_from_the_default_stream": "the same",
     "test_result_that_a_region_also_keeps": "its tensors are not those that the region made",
-    "test_layout_that_changes_in_place": "it does no work while it records, not even on layouts",
+    "test_layout_change_after_a_use": "it does no work while it records, not even on layouts",
     "test_step_that_changes_the_layout": "the same",
     "test_expanded_results_and_outputs": "the same",
 }

@@ -372,7 +372,7 @@ MUTANTS = (
     Mutant(
         "cleared-in-silence",
         "a graph that is cleared leaves the pool's epoch as it is",
-        "test_graph_that_was_cleared_is_launched_by_no_step_that_bound_it",
+        "test_bound_steps_do_not_launch_a_cleared_graph",
         ClearedInSilence,
     ),
     Mutant(
@@ -384,13 +384,13 @@ MUTANTS = (
     Mutant(
         "inputs-copied",
         "replays repeat the result of the first one",
-        "test_replay_bound_or_not_reads_the_data_of_now",
+        "test_replay_reads_current_data",
         InputsAreCopiedAtCapture,
     ),
     Mutant(
         "pool-not-shared",
         "every graph has memory of its own",
-        "test_many_buckets_cost_little_more_than_the_largest",
+        "test_many_buckets_cost_little_memory",
         CapturesShareNothing,
         ManyPools,
     ),
@@ -403,7 +403,7 @@ MUTANTS = (
     Mutant(
         "weak-break-inputs",
         "breaks do not keep alive what they read",
-        "test_tensors_from_outside_are_kept_alive_by_the_breaks_that_read_them",
+        "test_breaks_keep_outside_tensors_alive",
         pool=WeakPool,
     ),
     Mutant(
@@ -415,31 +415,31 @@ MUTANTS = (
     Mutant(
         "rng-frozen",
         "every replay draws the same numbers",
-        "test_replays_draw_what_eager_steps_draw",
+        "test_replays_draw_like_eager_steps",
         RandomNumbersAreFrozen,
     ),
     Mutant(
         "failed-capture-goes-on",
         "after an exception the thread is still capturing",
-        "test_exception_in_a_captured_body_is_raised_unchanged",
+        "test_exception_of_a_body_is_raised",
         FailedCaptureGoesOn,
     ),
     Mutant(
         "failed-capture-spends-random-numbers",
         "a failed capture moves the random generator",
-        "test_exception_in_a_captured_body_is_raised_unchanged",
+        "test_exception_of_a_body_is_raised",
         FailedCaptureSpendsRandomNumbers,
     ),
     Mutant(
         "failed-capture-keeps-memory",
         "a failed capture keeps its memory",
-        "test_many_failed_captures_take_no_memory_and_leave_other_graphs_right",
+        "test_failed_captures_leak_nothing",
         FailedCaptureKeepsMemory,
     ),
     Mutant(
         "failure-replaced",
         "an error of the clean-up hides the user's exception",
-        "test_exception_in_a_captured_body_is_raised_unchanged",
+        "test_exception_of_a_body_is_raised",
         FailureIsReplaced,
     ),
     Mutant(
@@ -487,14 +487,14 @@ MUTANTS = (
     Mutant(
         "stale-recordings",
         "recordings survive the reset of their graph",
-        "test_reset_forgets_what_was_recorded",
+        "test_reset_forgets_recordings",
         RecordingsOutliveTheCapture,
         PoolThatKeepsRecordings,
     ),
     Mutant(
         "stale-recordings-after-invalidate",
         "graphs captured after invalidate use recordings of those before",
-        "test_invalidated_runner_forgets_what_it_recorded",
+        "test_invalidated_runner_forgets_recordings",
         RecordingsOutliveTheCapture,
         PoolThatMixesRecordings,
     ),
@@ -513,7 +513,7 @@ MUTANTS = (
     Mutant(
         "scratch-in-the-graphs-pool",
         "re-recorded regions take memory that the graph believes to be its own",
-        "test_region_temporaries_do_not_touch_what_the_graph_holds",
+        "test_region_temporaries_do_not_touch_the_memory_of_the_graph",
         RegionsRecordIntoTheGraphsMemory,
     ),
     Mutant(

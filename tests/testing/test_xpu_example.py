@@ -19,7 +19,7 @@ needs_fake = pytest.mark.skipif(
 
 # What the mock cannot show: its memory is the CPU's, and so are its tensors' streams.
 BEYOND_THE_MOCK = (
-    "memory_is_flat or memory_is_given_back or many_buckets_cost or temporaries_of_a_step"
+    "memory_is_flat or memory_is_freed_with or many_buckets_cost or temporaries_of_a_step"
 )
 
 

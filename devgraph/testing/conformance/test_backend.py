@@ -71,7 +71,7 @@ def test_random_state_is_restored_by_its_setter(kit: Kit) -> None:
     same(torch.rand(8, device=kit.device), first)
 
 
-def test_fence_is_behind_the_work_before_it(kit: Kit, pool: dg.Pool) -> None:
+def test_fence_follows_earlier_work(kit: Kit, pool: dg.Pool) -> None:
     x = kit.tensor(64, 64)
     graph, _ = kit.record(lambda: x @ x, pool=pool)
     graph.replay()

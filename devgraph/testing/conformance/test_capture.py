@@ -34,7 +34,7 @@ def test_every_replay_runs_the_work_once(kit: Kit) -> None:
         kit.same(count, torch.full((4,), float(expected)))
 
 
-def test_replay_bound_or_not_reads_the_data_of_now(kit: Kit) -> None:
+def test_replay_reads_current_data(kit: Kit) -> None:
     x, count = kit.tensor(4, 16), torch.zeros(1, device=kit.device)
     graph, y = kit.record(lambda: (count.add_(1), torch.relu(x) * 3)[1], warm=False)
     native = graph.bound()
@@ -94,7 +94,7 @@ def test_input_that_is_an_output_of_the_step_is_updated_in_place(kit: Kit) -> No
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_capture_gives_bound_tensors_and_random_state_back(kit: Kit, policy: str) -> None:
+def test_capture_restores_bound_tensors_and_random_state(kit: Kit, policy: str) -> None:
     x = kit.tensor(16)
     before, state = x.clone(), kit.backend.get_rng_state()
     kit.capture(lambda x: x.add_(1), x, policy=policy)
@@ -219,7 +219,7 @@ DRAWS: list[Callable[[torch.Tensor], Any]] = [_dropout, _drawn, _filled, _around
 
 
 @declares("rng")
-def test_bound_replay_draws_what_eager_steps_draw(kit: Kit) -> None:
+def test_bound_replay_draws_like_eager_steps(kit: Kit) -> None:
     x = kit.tensor(64)
     graph, y = kit.record(lambda: _dropout(x))
     native = graph.bound()
@@ -234,9 +234,7 @@ def test_bound_replay_draws_what_eager_steps_draw(kit: Kit) -> None:
 @declares("rng")
 @pytest.mark.parametrize("step", DRAWS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replays_draw_what_eager_steps_draw(
-    kit: Kit, policy: str, step: Callable[..., Any]
-) -> None:
+def test_replays_draw_like_eager_steps(kit: Kit, policy: str, step: Callable[..., Any]) -> None:
     x = kit.tensor(64)
     captured = kit.capture(step, x, policy=policy)
     state = kit.backend.get_rng_state()

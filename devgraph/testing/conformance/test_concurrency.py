@@ -61,9 +61,7 @@ def _beside_a_capture(kit: Kit, work: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
-    kit: Kit, pool: dg.Pool, policy: str
-) -> None:
+def test_threads_may_replay_graphs_of_one_pool(kit: Kit, pool: dg.Pool, policy: str) -> None:
     """FAULTS 18."""
 
     @dg.region()
@@ -183,9 +181,7 @@ def test_side_stream_that_is_not_joined_before_a_break_is_refused(kit: Kit, pool
 
 @declares("streams")
 @pytest.mark.parametrize("given", ["none", "default", "own"])
-def test_capture_from_the_default_stream_runs_on_another_and_is_joined(
-    kit: Kit, given: str
-) -> None:
+def test_capture_from_the_default_stream_uses_another_stream(kit: Kit, given: str) -> None:
     """FAULTS 14."""
     default = kit.streams.default_stream()
     stream = {"none": None, "default": default, "own": kit.side_stream()}[given]

@@ -109,9 +109,7 @@ def test_replay_uses_no_data_that_comes_after_the_gate_was_opened(kit: Kit, poli
         kit.same(got, want)
 
 
-def test_gates_in_any_order_start_nothing_early_and_keep_memory_flat(
-    kit: Kit, devgraph_long: bool
-) -> None:
+def test_gates_in_any_order_hold_and_leak_nothing(kit: Kit, devgraph_long: bool) -> None:
     """FAULTS 53."""
     gated, chance = Gated(kit), random.Random(5)
     rows = kit.tensor(LAYERS, 4, WIDTH, seed=50)
@@ -210,7 +208,7 @@ def gated_region(x: torch.Tensor, out: torch.Tensor, *, scale: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gates_stay_beside_a_region_that_is_updated(kit: Kit, policy: str) -> None:
+def test_gates_work_beside_an_updated_region(kit: Kit, policy: str) -> None:
     x, out = kit.tensor(8), kit.tensor(8)
     captured = kit.capture(gated_region, x, out, host_args={"scale": 2}, policy=policy)
     for scale in kit.usable(policy, (2, 3, 2, 5)):
@@ -264,7 +262,7 @@ def test_gates_of_a_runner_hold_for_all_buckets_and_eager_steps(kit: Kit, policy
     kit.same(runner.run({"x": x}), x * 2 + 1)
 
 
-def test_each_turn_of_a_loop_is_an_epoch(kit: Kit) -> None:
+def test_each_iteration_of_a_loop_is_an_epoch(kit: Kit) -> None:
     loop = dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out))
     runner = runner_of(kit, gated_step, loop=loop, gate_timeout=20.0)
     x = kit.tensor(4, WIDTH).round()

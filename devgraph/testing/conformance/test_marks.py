@@ -43,9 +43,7 @@ def with_breaks(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", [chain, with_breaks])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replay_equals_eager_and_breaks_without_work_leave_no_segment(
-    kit: Kit, policy: str, step: Callable[..., Any]
-) -> None:
+def test_empty_breaks_leave_no_segment(kit: Kit, policy: str, step: Callable[..., Any]) -> None:
     x = kit.tensor(8)
     captured = kit.capture(step, x, policy=policy)
     for seed in (20, 21):
@@ -80,7 +78,7 @@ def test_nodes_have_the_names_of_modules_and_marks(kit: Kit) -> None:
     assert "2, nodes 3 to 5" in captured.explain()
 
 
-def test_names_come_in_order_where_nodes_are_not_known(kit: Kit) -> None:
+def test_names_are_ordered_without_known_nodes(kit: Kit) -> None:
     model = torch.nn.Sequential(Layer())
     (graph,) = kit.capture(model, kit.tensor(8), name_nodes=model).segments
     assert [one.name for one in graph.ranges] == ["0", "doubled"]
@@ -104,9 +102,7 @@ def _adjacent_breaks(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", BREAKING)
 @pytest.mark.parametrize(("step", "breaks"), [(doubled, 1), (_adjacent_breaks, 4)])
-def test_step_without_work_between_its_breaks_is_right(
-    kit: Kit, policy: str, step: Callable[..., Any], breaks: int
-) -> None:
+def test_adjacent_breaks_work(kit: Kit, policy: str, step: Callable[..., Any], breaks: int) -> None:
     """FAULTS 26."""
     x = kit.tensor(8)
     captured = kit.capture(step, x, policy=policy)
@@ -116,9 +112,7 @@ def test_step_without_work_between_its_breaks_is_right(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("around", ["region", "capture"])
-def test_region_runs_again_under_the_autocast_of_capture(
-    kit: Kit, policy: str, around: str
-) -> None:
+def test_region_keeps_the_autocast_of_capture(kit: Kit, policy: str, around: str) -> None:
     x, w = kit.tensor(4, 16), kit.tensor(16, 16, seed=1)
     autocast = functools.partial(torch.autocast, kit.device.type, torch.bfloat16)
 
@@ -152,9 +146,7 @@ LENGTHS = (3, 5, 1, 8, 5, 3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_changed_host_argument_is_applied_or_refused_but_never_ignored(
-    kit: Kit, policy: str
-) -> None:
+def test_changed_host_argument_is_applied_or_refused(kit: Kit, policy: str) -> None:
     x = kit.tensor(4, 8)
     captured = kit.capture(step, x, policy=policy, host_args={"length": 3})
     for seed, length in enumerate(LENGTHS):
@@ -166,9 +158,7 @@ def test_changed_host_argument_is_applied_or_refused_but_never_ignored(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_ambient_context_is_read_once_per_replay_on_the_replaying_thread(
-    kit: Kit, policy: str
-) -> None:
+def test_context_is_read_once_per_replay_on_its_thread(kit: Kit, policy: str) -> None:
     ambient = threading.local()
     reads = []
 

@@ -27,7 +27,7 @@ def check(kit: Kit, step: Any, x: torch.Tensor, policy: str) -> dg.Captured:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_results_of_a_region_that_share_memory_go_on_sharing_it(kit: Kit, policy: str) -> None:
+def test_results_that_share_memory_keep_sharing_it(kit: Kit, policy: str) -> None:
     """FAULTS 41."""
 
     @dg.region(host_args=("factor",))
@@ -46,9 +46,7 @@ def test_results_of_a_region_that_share_memory_go_on_sharing_it(kit: Kit, policy
 
 @pytest.mark.parametrize("policy", ["full", "breakable"])
 @pytest.mark.parametrize("inference", [False, True])
-def test_view_of_a_closed_over_tensor_goes_on_sharing_its_memory(
-    kit: Kit, policy: str, inference: bool
-) -> None:
+def test_view_of_a_closed_over_tensor_shares_memory(kit: Kit, policy: str, inference: bool) -> None:
     """FAULTS 41."""
     with torch.inference_mode(inference):
         held: torch.Tensor = kit.tensor(4)
@@ -109,7 +107,7 @@ def test_result_is_never_written_into_the_input_that_was_the_output_at_capture(k
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_layout_that_changes_in_place_after_a_use_is_that_of_the_use(kit: Kit, policy: str) -> None:
+def test_layout_change_after_a_use_does_not_affect_it(kit: Kit, policy: str) -> None:
     """FAULTS 42."""
 
     @dg.region(host_args=("factor",))
@@ -251,7 +249,7 @@ def test_memory_is_flat_over_many_captures(
     assert pool.bytes <= before
 
 
-def test_memory_is_given_back_with_the_pool(kit: Kit, devgraph_long: bool) -> None:
+def test_memory_is_freed_with_the_pool(kit: Kit, devgraph_long: bool) -> None:
     """FAULTS 37."""
     if kit.backend.keeps_memory:
         pytest.skip("this backend could not end the capture of an earlier test and keeps memory")

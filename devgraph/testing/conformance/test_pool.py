@@ -163,9 +163,7 @@ COMPILED = [pytest.param(True, dtype, marks=pytest.mark.slow) for dtype in DTYPE
 @declares("piecewise")
 @pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # advice of the compiler
 @pytest.mark.parametrize(("compiled", "dtype"), [(False, torch.float32), *COMPILED], ids=str)
-def test_every_bucket_of_one_compilation_is_right_in_any_order(
-    kit: Kit, compiled: bool, dtype: torch.dtype
-) -> None:
+def test_compiled_buckets_in_any_order(kit: Kit, compiled: bool, dtype: torch.dtype) -> None:
     """FAULTS 35. Tests declared compilers only."""
     sizes = (16, 8, 5)
     for compiler in set(kit.backend.capabilities.compilers) - {"eager"} if compiled else {"eager"}:
@@ -207,9 +205,7 @@ def test_closed_bucket_leaves_the_others_right(kit: Kit, pool: dg.Pool, policy: 
     buckets.check(17, 5000)
 
 
-def test_tensors_from_outside_are_kept_alive_by_the_breaks_that_read_them(
-    kit: Kit, pool: dg.Pool
-) -> None:
+def test_breaks_keep_outside_tensors_alive(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 35."""
     sizes = (512, 4096)
     held = {n: kit.tensor(n, seed=n) for n in sizes}
@@ -238,9 +234,7 @@ def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @declares("shared_pool")
 @pytest.mark.parametrize(("policy", "step"), STEPS[:3])
-def test_many_buckets_cost_little_more_than_the_largest(
-    kit: Kit, policy: str, step: Callable[..., Any]
-) -> None:
+def test_many_buckets_cost_little_memory(kit: Kit, policy: str, step: Callable[..., Any]) -> None:
     """The limit is 1.2x the largest bucket, plus outputs and 2 MiB of allocator rounding."""
     largest = 1 << 14  # Tensors of 2 MiB are large compared to allocator rounding.
     sizes = tuple(range(largest // 16, largest + 1, largest // 16))
@@ -284,7 +278,7 @@ def test_temporaries_of_a_step_reuse_memory(kit: Kit) -> None:
     assert 0 < chain(64) <= 2 * chain(4)
 
 
-def test_process_with_hundreds_of_pools_knows_the_memory_of_each(kit: Kit) -> None:
+def test_memory_of_hundreds_of_pools_is_known(kit: Kit) -> None:
     """Snapshots drop one reference too many to each pool number, so large numbers are freed."""
     pools = [kit.backend.make_pool() for _ in range(300)]
     for _ in range(2):
@@ -294,9 +288,7 @@ def test_process_with_hundreds_of_pools_knows_the_memory_of_each(kit: Kit) -> No
 
 
 @pytest.mark.parametrize("policy", BREAKING)
-def test_memory_that_dies_in_a_segment_is_whole_for_the_work_before_it_dies(
-    kit: Kit, policy: str
-) -> None:
+def test_memory_freed_in_a_segment_is_intact_until_then(kit: Kit, policy: str) -> None:
     """FAULTS 35."""
     seen: list[torch.Tensor] = []
 
@@ -323,9 +315,7 @@ def test_memory_that_dies_in_a_segment_is_whole_for_the_work_before_it_dies(
 
 @declares("remakes_executables")
 @pytest.mark.parametrize(("policy", "step"), [("full", deep), ("breakable", broken)])
-def test_executables_that_went_for_the_budget_are_made_again(
-    kit: Kit, policy: str, step: Callable[..., Any]
-) -> None:
+def test_evicted_executables_are_rebuilt(kit: Kit, policy: str, step: Callable[..., Any]) -> None:
     """FAULTS 43."""
     pool = kit.backend.make_pool()
     pool.limit(0)
@@ -340,9 +330,7 @@ def test_executables_that_went_for_the_budget_are_made_again(
 
 @declares("releasable_memory")
 @pytest.mark.parametrize(("policy", "step"), STEPS)
-def test_memory_that_was_given_back_returns_with_every_graph(
-    kit: Kit, policy: str, step: Callable[..., Any]
-) -> None:
+def test_released_memory_is_restored(kit: Kit, policy: str, step: Callable[..., Any]) -> None:
     """FAULTS 10, 44."""
     pool = kit.backend.make_pool(releasable=True)
     buckets = Buckets(kit, pool, step, (64, 17, 1), policy)
@@ -366,7 +354,7 @@ def test_memory_that_was_given_back_returns_with_every_graph(
 
 
 @declares("releasable_memory")
-def test_what_lives_in_memory_that_was_given_back_is_kept(kit: Kit) -> None:
+def test_contents_of_released_memory_are_kept(kit: Kit) -> None:
     """FAULTS 10. Every launch increments a workspace that a capture allocated."""
     pool, x = kit.backend.make_pool(releasable=True), kit.tensor(8, WIDTH)
     first, workspace = kit.record(lambda: x * 0, pool=pool)
@@ -381,7 +369,7 @@ def test_what_lives_in_memory_that_was_given_back_is_kept(kit: Kit) -> None:
 
 
 @declares("releasable_memory")
-def test_updates_are_right_after_memory_was_given_back(kit: Kit) -> None:
+def test_updates_work_after_memory_was_released(kit: Kit) -> None:
     @dg.region(host_args=("n",))
     def scaled(x: torch.Tensor, *, n: int) -> torch.Tensor:
         return (x + 1) * n
@@ -402,7 +390,7 @@ def test_updates_are_right_after_memory_was_given_back(kit: Kit) -> None:
             pool.restore()
 
 
-def test_memory_that_cannot_be_given_back_is_refused_with_what_can(kit: Kit) -> None:
+def test_unreleasable_memory_is_refused(kit: Kit) -> None:
     plain = kit.backend.make_pool()
     with pytest.raises(dg.CapabilityError, match="cannot be released"):
         plain.release()
@@ -412,7 +400,7 @@ def test_memory_that_cannot_be_given_back_is_refused_with_what_can(kit: Kit) -> 
 
 
 @declares("releasable_memory")
-def test_memory_is_not_given_back_under_a_step(kit: Kit) -> None:
+def test_memory_is_not_released_during_a_step(kit: Kit) -> None:
     """FAULTS 38."""
     pool = kit.backend.make_pool(releasable=True)
     refused: list[dg.StateError] = []

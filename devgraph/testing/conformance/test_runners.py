@@ -57,9 +57,7 @@ def attended(cache: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, length:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_host_argument_that_grows_past_every_budget_is_right_at_each_step(
-    kit: Kit, policy: str
-) -> None:
+def test_host_argument_beyond_every_budget_equals_eager(kit: Kit, policy: str) -> None:
     """FAULTS 43."""
     cache = torch.zeros(64, WIDTH, device=kit.device)
 
@@ -109,7 +107,7 @@ def accumulator(kit: Kit, policy: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_request_slot_never_shows_the_request_before_it(kit: Kit, policy: str) -> None:
+def test_request_slot_shows_no_earlier_request(kit: Kit, policy: str) -> None:
     runner = accumulator(kit, policy)
     rounds = 1000 if policy == "full" else 50
     for seed in range(rounds):
@@ -177,7 +175,7 @@ def test_prefill_and_decode_share_a_pool_and_take_turns(kit: Kit, pool: dg.Pool)
     assert prefill.stats().eager == decode.stats().eager == {}
 
 
-def test_inputs_of_host_and_device_that_come_back_to_their_places_are_read_anew(kit: Kit) -> None:
+def test_reused_input_tensors_are_read_again(kit: Kit) -> None:
     slots = [
         dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.fill(-1)),
         dg.InputSlot("scale", ("requests",), torch.float32, pad=dg.Pad.zero()),
@@ -255,7 +253,7 @@ def test_prepare_returns_host_arguments(kit: Kit, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_emulated_graphs_give_what_graphs_give(kit: Kit, policy: str) -> None:
+def test_emulated_graphs_equal_graphs(kit: Kit, policy: str) -> None:
     model = Planned(kit)
     config = {"policy": policy, "emulate": True}
     runner = runner_of(kit, model.forward, [IDS], prepare=model.prepare, config=config)
@@ -269,7 +267,7 @@ def test_emulated_graphs_give_what_graphs_give(kit: Kit, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy: str) -> None:
+def test_runners_that_share_buffers_equal_separate_runners(kit: Kit, policy: str) -> None:
     """Poison replaces the data of the other runner, because a run must not read it."""
     y = dg.InputSlot("y", ("tokens",), torch.float32, pad=dg.Pad.zero())
     target = runner_of(
@@ -357,7 +355,7 @@ LOOPS = [
 
 
 @pytest.mark.parametrize(("config", "width", "steps"), LOOPS)
-def test_a_loop_gives_what_single_steps_give(kit: Kit, config: Any, width: int, steps: int) -> None:
+def test_a_loop_equals_single_steps(kit: Kit, config: Any, width: int, steps: int) -> None:
     model = Generating(kit, width)
     runner = runner_of(
         kit,
@@ -388,7 +386,7 @@ def test_a_loop_gives_what_single_steps_give(kit: Kit, config: Any, width: int, 
 @pytest.mark.parametrize(
     "options", [{"config": {"policy": "full", "emulate": True}}, {"debug": True}, {"share": True}]
 )
-def test_a_loop_goes_with_what_else_a_runner_does(kit: Kit, options: dict[str, Any]) -> None:
+def test_a_loop_works_with_other_features_of_a_runner(kit: Kit, options: dict[str, Any]) -> None:
     single = runner_of(kit, lambda batch: batch.x * 2, max_requests=8, name="single")
     if options.pop("share", None):
         options = {"share": single}
@@ -504,7 +502,7 @@ def test_a_loop_may_fork_to_other_streams(kit: Kit) -> None:
 
 
 @declares("loops", "remakes_executables")
-def test_a_loop_whose_executable_was_dropped_is_made_again(kit: Kit) -> None:
+def test_dropped_executable_of_a_loop_is_rebuilt(kit: Kit) -> None:
     model = Counting(kit)
     runner = model.runner(kit, config={"policy": "full", "executable_budget": 0})
     for seed, left in enumerate([[3], [2, 9, 4], [1, 1, 1, 1], [5, 2], [3]]):
@@ -548,7 +546,7 @@ def test_a_host_argument_holds_for_every_step_of_a_loop(kit: Kit) -> None:
         runner_of(kit, summing, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=grow))
 
 
-def test_replays_are_timed_from_when_somebody_asks(kit: Kit) -> None:
+def test_replays_are_timed_on_request(kit: Kit) -> None:
     runner = runner_of(kit, lambda batch: batch.x * 2)
     x = kit.tensor(3, WIDTH)
     runner.run({"x": x})
@@ -580,7 +578,7 @@ def check_items(kit: Kit, runner: dg.EncoderRunner, lengths: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "disabled"])
-def test_items_of_an_encoder_get_what_each_gets_alone(kit: Kit, policy: str) -> None:
+def test_packed_items_equal_single_items(kit: Kit, policy: str) -> None:
     seen: list[tuple[list[int], list[int]]] = []
     runner = runner_of(
         kit,
@@ -600,7 +598,7 @@ def test_items_of_an_encoder_get_what_each_gets_alone(kit: Kit, policy: str) -> 
         assert runner.prove().ok
 
 
-def test_graph_that_ran_longest_ago_makes_room_for_one_that_is_wanted(kit: Kit) -> None:
+def test_least_recently_used_graph_is_evicted(kit: Kit) -> None:
     options: dict[str, Any] = {"budgets": [2, 4, 8], "max_graphs": 2, "max_items": 3}
     config = {"capture": "lazy", "lazy_hits": 1}
     runner = runner_of(kit, encode, kind=dg.EncoderRunner, config=config, **options)

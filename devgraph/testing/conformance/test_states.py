@@ -136,9 +136,7 @@ print("done")
 """A program that ends with live graphs and replays in flight."""
 
 
-def test_interpreter_exits_silently_with_graphs_in_flight(
-    kit: Kit, pytestconfig: pytest.Config
-) -> None:
+def test_interpreter_exits_with_graphs_in_flight(kit: Kit, pytestconfig: pytest.Config) -> None:
     """FAULTS 28."""
     plugins = [name for name in pytestconfig.option.plugins if not name.startswith("no:")]
     done = subprocess.run(
@@ -154,7 +152,7 @@ def test_interpreter_exits_silently_with_graphs_in_flight(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_closed_capture_lets_go_of_the_bound_tensors(kit: Kit, policy: str) -> None:
+def test_closed_capture_releases_the_bound_tensors(kit: Kit, policy: str) -> None:
     x = kit.tensor(4)
     bound = weakref.ref(x)
     captured = kit.capture(lambda x: x + 1, x, policy=policy)
@@ -177,7 +175,7 @@ UPDATED = [
 
 
 @pytest.mark.parametrize("how", ["nothing", "replay", "bound", *UPDATED])
-def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
+def test_dropped_graph_is_freed_without_a_collection(kit: Kit, how: str) -> None:
     """Engines freeze their heap after startup, so cyclic garbage would never be collected."""
     x, out = kit.tensor(4), kit.tensor(4)
 
@@ -206,7 +204,7 @@ def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
         gc.enable()
 
 
-def test_graph_that_was_cleared_is_launched_by_no_step_that_bound_it(kit: Kit) -> None:
+def test_bound_steps_do_not_launch_a_cleared_graph(kit: Kit) -> None:
     """FAULTS 28."""
     body = dg.no_graph(lambda x: x * 2)
     captured = kit.capture(lambda x: body(x + 1) + 1, kit.tensor(4), policy="breakable")
@@ -221,9 +219,7 @@ KINDS = [ValueError, KeyboardInterrupt, GeneratorExit, SystemExit, dg.DeviceGrap
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exception_in_a_captured_body_is_raised_unchanged(
-    kit: Kit, pool: dg.Pool, kind: type[BaseException]
-) -> None:
+def test_exception_of_a_body_is_raised(kit: Kit, pool: dg.Pool, kind: type[BaseException]) -> None:
     """FAULTS 1."""
     x = kit.tensor(8)
     torch.rand(4, device=kit.device)
@@ -295,9 +291,7 @@ def test_exception_in_a_captured_step_leaves_nothing_behind(
     kit.works(pool)
 
 
-def test_many_failed_captures_take_no_memory_and_leave_other_graphs_right(
-    kit: Kit, pool: dg.Pool
-) -> None:
+def test_failed_captures_leak_nothing(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 1."""
     x = bound = kit.tensor(4096)
     graph, y = kit.record(lambda: (bound + 1) * 2, pool=pool)

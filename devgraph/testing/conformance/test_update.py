@@ -91,7 +91,7 @@ def test_unchanged_key_runs_no_host_code(kit: Kit) -> None:
     kit.check(captured, step, x, n=6)
 
 
-def test_reset_forgets_what_was_recorded(kit: Kit, pool: dg.Pool) -> None:
+def test_reset_forgets_recordings(kit: Kit, pool: dg.Pool) -> None:
     """Recordings of the first capture must not be used for the second."""
     x = kit.tensor(4, WIDTH)
     graph, _ = kit.record(lambda: head(x * 2, n=3), pool=pool, host_args={"n": 3})
@@ -124,7 +124,7 @@ def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
         second.close()
 
 
-def test_invalidated_runner_forgets_what_it_recorded(kit: Kit, pool: dg.Pool) -> None:
+def test_invalidated_runner_forgets_recordings(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 10. New captures must not use the old weights."""
     weight = [kit.tensor(WIDTH, WIDTH)]
 
@@ -161,7 +161,7 @@ def test_small_budget_evicts_and_stays_right(kit: Kit) -> None:
     assert captured.info().recordings <= 2
 
 
-def test_two_graphs_of_a_pool_are_updated_apart(kit: Kit, pool: dg.Pool) -> None:
+def test_two_graphs_of_a_pool_are_updated_separately(kit: Kit, pool: dg.Pool) -> None:
     x = kit.tensor(4, WIDTH)
     first = kit.capture(layers, x, host_args={"n": 2}, pool=pool)
     second = kit.capture(both, x, host_args={"n": 2, "m": 1}, pool=pool)
@@ -171,7 +171,7 @@ def test_two_graphs_of_a_pool_are_updated_apart(kit: Kit, pool: dg.Pool) -> None
         kit.check(first, layers, x, n=n)
 
 
-def test_region_temporaries_do_not_touch_what_the_graph_holds(kit: Kit, pool: dg.Pool) -> None:
+def test_region_temporaries_do_not_touch_the_memory_of_the_graph(kit: Kit, pool: dg.Pool) -> None:
     """Memory that is free after the capture is in use during a replay."""
 
     @dg.region(host_args=("n",))
@@ -213,7 +213,7 @@ def uneven_behind_head(x: torch.Tensor, *, n: int) -> torch.Tensor:
     return head(h, n=n) * 10 + uneven(h, n=n)
 
 
-def test_update_that_needs_other_nodes_is_refused_and_half_applies_nothing(kit: Kit) -> None:
+def test_update_that_needs_other_nodes_is_refused_as_a_whole(kit: Kit) -> None:
     """FAULTS 21."""
     x = kit.tensor(4, WIDTH)
     uneven(x, n=9)
@@ -293,9 +293,7 @@ def test_failed_step_raises_the_original_and_the_next_is_right(kit: Kit, step: A
         kit.check(captured, step, x, n=n)
 
 
-def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own_values(
-    kit: Kit,
-) -> None:
+def test_threads_that_update_one_capture_get_their_own_results(kit: Kit) -> None:
     """FAULTS 20. A replay with a value uses that value, even if another thread updates."""
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
@@ -315,7 +313,7 @@ def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own
             done.result(60)
 
 
-def test_thread_whose_first_act_is_a_key_used_before_gets_its_results(kit: Kit) -> None:
+def test_thread_that_starts_with_a_known_key_gets_its_results(kit: Kit) -> None:
     """The replay may build an executable in a thread that has not used the device before."""
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
