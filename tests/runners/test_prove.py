@@ -124,7 +124,9 @@ def test_prove_finds_a_value_that_froze_at_capture():
     report = runner.prove()
     assert not report.ok
     assert {failure.kind for failure in report.failures} == {"graph"}
-    assert "every element in every case: scale[0] is 2.0 and was 1.0 at" in report.causes[0]
+    assert (
+        "the step reads an unmarked host value: scale[0] is 2.0 and was 1.0 at" in report.causes[0]
+    )
 
 
 def test_prove_finds_a_step_that_depends_on_the_size_of_its_bucket():
