@@ -60,6 +60,7 @@ from devgraph.api.training import (
     TrainingGraphs,
     capture_steps,
     differentiable_leaves,
+    makers_of,
     results_of,
     tensors_of,
 )
@@ -883,7 +884,8 @@ class _Inference:
         spec = captured.host_spec
         self._fill = spec.fill if spec.declared else None
         self._written = captured.written
-        self._results = results_of(captured.outputs, static_inputs, clone=clone)
+        makers = makers_of(captured.outputs, static_inputs, captured.owns)
+        self._results = results_of(captured.outputs, static_inputs, makers, clone=clone)
 
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
         """Replay with the tensors of a call. The caller must hold the pool's lock."""
