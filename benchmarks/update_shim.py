@@ -101,7 +101,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.sim.hip.backend import ShimBackend
 
-    register("rocm", ShimBackend)
+    register("rocm", ShimBackend, replace=True)
     torch.backends.cuda.enable_cudnn_sdp(False)  # See update.py.
     sys.stdout.write(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.steps}\n"

@@ -172,8 +172,17 @@ def _make(name: str, factory: Callable[[], Backend]) -> Backend:
             f"the factory of backend {name!r} returned {brief(backend)}, which is not a "
             f"devgraph.api.backend.Backend"
         )
+    if backend.name != name:
+        raise BackendUnavailableError(_other_name(name, type(backend), backend.name))
     _require_update_hooks(backend)
     return backend
+
+
+def _other_name(name: str, kind: type, own: str) -> str:
+    return (
+        f"{kind.__name__} names itself {own!r}, but is registered as {name!r}. Both must be equal, "
+        f"because modes, plans and statistics use the name of the class"
+    )
 
 
 def _require_update_hooks(backend: Backend) -> None:
@@ -210,15 +219,17 @@ def declaration(name: str) -> type[Backend] | None:
     return factory if isinstance(factory, type) and issubclass(factory, Backend) else None
 
 
-def register(name: str, factory: Callable[[], Backend]) -> None:
+def register(name: str, factory: Callable[[], Backend], *, replace: bool = False) -> None:
     """Register a backend in this process. Packages use the entry point group instead.
 
     Args:
-        name: name of the backend in ``get_backend`` and on the command line.
+        name: name of the backend in ``get_backend``, in modes and on the command line. It must
+            equal the attribute ``name`` of the backend.
         factory: returns the backend, or raises BackendUnavailableError with a remedy.
+        replace: whether to replace a registered backend of that name.
 
     Raises:
-        InputError: the name is empty or reserved.
+        InputError: the name is empty, reserved, taken, or not that of the backend.
         InputTypeError: an argument has the wrong type.
     """
     if not isinstance(name, str) or not callable(factory):
@@ -231,6 +242,14 @@ def register(name: str, factory: Callable[[], Backend]) -> None:
             f"{name!r} cannot name a backend. Pass a non-empty name other than 'auto', which "
             f"selects the best backend."
         )
+    if not replace and name in _registry.names():
+        raise InputError(
+            f"a backend {name!r} is registered already. Choose another name, or pass replace=True "
+            f"to replace it in this process."
+        )
+    own = getattr(factory, "name", name)
+    if isinstance(factory, type) and own != name:
+        raise InputError(_other_name(name, factory, own))
     _registry.register(name, factory)
 
 

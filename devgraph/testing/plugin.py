@@ -134,6 +134,8 @@ class _Plugin:
     def pytest_sessionstart(self) -> None:
         if self.name == "auto":
             self.name = self.backend("auto").name
+        if self._report is not None and not self._worker:
+            self._prepare_report(Path(self._report))
         if not self._explicit or self._worker:
             return
         from devgraph.api.errors import BackendError
@@ -142,6 +144,15 @@ class _Plugin:
             self.backend(self.name).make_graph().close()  # Raises an error if hooks are missing.
         except BackendError as error:
             raise pytest.UsageError(f"--devgraph-backend {self.name}: {error}") from error
+
+    def _prepare_report(self, path: Path) -> None:
+        """Create the folder of the report, so that a long run cannot lose its results."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix != ".json" or path.is_dir() or not os.access(path.parent, os.W_OK):
+                raise OSError("expected the name of a .json file in a folder that can be written")
+        except OSError as error:
+            raise pytest.UsageError(f"--devgraph-report {path}: {error}") from error
 
     def pytest_report_header(self) -> list[str]:
         if not self._concerned:
@@ -213,7 +224,8 @@ class _Plugin:
         if report.failed and call.excinfo is not None:
             self._lost = self._lost or self._lost_reason(item, call.excinfo.value)
             faults = re.match(r"FAULTS ([\d, ]+)", inspect.getdoc(getattr(item, "obj", None)) or "")
-            report.user_properties.append((_FAULTS, faults[1].strip(" ,") if faults else ""))
+            numbers = re.findall(r"\d+", faults[1]) if faults else []
+            report.user_properties.append((_FAULTS, [*map(int, numbers)]))
         if missing and report.failed:  # Tests of undeclared capabilities may fail.
             path, line, _ = item.location
             report.outcome = "skipped"
@@ -293,9 +305,11 @@ class _Plugin:
             figures = f"{row.proved:>6} {row.failed:>6} {row.skipped:>7}"
             write(f"{name:<20} {says:<8} {figures}  {self._reasons(row)}".rstrip())
             if row.failed:
-                write(f"{'':<20} implement or fix: {', '.join(_hooks(name))}")
-                own = [one["faults"] for one in failures if name in one["capabilities"]]
-                if numbers := sorted(set(map(int, re.findall(r"\d+", " ".join(own))))):
+                page = "a hook of docs/backends.md#other-devices"
+                methods = page if name == _CORE else ", ".join(_hooks(name))
+                write(f"{'':<20} implement or fix: {methods}")
+                own = (one["faults"] for one in failures if name in one["capabilities"])
+                if numbers := sorted({number for faults in own for number in faults}):
                     links = ", ".join(f"#row-{number}" for number in numbers)
                     write(f"{'':<20} likely causes: docs/faults.md {links}")
             elif not row.declared and row.proved and not row.skipped:
@@ -344,7 +358,7 @@ def _failure(report: Any, names: Sequence[str]) -> dict[str, Any]:
         "test": report.nodeid,
         "capabilities": names,
         "hooks": sorted({hook for name in names for hook in _hooks(name)}),
-        "faults": next((v for kind, v in report.user_properties if kind == _FAULTS), ""),
+        "faults": next((v for kind, v in report.user_properties if kind == _FAULTS), []),
         "text": errors[:8] + lines[-1:],
     }
 

@@ -31,6 +31,10 @@ def _unavailable(reason: str) -> Any:
     return factory
 
 
+def _named(name: str) -> type[CpuBackend]:
+    return type(name.title(), (CpuBackend,), {"name": name})
+
+
 def test_unknown_name_lists_what_exists_and_the_nearest():
     """FAULTS 32."""
     with pytest.raises(dg.UnknownBackendError, match=r"cpu, cuda.*Did you mean 'cuda'") as caught:
@@ -55,7 +59,7 @@ def test_factory_that_raises_anything_is_listed_and_passed_over(caplog: pytest.L
         raise OSError("libvendor.so.7: cannot open shared object file")
 
     for name in ("cuda", "npu", "rocm"):
-        dg.register(name, broken)
+        dg.register(name, broken, replace=True)
     dg.register("broken", broken)
     with caplog.at_level(logging.INFO, logger="devgraph"):
         assert dg.get_backend("auto") is dg.get_backend("cpu")
@@ -65,16 +69,16 @@ def test_factory_that_raises_anything_is_listed_and_passed_over(caplog: pytest.L
 
 
 def test_auto_passes_over_a_plugin_that_runs_on_the_host():
-    dg.register("absolute", CpuBackend)
+    dg.register("absolute", _named("absolute"))
     assert dg.get_backend("auto").name == "cpu"
     assert dg.get_backend("absolute") is not dg.get_backend("cpu")
 
 
 def test_auto_takes_the_first_device_that_works():
     """FAULTS 32."""
-    dg.register("cuda", _unavailable("no device"))
-    dg.register("npu", CpuBackend)
-    dg.register("rocm", _unavailable("must not be asked"))
+    dg.register("cuda", _unavailable("no device"), replace=True)
+    dg.register("npu", _named("npu"), replace=True)
+    dg.register("rocm", _unavailable("must not be asked"), replace=True)
     assert dg.get_backend("auto") is dg.get_backend("npu")
 
 
@@ -161,11 +165,26 @@ def test_register_refuses_what_cannot_be_a_backend():
             dg.register(name, CpuBackend)
 
 
-def test_registering_again_replaces_the_backend():
-    dg.register("mine", CpuBackend)
+def test_registering_again_replaces_the_backend_only_on_request():
+    dg.register("mine", _named("mine"))
     first = dg.get_backend("mine")
-    dg.register("mine", CpuBackend)
+    for name in ("mine", "cpu"):
+        with pytest.raises(dg.InputError, match=f"'{name}' is registered already.*replace=True"):
+            dg.register(name, _named(name))
+    assert dg.get_backend("mine") is first
+    dg.register("mine", _named("mine"), replace=True)
     assert dg.get_backend("mine") is not first
+
+
+def test_a_backend_has_the_name_under_which_it_is_registered():
+    """Else its part of a mode would not apply to it."""
+    said = "Mine names itself 'mine', but is registered as 'other'"
+    with pytest.raises(dg.InputError, match=said):
+        dg.register("other", _named("mine"))
+    dg.register("other", lambda: _named("mine")())
+    with pytest.raises(dg.BackendUnavailableError, match=said):
+        dg.get_backend("other")
+    assert said in {info.name: info.reason for info in dg.backends()}["other"]
 
 
 def test_name_in_another_case_is_suggested():

@@ -120,4 +120,4 @@ def _mocked(base: Any, device: Device) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     register("xpu", make)
-    register("accelerator", make_accelerator)
+    register("accelerator", make_accelerator, replace=True)

@@ -294,7 +294,7 @@ MODE = """{"decode": "full", "prefill": "breakable",
 def mixed(rank: int, world: RankGroup, backend: str) -> Any:
     """One mode string, two groups of two ranks on different backends, the same tokens."""
     if backend == "second":
-        register("second", _second_backend)
+        register("second", _second_backend, replace=True)
     elif backend == "npu":
         from tests.sim.ascend import activate
 
@@ -326,7 +326,7 @@ def _second_backend() -> Any:
 
 
 def one_group_of_two_vendors(rank: int, group: RankGroup) -> Any:
-    register("second", _second_backend)
+    register("second", _second_backend, replace=True)
     ranked(group, backend="second" if rank == 3 else "cpu")
 
 

@@ -37,7 +37,7 @@ class Fake(CpuBackend):
     def lost_reason(self, error):
         return "illegal address" if "sticky" in str(error) else None
 
-dg.register("fake", Fake)
+dg.register("fake", Fake, replace=True)
 """
 
 
@@ -225,7 +225,7 @@ class Fake(CpuBackend):
     name = "fake"
     graph_type = Graph
 
-dg.register("fake", Fake)
+dg.register("fake", Fake, replace=True)
 """
 
 
@@ -260,13 +260,28 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
         "the contract itself": (True, 1, 0), "loops": (False, 0, 0), "rng": (True, 0, 1),
     }  # fmt: skip
     (failure,) = report["failures"]
-    assert failure["capabilities"] == ["rng"] and failure["faults"] == "12, 13"
+    assert failure["capabilities"] == ["rng"] and failure["faults"] == [12, 13]
     assert failure["test"].endswith("::test_draws") and failure["hooks"]
     assert "the same numbers" in failure["text"][0] and "AssertionError" in failure["text"][-1]
     table = path.with_suffix(".md").read_text()
     assert "| rng | 🔴 fails | 0 | 1 | 0 |" in table
     assert "| the contract itself | 🟢 proved | 1 | 0 | 0 |" in table
     assert "| loops | ⚪ not declared | 0 | 0 | 1 |" in table
+
+
+def test_report_is_prepared_before_the_tests_run(run, tmp_path):
+    source = "def test_core(devgraph_backend): assert False"
+    path = tmp_path / "new" / "folder" / "out.json"
+    chosen = ("--devgraph-backend", "fake", "--devgraph-report")
+    result = run(source, *chosen, str(path))
+    result.stdout.fnmatch_lines(["*implement or fix: a hook of docs/backends.md#other-devices"])
+    (failure,) = json.loads(path.read_text())["failures"]
+    assert failure["faults"] == []
+    (tmp_path / "folder.json").mkdir()
+    for wrong in (path / "below.json", tmp_path / "folder.json", tmp_path / "out.md"):
+        result = run(source, *chosen, str(wrong))
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert f"--devgraph-report {wrong}: " in result.stderr.str()
 
 
 def test_declared_update_without_its_hooks_is_one_error_that_names_them(run):

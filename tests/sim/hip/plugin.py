@@ -19,7 +19,7 @@ __all__ = ["pytest_configure"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    register("rocm", make)
+    register("rocm", make, replace=True)
     here = Path(__file__).resolve().parent
     inherited = [str(here / "inherited"), str(here.parents[2])]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -32,7 +32,7 @@ class _Registration(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            module.register("rocm", _make)
+            module.register("rocm", _make, replace=True)
 
         loader.exec_module = exec_module
         return spec
