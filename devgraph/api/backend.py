@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from devgraph.api.device import Device
-from devgraph.api.errors import InputTypeError, brief
+from devgraph.api.errors import InputTypeError, brief, require_result
 from devgraph.api.gates import GateChannel, Gates, HostGates
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, Tracked
@@ -167,10 +167,16 @@ class Backend(Device):
             recording.end()
 
 
+def new_graph(backend: Backend, pool: Pool) -> DeviceGraph:
+    """Return an empty graph of ``backend``."""
+    return require_result(backend.make_graph(pool), DeviceGraph, backend, "make_graph")
+
+
 def own_pool(backend: Backend, pool: Pool | None, *, releasable: bool = False) -> Pool:
     """Return ``pool``, or a new pool of ``backend`` if ``pool`` is None."""
     if pool is None:
-        return backend.make_pool(releasable=True) if releasable else backend.make_pool()
+        pool = backend.make_pool(releasable=True) if releasable else backend.make_pool()
+        return require_result(pool, Pool, backend, "make_pool")
     if not isinstance(pool, Pool):
         raise InputTypeError(f"pool must come from backend.make_pool(), got {brief(pool)}")
     pool.check(backend)

@@ -14,6 +14,7 @@ import torch
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import CaptureBusyError, DeviceLost
 from devgraph.api.process import identity
+from devgraph.api.subclassed import Subclassed
 
 
 class CaptureLock:
@@ -37,7 +38,7 @@ class CaptureLock:
         return self.recording and self.is_held_here
 
 
-class Device(abc.ABC):
+class Device(Subclassed, abc.ABC):
     """The methods of a backend that pools, graphs and sessions use."""
 
     name: str = ""

@@ -43,7 +43,9 @@ import numbers
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class DeviceGraphError(Exception):
@@ -246,6 +248,14 @@ def format_bytes(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def require_result(value: T, kind: Any, owner: object, hook: str) -> T:
+    """Return the result of a method that a vendor implements, if it is a ``kind``."""
+    if isinstance(value, kind):
+        return value
+    name = f"{type(owner).__name__}.{hook}"
+    raise BackendError(f"{name} returned {brief(value)}; expected: {kind.__name__}")
 
 
 def whole(

@@ -20,7 +20,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import attrs
 import torch
@@ -42,6 +42,7 @@ EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
 _OWN = object()  # the key of a graph's own executable
 
 
+@runtime_checkable
 class Executable(Protocol):
     """A launch target. Callers check the graph's state and hold the lock of its pool."""
 

@@ -39,6 +39,7 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
     empty_capture,
+    require_result,
 )
 from devgraph.api.executable import Call, Executable, Recording, call_weakly, dereference
 from devgraph.api.marks.calls import MarkedCall
@@ -48,6 +49,7 @@ from devgraph.api.marks.names import Names, NodeRange
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.reach import PLAIN, Entry, Named
+from devgraph.api.subclassed import Subclassed
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ def summed(segments: Sequence[Any], *, state: str, capture_seconds: float) -> Gr
     )
 
 
-class DeviceGraph(abc.ABC):
+class DeviceGraph(Subclassed, abc.ABC):
     """Device work that is captured once, replayed many times and updated in its regions.
 
     ``backend.make_graph(pool)`` creates a graph, and ``backend.capture_context(graph)`` captures
@@ -193,10 +195,10 @@ class DeviceGraph(abc.ABC):
     def _size(self) -> tuple[int | None, int]:
         """Return the number of nodes (None if unknown) and the graph's own bytes."""
 
-    def _region_begin(self, call: MarkedCall) -> None:  # noqa: B027
+    def _region_begin(self, call: MarkedCall) -> None:
         """Mark the start of an updatable region."""
 
-    def _region_end(self, call: MarkedCall) -> None:  # noqa: B027
+    def _region_end(self, call: MarkedCall) -> None:
         """Mark the end of an updatable region.
 
         A vendor may use ``call.note`` freely and sets ``call.nodes``.
@@ -390,7 +392,7 @@ class DeviceGraph(abc.ABC):
         names, self.names = self.names, None
         if names is not None:
             names.end()
-        executable = self._end()
+        executable = require_result(self._end(), Executable, self, "_end")
         if self.recorded_nothing:
             if not allow_empty:
                 raise empty_capture(self.backend.device)

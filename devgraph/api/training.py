@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from devgraph.api.backend import new_graph
 from devgraph.api.errors import (
     CaptureError,
     InputError,
@@ -274,8 +275,8 @@ class TrainingGraphs:
         """A separate leaf tensor for each parameter, by the parameter's id. The parameter itself
         may be in the autograd history of an earlier call, which belongs to another stream."""
         backend: Any = pool.backend
-        self._forward: DeviceGraph = backend.make_graph(pool)
-        self._backward: DeviceGraph = backend.make_graph(pool)
+        self._forward: DeviceGraph = new_graph(backend, pool)
+        self._backward: DeviceGraph = new_graph(backend, pool)
         self._outputs: Any = None
         self._differentiable: list[torch.Tensor] = []
         self._output_grads: list[torch.Tensor] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.cpu.backend import CpuBackend, CpuGraph
 from devgraph.testing.conformance.support import Kit
 
 
@@ -20,6 +21,32 @@ def test_unknown_error_mode_is_refused_with_those_that_exist(kit: Kit) -> None:
     ):
         pytest.fail("the body ran")
     assert graph.state == "empty"
+
+
+class _Endless(CpuGraph):
+    def _end(self):
+        super()._end()
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        (
+            {"make_graph": lambda self, pool=None: None},
+            "Odd.make_graph returned None; expected: DeviceGraph",
+        ),
+        (
+            {"make_pool": lambda self, releasable=False: None},
+            "Odd.make_pool returned None; expected: Pool",
+        ),
+        ({"graph_type": _Endless}, "_Endless._end returned None; expected: Executable"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_a_hook_with_a_result_of_another_type_is_named(members, said, policy):
+    backend = type("Odd", (CpuBackend,), members)()
+    with pytest.raises(dg.BackendError, match=said):
+        dg.capture(lambda x: x + 1, torch.ones(2), backend=backend, policy=policy)
 
 
 def test_what_is_no_stream_is_refused_before_a_capture(kit: Kit) -> None:

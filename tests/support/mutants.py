@@ -272,7 +272,7 @@ class RecordingsThatStay(Recordings):
 class PoolThatKeepsRecordings(CpuPool):
     def __init__(self, backend: CpuBackend, **options: Any) -> None:
         super().__init__(backend, **options)
-        self.recordings = RecordingsThatStay()
+        vars(self)["recordings"] = RecordingsThatStay()
 
 
 class RecordingsOfAnyGraph(RecordingsThatStay):
@@ -288,7 +288,7 @@ class RecordingsOfAnyGraph(RecordingsThatStay):
 class PoolThatMixesRecordings(CpuPool):
     def __init__(self, backend: CpuBackend, **options: Any) -> None:
         super().__init__(backend, **options)
-        self.recordings = RecordingsOfAnyGraph()
+        vars(self)["recordings"] = RecordingsOfAnyGraph()
 
 
 class RecordingsOutliveTheCapture(CpuGraph):
@@ -322,12 +322,12 @@ class HalfAnUpdateIsApplied(CpuGraph):
         changes = {}
         try:
             for call in calls:
-                self.calls = [call]
+                vars(self)["calls"] = [call]
                 recording = super()._record(host)
                 super()._apply(recording)
                 changes.update(recording.changes)
         finally:
-            self.calls = calls
+            vars(self)["calls"] = calls
         return CpuRecording(changes=changes)
 
 

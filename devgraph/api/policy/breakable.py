@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from devgraph.api.backend import new_graph
 from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import CaptureError, ExecutableError, StateError, note
 from devgraph.api.graph import DeviceGraph
@@ -136,7 +137,7 @@ class _BreakableScope(Scope):
 
     def open(self) -> None:
         job = self._job
-        graph = job.backend.make_graph(job.pool)
+        graph = new_graph(job.backend, job.pool)
         graph.generators, graph.reached = self._generators, self._reached
         self._session.begin(graph, arguments=job.tensors, names=job.names)
 

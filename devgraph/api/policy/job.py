@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, new_graph
 from devgraph.api.errors import (
     InputTypeError,
     brief,
@@ -123,7 +123,7 @@ class Job:
 
     def make_graph(self) -> DeviceGraph:
         """Return an empty graph with the reachable state of the step."""
-        graph = self.backend.make_graph(self.pool)
+        graph = new_graph(self.backend, self.pool)
         reached, graph.generators = self.owned.reached()
         graph.reached = [tensor for _, tensor in reached]
         return graph

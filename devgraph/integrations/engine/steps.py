@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from devgraph.api import trees
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, new_graph
 from devgraph.api.capture import Captured, capture
 from devgraph.api.errors import CapabilityError
 from devgraph.api.graph import DeviceGraph
@@ -78,7 +78,7 @@ def recorded(
     discards the graph.
     """
     started = time.perf_counter()
-    graph = backend.make_graph(pool)
+    graph = new_graph(backend, pool)
     scope = GraphScope(graph)
     with within or engine_session(pool) as held, held.recording(scope):
         held.begin(graph)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, new_graph
 from devgraph.api.graph import GraphInfo, summed
 from devgraph.api.policy.breakable import BreakablePlan
 from devgraph.api.pool import Pool
@@ -141,7 +141,7 @@ def segment_classes() -> tuple[Any, Any]:
             return output
 
         def _begin_new_segment(self) -> None:
-            graph = self._backend.make_graph(self._session.pool)
+            graph = new_graph(self._backend, self._session.pool)
             self._session.begin(graph)
             # SGLang ends a recording with this method.
             end = functools.partial(self._session.end, allow_empty=True)
