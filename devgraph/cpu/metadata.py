@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from devgraph.api.marks.marks import Args, Kwargs
 from devgraph.api.tensors import tensors_in
 from devgraph.cpu.ops import OpPlan
 
@@ -147,7 +148,7 @@ class Metadata:
         """The mode of fake tensors, if it was made."""
         return (self._mode,) if "_mode" in vars(self) else ()
 
-    def infer(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def infer(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of the operation with a ``Layout`` in place of each tensor.
 
         Raises DataDependentError, OtherDeviceError, or UnrecordableError (the operation resizes an
@@ -168,13 +169,13 @@ class Metadata:
                 self._known[key] = layouts
         return layouts
 
-    def _ask(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _ask(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         odd = next((t for t in tensors_in((args, kwargs)) if not _is_plain(t)), None)
         if odd is not None:
             return _ask_odd(plan, args, kwargs, _odd(odd, "an argument is "))
         if plan.name in _UNFAITHFUL or (_is_pointwise(plan) and _has_expanded_half(args, kwargs)):
             return _try(plan, args, kwargs)
-        if _is_fast(plan):
+        if plan.name in _FAST or _is_pointwise(plan):
             try:
                 return _ask_kernel(plan, args, kwargs)
             except Exception as error:
@@ -191,7 +192,7 @@ class Metadata:
                     raise error from None  # The arguments are invalid.
                 raise UnrecordableError(str(error)) from failure
 
-    def reads_data(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def reads_data(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> bool:
         """Whether an operation that returns no tensor needs the data of its arguments."""
         # Without a metadata kernel, fake tensors would run the CPU kernel on zeros.
         name = plan.func.name()  # type: ignore[no-untyped-call]
@@ -204,7 +205,7 @@ class Metadata:
             return True
         return False
 
-    def _ask_fakes(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _ask_fakes(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         with self._lock, self._mode, _quiet():
             return _infer(plan, args, kwargs, "cpu")
 
@@ -226,10 +227,6 @@ _FAST = frozenset(
 """Operations whose metadata kernel ignores the device, in addition to pointwise operations."""
 
 
-def _is_fast(plan: OpPlan) -> bool:
-    return plan.name in _FAST or _is_pointwise(plan)
-
-
 def _is_pointwise(plan: OpPlan) -> bool:
     return plan.func.namespace == "aten" and torch.Tag.pointwise in plan.func.tags
 
@@ -240,7 +237,7 @@ def _has_expanded_half(*tree: Any) -> bool:
     return any(0 in tensor.stride() for tensor in halves)
 
 
-def _ask_kernel(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ask_kernel(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
     """Return the layouts of the results from the metadata kernel."""
     if any(argument.name == "device" for argument in plan.func._schema.arguments):
         if kwargs.get("device", _CPU) not in (None, _CPU):
@@ -250,7 +247,7 @@ def _ask_kernel(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _infer(plan, args, kwargs, "meta")
 
 
-def _infer(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
+def _infer(plan: OpPlan, args: Args, kwargs: Kwargs, device: str) -> Any:
     """Return the layouts of the results for stand-ins of the arguments on ``device``."""
     schema = plan.func._schema.arguments
     positions = {argument.name: at for at, argument in enumerate(schema)}
@@ -281,7 +278,7 @@ def _infer(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
     return map_tensors(result, functools.partial(_layout, plan, device=device))
 
 
-def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _try(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on scratch data and return the layouts of its results.
 
     Raise DataDependentError if a second run on other data returns other layouts.
@@ -308,9 +305,7 @@ def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return answers[0]
 
 
-def _ask_odd(
-    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: UnrecordableError
-) -> Any:
+def _ask_odd(plan: OpPlan, args: Args, kwargs: Kwargs, refusal: UnrecordableError) -> Any:
     """Return the layouts of an operation that reads sparse or quantized tensors of the caller."""
     if plan.writes:
         raise refusal
@@ -362,7 +357,7 @@ def _layout(plan: OpPlan, result: torch.Tensor, device: str = "cpu") -> Layout:
     return Layout.of(result)
 
 
-def _run(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _run(func: OpOverload, args: list[Any], kwargs: Kwargs) -> Any:
     try:
         return func(*args, **kwargs)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import CaptureError
+from devgraph.api.marks.marks import Args
 from devgraph.api.marks.source import user_line
 from devgraph.api.modes import FAKE, PROXY, STACKS, Stack, tracer
 
@@ -97,9 +98,7 @@ class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-ca
     stack = STACKS[1]
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_over or tracer(FAKE) is not None:  # Fake tensors have no memory.
             return func(*args, **kwargs)
@@ -132,9 +131,7 @@ class Functions(_BottomMode, TorchFunctionMode):
 
     stack = STACKS[0]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         if self.is_over:
             return func(*args, **(kwargs or {}))
         return self._report(func, args, kwargs or {})

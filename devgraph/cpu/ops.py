@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload
 
 from devgraph.api.errors import DeviceGraphError
+from devgraph.api.marks.marks import Args, Kwargs
 from devgraph.api.modes import OwnMode
 from devgraph.api.tensors import tensors_in
 
@@ -61,11 +62,11 @@ class OpPlan:
     depends_on_grad: bool
     """Whether grad mode changes the values and the number of results."""
 
-    def generator(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def generator(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the random generator among the arguments, or None."""
         return next((a for a in (*kwargs.values(), *args) if isinstance(a, torch.Generator)), None)
 
-    def argument(self, position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def argument(self, position: int, args: Args, kwargs: Kwargs) -> Any:
         """Return the argument at ``position`` of the schema, or None if it was not passed."""
         if position < len(args):
             return args[position]
@@ -232,7 +233,7 @@ class Binder:
         self._chosen: dict[Any, Callable[..., Any]] = {}
 
     def compute(
-        self, plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+        self, plan: OpPlan, args: Args, kwargs: Kwargs, outputs: Any
     ) -> Callable[[], object]:
         """Return a call that runs an operation and writes its results into ``outputs``.
 
@@ -251,9 +252,7 @@ class Binder:
             return self.bind(variant.func, args, {**kept, **named})
         return _copying(plan.name, self.bind(plan.func, args, kwargs), outputs)
 
-    def bind(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> functools.partial[Any]:
+    def bind(self, func: OpOverload, args: Args, kwargs: Kwargs) -> functools.partial[Any]:
         """Return a call of ``func``, or of an equivalent function of torch's Python API.
 
         The Python API takes 0.7 us, the operator object 1.2 us (add of 576 numbers, torch 2.13).
@@ -292,14 +291,12 @@ class _Probe(OwnMode):
         super().__init__()
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         self.seen.append((func, args, kwargs))
         return kwargs.get("out", args[0] if args else None)
 
 
-def _is_same(
-    call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
+def _is_same(call: Callable[..., Any], func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     probe = _Probe()
     with probe:
         try:

@@ -16,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from devgraph.api.errors import RegionError
+from devgraph.api.marks.marks import Args, Kwargs
 from devgraph.api.marks.source import is_machinery, user_line
 from devgraph.api.tensors import describe, has_place, memory_of, tensors_in
 from devgraph.api.torchlike.guards import draws
@@ -283,9 +284,7 @@ class Recorder:
         finally:
             self._mark = mark
 
-    def _call_function(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_function(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run a function of torch, or report that it reads tensors on the host."""
         self._autocast = torch.is_autocast_enabled("cpu")
         read = violations.HOST_READS.get(func)
@@ -304,9 +303,7 @@ class Recorder:
         finally:
             self._function = outer
 
-    def _call_operation(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_operation(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         plan = plan_of(func)
         try:
             for position in plan.writes:
@@ -343,10 +340,10 @@ class Recorder:
                 f"marked @dg.no_graph under policy='breakable'"
             )
 
-    def _run_now(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_now(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         return plan.func(*args, **kwargs)
 
-    def _view(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _view(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         for tensor in tensors_in(args[:1]):
             if tensor.is_cpu and tensor.layout is torch.strided:
                 self._touch(tensor)
@@ -394,7 +391,7 @@ class Recorder:
             if owners <= sum(_is_over(other, storage) for other in objects):
                 self._refusal.foreign(self._entries[min(count, self.count - 1)].op)
 
-    def _decompose(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _decompose(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         hidden = _ABOVE | _AUTOCAST if self._autocast else _ABOVE
         include = torch._C._dispatch_tls_local_include_set()
         exclude = torch._C._dispatch_tls_local_exclude_set() - hidden
@@ -402,7 +399,7 @@ class Recorder:
         with torch._C._ForceDispatchKeyGuard(include, exclude), self._dispatching.again():
             return plan.func._op_dk(_COMPOSITE, *args, **kwargs)
 
-    def _resize(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _resize(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         target, wanted = args[0], args[1]
         size = wanted.shape if isinstance(wanted, torch.Tensor) else torch.Size(wanted)
         if target.shape != size:
@@ -427,10 +424,10 @@ class Recorder:
             self._made[memory_of(tensor)] = tensor._version
             self._writes[memory_of(tensor)] = 1  # the write of the operation
 
-    def _allocate(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _allocate(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         return self._make(plan, self._metadata.infer(plan, args, kwargs), None)
 
-    def _constant(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _constant(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         if not args[0].is_cpu:
             return self._run_now(plan, args, kwargs)
         data = args[0].clone()  # The host may change the original.
@@ -446,7 +443,7 @@ class Recorder:
             )
         return out
 
-    def _host(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _host(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         name = violations.host_read_name(self._function, plan.name)
         is_torch = plan.func.namespace == "aten"
         if is_torch and not self._metadata.reads_data(plan, args, kwargs):
@@ -462,7 +459,7 @@ class Recorder:
         self._refusal.read(f"{name} ({plan.name})" if name != plan.name else name)
         return assumed
 
-    def _index(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _index(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
         # A write of one host value, as in x[mask] = 0, needs no data-dependent shape.
         if masks and not (plan.writes and self._function == "__setitem__" and args[2].numel() == 1):
@@ -476,7 +473,7 @@ class Recorder:
             return index
         return torch.zeros(index.numel(), dtype=torch.int64, device=index.device)
 
-    def _compute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         if read := violations.read_by_backward(plan.name):
             self._refusal.shape(read, known=True)
         try:
@@ -583,7 +580,7 @@ class Recorder:
                 return {name: map_tensors(item, held) for name, item in value.items()}
             return map_tensors(value, held)
 
-    def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _note_random(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> bool:
         """Report an operation that draws random numbers; return whether it draws."""
         if not plan.seeded or not draws(plan.func, args, kwargs):
             return False
@@ -612,9 +609,7 @@ class Recorder:
                 "replay, and pass preserve_rng_state=False to checkpoint().",
             )
 
-    def _read(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _read(self, name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         self._refusal.read(name)
         tensor = args[0]
         if func is torch.Tensor.cpu:
@@ -662,7 +657,7 @@ def _is_of_torch() -> bool:
 _TAKE_APART = torch.Tensor._reduce_ex_internal.__code__
 
 
-def _is_harmless(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_harmless(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """Whether a call of a function in ``HOST_READS`` reads no tensor on the host."""
     frame: FrameType | None = sys._getframe(1)
     if func is torch.Tensor.untyped_storage:

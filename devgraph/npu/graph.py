@@ -14,7 +14,7 @@ from devgraph.api.errors import UpdateError
 from devgraph.api.executable import Call, Executable, Recording, call_weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
-from devgraph.api.marks.marks import Mark
+from devgraph.api.marks.marks import Args, Kwargs, Mark
 from devgraph.api.tensors import with_bits_of
 from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard
@@ -126,9 +126,7 @@ class NpuGraph(TorchGraph):
         while self.pool.uses > self._uses:
             self.backend.release_pool(self.pool)
 
-    def capture_region(
-        self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
-    ) -> Any:
+    def capture_region(self, mark: Mark, args: Args, kwargs: Kwargs, host: dict[str, Any]) -> Any:
         reason = (
             f"an update runs region {mark.name} again, where random numbers would not continue the "
             f"sequence of the replays. Draw them outside the region and pass them as a tensor."

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import CaptureError, RegionError, note
-from devgraph.api.marks.marks import Mark
+from devgraph.api.marks.marks import Args, Kwargs, Mark
 from devgraph.api.modes import Settings
 from devgraph.api.results import ResultCheck
 from devgraph.api.tensors import (
@@ -190,9 +190,7 @@ class MarkedCall:
         nodes note settings
     """.split()
 
-    def __init__(
-        self, pool: Pool, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
-    ) -> None:
+    def __init__(self, pool: Pool, mark: Mark, args: Args, kwargs: Kwargs, index: int) -> None:
         def alias(leaf: Any) -> Any:
             return pool.alias(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -206,8 +204,8 @@ class MarkedCall:
         self.nodes: range | None = None
         """The nodes of the call in the graph, if the backend reports them."""
         with torch._C.DisableTorchFunction():  # user code must not see these queries
-            self.args: tuple[Any, ...] = pytree.tree_map(alias, args, is_leaf=is_size)
-            self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs, is_leaf=is_size)
+            self.args: Args = pytree.tree_map(alias, args, is_leaf=is_size)
+            self.kwargs: Kwargs = pytree.tree_map(alias, kwargs, is_leaf=is_size)
             placed = [leaf for leaf in self.tensors if has_place(leaf)]
             self._places = {id(leaf): place_of(leaf) for leaf in placed}
             """Storage and layout of each argument at the call; empty after the first later run."""
@@ -220,8 +218,8 @@ class MarkedCall:
 
     def first_run(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         host: dict[str, Any],
         body: Callable[..., Any] | None = None,
         memory: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,

@@ -32,6 +32,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 E = TypeVar("E", bound=CaptureError)
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 class Scope:
     """The rules of a policy for marks in the capturing thread."""
@@ -43,7 +46,7 @@ class Scope:
     refusal: CaptureError | None = None
     """Error to raise when the thread leaves the scope."""
 
-    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
         """Run a call of a marked function under the current policy."""
         raise NotImplementedError
 
@@ -239,7 +242,7 @@ class Mark:
         return out
 
     def split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: Args, kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         """Return ``args`` and ``kwargs`` without host arguments, and the host arguments by name."""
         if not self.host_args:
@@ -271,7 +274,7 @@ class Mark:
         )
         return args[:cut], rest, host
 
-    def call_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_eager(self, args: Args, kwargs: Kwargs) -> Any:
         """Run the function now, with the host keyword arguments of its mark."""
         if not self.fills:
             return self.fn(*args, **kwargs)
@@ -289,7 +292,7 @@ class RegionScope(Scope):
         self.outer = outer
         self._around = around
 
-    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
         if mark.kind == "no_graph":
             refuse_no_graph(mark, f" inside region {self.outer.name}")
         return mark.call_eager(args, kwargs)

@@ -12,6 +12,8 @@ import torch
 from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked, taken_from
 from devgraph.api.marks.marks import (
+    Args,
+    Kwargs,
     Mark,
     RegionScope,
     Scope,
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 
 def captured_call(
     mark: Mark,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     spec: HostSpec,
     known: dict[Mark, dict[str, Any]],
     *,
@@ -90,7 +92,7 @@ def refuse_break_in_backward(name: str) -> None:
         )
 
 
-def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_transformed(mark: Mark, args: Args, kwargs: Kwargs) -> None:
     """Raise CaptureError for tensors of a torch.func transform, which a replay cannot use."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))):
         raise CaptureError(
@@ -171,7 +173,7 @@ class GraphScope(Scope):
             self._graph.spoiled = LoopError(reason, f"{call} was called in a loop")
             raise self._graph.spoiled
 
-    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
         if mark.kind == "no_graph":
             refuse_no_graph(mark)
         names = self._graph.names

@@ -11,7 +11,7 @@ from devgraph.api.errors import CaptureError, ExecutableError, StateError, note
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.gates import open_recorded
-from devgraph.api.marks.marks import Mark, Scope, entered
+from devgraph.api.marks.marks import Args, Kwargs, Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward, swallowed
 from devgraph.api.policy.job import Job, Policy
 from devgraph.api.pool import Pool
@@ -173,7 +173,7 @@ class _BreakableScope(Scope):
         self.run_finished()
         self.open()
 
-    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
         try:
             return self._call(mark, args, kwargs)
         except Exception as error:
@@ -181,7 +181,7 @@ class _BreakableScope(Scope):
                 self._spoiled = swallowed(mark, error)
             raise
 
-    def _call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
         job = self._job
         refuse_break_in_backward(mark.name)
         args, kwargs, host = captured_call(mark, args, kwargs, job.spec, self.host)

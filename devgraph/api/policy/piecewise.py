@@ -47,7 +47,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks import gates, marks
 from devgraph.api.marks.host_values import frozen, taken_from
-from devgraph.api.marks.marks import Mark, Scope, entered
+from devgraph.api.marks.marks import Args, Kwargs, Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
 from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_line
 from devgraph.api.modes import Modes, OwnMode, Settings, autocast_uncached
@@ -88,9 +88,7 @@ def _host_value(name: str) -> Any:
 # running it. An eager run checks these claims.
 
 
-def _described(
-    mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
-) -> Any:
+def _described(mark: Mark, args: Args, kwargs: Kwargs, host: dict[str, Any]) -> Any:
     """Return the fake results that a mark claims for fake arguments."""
     if mark.fake is None and mark.mutates:
         return None  # the usual result of a region that writes; the eager run refuses others
@@ -144,7 +142,7 @@ class _Closed(OwnMode):
         super().__init__()
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             # A tracer's mode would create a symbol that the step does not define.
             raise HostReadError("the function reads device data on the host")
@@ -189,7 +187,7 @@ class _Checking(Scope):
         self._host: dict[Mark, dict[str, Any]] = {}
         self._stacks = Settings.current().stacks
 
-    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
         if Settings.current().stacks != self._stacks:
             raise CaptureError(
                 f"{mark.name} was called inside a mode of torch (a TorchFunctionMode, a "
@@ -221,9 +219,7 @@ class _Checking(Scope):
                 )
 
     @staticmethod
-    def _compare(
-        mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any], result: Any
-    ) -> None:
+    def _compare(mark: Mark, args: Args, kwargs: Kwargs, host: dict[str, Any], result: Any) -> None:
         """Raise RegionError unless the result has the layout that the mark claims."""
         mode = FakeTensorMode()
 
@@ -243,7 +239,7 @@ class _Checking(Scope):
             )
 
 
-def _versions(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Versions:
+def _versions(mark: Mark, args: Args, kwargs: Kwargs) -> _Versions:
     bound = mark.signature.bind_partial(*args, **kwargs).arguments
     for name, parameter in mark.signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -264,7 +260,7 @@ def _versions(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ver
 class _Tracing(Scope):
     """The scope of the trace. Marks return fake results without running their functions."""
 
-    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
         args, kwargs, given = mark.split(args, kwargs)
         declared = _active().job.spec.declared
         host = mark.host_kwargs({name: declared.get(name) for name in given})
@@ -773,11 +769,9 @@ def _hooks_of(step: Any) -> tuple[Any, ...]:
     )
 
 
-def _has_hooks(step: Any) -> bool:
-    """Whether ``step`` is a module with hooks; the tracer ignores hooks of the outermost module."""
-    return isinstance(step, torch.nn.Module) and bool(
-        step._forward_pre_hooks or step._forward_hooks
-    )
+def _has_hooks(fn: Any) -> bool:
+    """Whether ``fn`` is a module with hooks; the tracer ignores hooks of the outermost module."""
+    return isinstance(fn, torch.nn.Module) and bool(fn._forward_pre_hooks or fn._forward_hooks)
 
 
 def _refuse_hooks_of_all_modules() -> None:
