@@ -161,7 +161,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             raise
 
     def rebind(self) -> None:
-        """Look up the bound tensors again; later checks compare with the result."""
+        """Look up the bound tensors again, for all later checks."""
         self.bound = {k: t for name, tree in self._trees.items() for k, t in bound_in(name, tree)}
         named = ((f"bound tensor {name!r}", tensor) for name, tensor in self.bound.items())
         self._guard = Guard([Bound(named, self._trees)])

@@ -741,7 +741,8 @@ class Graphed:
     def __reduce__(self) -> Any:
         if isinstance(self, _GraphedModule) or not self._is_method:
             self.__deepcopy__({})
-        return getattr, (self._module, "forward")  # of its class, because its state comes later
+        # This returns the forward of the class, because the module's state is unpickled later.
+        return getattr, (self._module, "forward")
 
 
 class _GraphedFunction(Graphed):

@@ -296,7 +296,7 @@ class Captured:
             state: whether to compare state in addition to outputs.
             rtol: relative tolerance for results of a compiler whose kernels differ from eager; by
                 default torch's tolerance for the dtype. Other results must be equal bit for bit.
-            atol: absolute tolerance for the same results.
+            atol: absolute tolerance for these results.
             snapshot_limit: maximum bytes of copies of the state. Larger tensors are hashed.
 
         Returns:
@@ -474,8 +474,8 @@ def capture(
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
         gates: gates to share with other captures of the pool, instead of ``gate_timeout``.
         recaptures: how often replays may capture again, with a warning, if state that the step
-            finds by itself (weights, attributes, globals, closures, hooks, modes) or an input
-            without tensors differs from the capture. Beyond that number, a replay raises an error.
+            reaches (weights, attributes, globals, closures, hooks, modes) or an input without
+            tensors differs from the capture. Beyond that number, a replay raises an error.
 
     Returns:
         The captured step.

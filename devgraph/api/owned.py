@@ -191,8 +191,8 @@ class Owned:
         the containers in arguments.
 
         Args:
-            strict: whether runs before the capture must not rebind tensors either. The first run
-                may still add entries.
+            strict: whether to refuse rebinding also in runs before the capture. The first run may
+                still add entries.
 
         Raises:
             CaptureError: the step rebinds a tensor.
@@ -827,7 +827,7 @@ class _Arrays:
 
 
 def host_random() -> dict[str, tuple[Any, ...]]:
-    """Return the states of the global generators of Python and NumPy, by name in warnings.
+    """Return the states of the global generators of Python and NumPy, by their names in warnings.
 
     The last item of each state is the generator's position.
     """

@@ -160,7 +160,7 @@ class Pool(Subclassed):
             self.recordings.limit(int(memory * info[1] if info else memory))
 
     def register(self, buffers: StaticBuffers) -> None:
-        """Allow regions to access ``buffers`` and the tensors bound in it, in all recordings."""
+        """Allow regions to access ``buffers`` and their bound tensors, in all recordings."""
         self._static = [*(ref for ref in self._static if ref() is not None), weakref.ref(buffers)]
 
     @property

@@ -230,7 +230,7 @@ COMMANDS = {
     "doctor": ("show devices, backends and their capabilities, probed by captures", _doctor),
     "plan": ("show the effective mode on this machine or in a cluster", _plan),
     "generate": (
-        "generate text with a language model in graphs, and compare with eager",
+        "generate text with a language model in graphs, and compare with eager runs",
         _generate,
     ),
     "demo": ("generate text with a small real model, downloaded on first use", _demo),

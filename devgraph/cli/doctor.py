@@ -109,7 +109,7 @@ def _expect(args: argparse.Namespace) -> int:
         own = ", ".join(group["group"] for group in here)
         raise CommandError(
             f"{args.expect}: this machine can run several groups with different modes ({own}); "
-            f"add --group with the name of its own"
+            f"add --group with the name of its group"
         )
     if not here:
         wanted = ", ".join(dict.fromkeys(group["backend"] for group in groups))
@@ -302,8 +302,8 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
             )
         for lacking, need in entry["lacks"].items():
             say(f"  {name}: {lacking} is reduced here; it needs {need}")
-        for topic, told in entry["details"].items():
-            say(f"  {name}, {topic}: {told}")
+        for topic, detail in entry["details"].items():
+            say(f"  {name}, {topic}: {detail}")
     present = [(name, version) for name, version in report["packages"].items() if version]
     print_table("packages", ("package", "version"), present)
     missing = [tuple(entry.values()) for entry in report["missing"]]

@@ -215,8 +215,8 @@ def _masked(result: Any, outputs: Any, running: torch.Tensor, width: int) -> Any
 def _rows(running: torch.Tensor, dim: str | None, width: int) -> torch.Tensor:
     """Return a mask of the rows along ``dim`` that belong to ``running`` requests.
 
-    The mask is a scalar if ``dim`` is None. Offsets (``"requests+1"``) are real up to the last
-    running request, because tokens of finished requests before it remain as padding.
+    The mask is a scalar if ``dim`` is None. All offsets (``"requests+1"``) up to the last running
+    request are real, because tokens of earlier finished requests remain as padding.
     """
     if dim == "requests":
         return running

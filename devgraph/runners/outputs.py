@@ -19,7 +19,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, StaleOutputError, brief
+from devgraph.api.errors import (
+    ConfigError,
+    ConfigTypeError,
+    InputError,
+    StaleOutputError,
+    brief,
+    counted,
+)
 from devgraph.api.results import ResultCheck
 from devgraph.api.tensors import has_place
 from devgraph.runners.decisions import Variant
@@ -401,6 +408,6 @@ def _require_current(tensor: LeasedTensor) -> None:
     runs = tensor._clock.now - tensor._until
     if runs:
         raise StaleOutputError(
-            f"an output of {tensor._clock.name} was read after {runs} later run(s), which "
+            f"an output of {tensor._clock.name} was read after {counted(runs, 'later run')}, which "
             f"overwrote it. Read it before the next run, copy it, or call run(..., clone=True)."
         )

@@ -48,8 +48,8 @@ class PrefillRunner(Runner):
         outputs: an ``OutputSlot`` or a tree of them for the results of the tail, under ``full``.
         max_tokens: maximum number of tokens in a step.
         max_requests: number of requests that static buffers hold. A step of more requests runs
-            eagerly under ``full``. Under the other policies it runs in the graph, with new tensors
-            for its slots with a row per request.
+            eagerly under ``full``. Under the other policies it runs in the graph, and its slots
+            with a row per request use new tensors.
         **options: see ``Options``.
 
     Raises:

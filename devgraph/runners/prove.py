@@ -396,7 +396,7 @@ class _CaseRun:
                 yield self.case.failure(name, f"with other data in padding {message}", "size")
 
     def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
-        """Return the differences between the graph and eager on the unpadded batch.
+        """Return the differences between the graph and an eager run of the unpadded batch.
 
         Only state that the unpadded batch wrote is compared. State rows that several rows of the
         batch write are skipped.

@@ -103,7 +103,7 @@ class StateStore:
         by_name: dict[str, StateSlot] = {}
         for slot in slots:
             if not isinstance(slot, StateSlot):
-                raise ConfigTypeError(f"state must be StateSlot objects, got {brief(slot)}")
+                raise ConfigTypeError(f"state must contain StateSlot objects, got {brief(slot)}")
             if slot.name in by_name:
                 raise ConfigError(f"state slot {slot.name!r} is declared twice")
             by_name[slot.name] = slot

@@ -37,7 +37,7 @@ def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
         ('{"decode": {"buckets": [4, 0]}}', ["decode.buckets[1]", "at least 1", "got 0"]),
         ('{"decode": {"buckets": []}}', ["decode.buckets", "empty", "'disabled'"]),
         ('{"decode": {"max_padding": 0.5}}', ["decode.max_padding", "at least 1", "0.5"]),
-        ('{"decode": {"time_budget_s": 0}}', ["decode.time_budget_s", "more than 0"]),
+        ('{"decode": {"time_budget_s": 0}}', ["decode.time_budget_s", "greater than 0"]),
         ('{"decode": {"compiler": "indctor"}}', ["decode.compiler", "Did you mean 'inductor'?"]),
         ('{"decode": {"capture": "lazi"}}', ["decode.capture", "Did you mean 'lazy'?"]),
         ('{"decode": {"max_padding": NaN}}', ["NaN"]),

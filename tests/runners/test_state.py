@@ -337,7 +337,7 @@ def test_slot_that_cannot_be_is_refused(arguments: Any, kind: Any, text: str):
     ("options", "text"),
     [
         ({"state": STATE[0]}, "state must be a list of StateSlot objects"),
-        ({"state": ["total"]}, "state must be StateSlot objects, got 'total'"),
+        ({"state": ["total"]}, "state must contain StateSlot objects, got 'total'"),
         ({"state": [STATE[0], STATE[0]]}, "'total' is declared twice"),
         ({"state": STATE, "state_rows": 0}, "state_rows must be at least 8, got 0"),
     ],

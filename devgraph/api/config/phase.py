@@ -175,18 +175,18 @@ def _policy(value: object, path: str) -> Any:
 def number(kind: type[int] | type[float], least: int, *, above: bool = False) -> dict[str, Any]:
     """Declare a number of at least ``least``, or greater than ``least`` with ``above``."""
     what = "an integer" if kind is int else "a number"
-    wanted = f"more than {least}" if above else f"at least {least}"
+    of, wanted = ("", f"greater than {least}") if above else ("of ", f"at least {least}")
     largest = math.inf if kind is int else sys.float_info.max
 
     def read(value: object, path: str) -> int | float:
         if isinstance(value, bool) or not isinstance(value, (int, kind)):
             raise ConfigTypeError(f"{path}: expected {what}, got {shown(value)}")
         if not least <= value <= largest or (above and value == least):
-            finite = "" if kind is int else "a finite number of "
+            finite = "" if kind is int else f"a finite number {of}"
             raise ConfigError(f"{path}: expected {finite}{wanted}, got {brief(value)}")
         return kind(value)
 
-    return {"kind": f"{what} of {wanted}", "shape": "integer", "read": read}
+    return {"kind": f"{what} {of}{wanted}", "shape": "integer", "read": read}
 
 
 def _read_budget(value: object, path: str) -> float:

@@ -251,7 +251,7 @@ class NodeRuntime:
         return capturing
 
     def capture_of(self, stream: int) -> Capture | None:
-        """Return the valid capture that ``stream`` is part of, or None."""
+        """Return the valid capture to which ``stream`` belongs, or None."""
         # The driver writes one word per result: state (an int in the lower half), id, graph, nodes,
         # edge kinds (only on drivers with edge data), number of nodes.
         words = (c_uint64 * self._info_words)()

@@ -167,7 +167,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @property
     def scratch_row(self) -> int:
-        """Row that padded tokens write to."""
+        """The row to which padded tokens write."""
         return self.slots * self.max_len
 
     def aim(

@@ -130,8 +130,8 @@ class Engine:
         fuse: whether to replace operations by fewer, larger kernels (see ``fusion``). This moves
             weights in memory and may change a token whose two best candidates are nearly equal.
             ``engine.model.fusion`` reports the replacements.
-        layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send
-            layers while later ones compute.
+        layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send a
+            layer while later layers are computed.
         facts: facts for the compatibility rules; by default, only whether the model has hooks.
             ``traceable`` is always set to false, because steps replace attributes of the model.
 
