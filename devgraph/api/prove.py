@@ -121,7 +121,7 @@ class Failure:
         return f"case {self.case}{bucket}{host}: {self.where} {self.message}".rstrip()
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Report:
     """The result of ``prove`` on a capture or a runner."""
 
@@ -178,6 +178,9 @@ class Report:
                 for field in ("not_varied", "near", "replaced", "moved")
             },
         )
+
+    def __repr__(self) -> str:
+        return f"<Report: {str(self).splitlines()[0]}>"
 
     def __str__(self) -> str:
         if not self.cases:

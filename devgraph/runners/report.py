@@ -265,6 +265,8 @@ class RunnerStats:
         emulated = f", {self.emulated_steps} emulated" if self.emulated_steps else ""
         pool = self.executables
         budget = "" if pool.budget_bytes is None else f" of {format_bytes(pool.budget_bytes)}"
+        if pool.budget_bytes is not None and pool.bytes > pool.budget_bytes:
+            budget += ", as pinned ones and the next recording of each graph are kept"
         eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
         states = {bucket.state for bucket in self.buckets}
         is_pending = states == {"pending"} and not self.captures

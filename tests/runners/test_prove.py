@@ -153,6 +153,11 @@ def test_prove_takes_host_arguments(policy):
         runner.prove(host_args=[{"size": 3}])
 
 
+def test_repr_of_a_report_is_its_first_line():
+    report = double_runner(config={"buckets": [2]}, max_requests=2).prove()
+    assert repr(report) == "<Report: 2 cases: graphs equal eager bit for bit>"
+
+
 def test_prove_without_graphs_is_not_ok():
     assert not double_runner(captured=False).prove().ok
 

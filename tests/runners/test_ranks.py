@@ -137,6 +137,8 @@ def test_a_rank_with_other_buckets_is_named_with_both_values_on_every_rank():
     for error in in_ranks(4, work):
         assert isinstance(error, dg.AgreementError)
         assert "rank 2 has buckets=[2, 4], others [1, 4]" in str(error)
+        assert "rank 2 has mode.buckets=[2, 4], others [1, 4]" in str(error)
+        assert "lazy_hits" not in str(error)  # only the keys that differ
 
 
 def test_a_rank_on_another_backend_is_refused():

@@ -141,6 +141,16 @@ def test_a_sampled_plan_ends_the_leases_and_restores_bound_tensors():
     assert state.item() == 2  # of the two steps
 
 
+def test_report_above_the_budget_of_executables_says_why():
+    runner = double_runner(config={"executable_budget": 100})
+    assert "executables 0 B of 100 B (made" in str(runner.stats())
+    runner.run({"x": rows_of_x(3)})
+    kept = "of 100 B, as pinned ones and the next recording of each graph are kept (made"
+    runner.pin()
+    runner.run({"x": rows_of_x(3)})
+    assert kept in str(runner.stats())
+
+
 def test_report_before_capture_says_so_and_how_memory_is_estimated():
     runner = double_runner(captured=False)
     for text in (str(runner.plan()), str(runner.stats())):
