@@ -190,7 +190,7 @@ class Captured:
     ) -> list[Pair]:
         """Capture the step with its current state and inputs, or raise ``cause`` if not allowed.
 
-        Returns the bound tensors to restore after the replay, as ``write`` does.
+        Return the bound tensors to restore after the replay, as ``write`` does.
         """
         job, bound = self._job, self._inputs
         assert job is not None and bound is not None

@@ -277,8 +277,8 @@ def _window(tensor: torch.Tensor) -> tuple[Any, ...]:
 def write(pairs: Sequence[Pair], outputs: Any) -> list[Pair]:
     """Copy new data into bound tensors, as if all sources were read before the first write.
 
-    Return bound tensors whose memory inputs share, with their old contents, which ``write_back``
-    restores.
+    Return the bound tensors that share memory with inputs, each with its old contents, which
+    ``write_back`` restores.
 
     Raises:
         InputError: an input shares memory with a bound tensor, which is among the outputs.

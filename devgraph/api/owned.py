@@ -472,9 +472,9 @@ class Owned:
         snapshot.restore()
         names = [path for path, tensor in created.items() if any(t is tensor for t in written)]
         warn(
-            f"the first warm-up run made {', '.join(names)}, and later runs wrote to it. Its "
-            f"values after the first run were restored, and replays continue from them. Make it "
-            f"before the capture, so that the capture restores its values."
+            f"the first warm-up run made {', '.join(names)}, and later runs wrote to this state. "
+            f"Its values after the first run were restored, and replays continue from them. Make "
+            f"the state before the capture, so that the capture restores its values."
         )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:

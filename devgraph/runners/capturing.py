@@ -374,7 +374,7 @@ class CaptureScheduler:
         return self._common_drop(outcomes)
 
     def _common_drop(self, outcomes: Sequence[RankOutcome]) -> tuple[Reason, str] | None:
-        """Return the reason of this or another rank to drop a graph, or None if there is none."""
+        """Return the reason for which a rank drops the graph, or None if no rank drops it."""
         mine = outcomes[self._ranks.rank]
         if mine.reason is not None:
             return mine.reason, mine.text

@@ -218,7 +218,7 @@ class Graphs:
         return self.launchable(self._choose(variant, size))
 
     def unusable(self) -> Reason | None:
-        """Return why a captured graph cannot be launched now, or None if all of them can.
+        """Return the reason why a captured graph cannot be launched now, or None if all can.
 
         Without any captured graph, return the reason for the largest graph.
         """

@@ -61,7 +61,7 @@ class InputArena:
         self.staging = StagingMemory(backend, self.device)
         offsets = [name for name, slot in self.given.items() if slot.start is not None]
         self.token_offsets = offsets[0] if divides_tokens and len(offsets) == 1 else None
-        """The slot that divides the tokens among the requests, if it is the only one of offsets."""
+        """The slot that divides the tokens among the requests; None if several have offsets."""
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
@@ -207,9 +207,9 @@ class InputArena:
         if end is not None and offsets[-1] > end:
             raise InputError(
                 f"{name} has cumulative offsets that end with {offsets[-1]} at index "
-                f"{len(offsets) - 1}, but the batch has {counted(real.tokens, 'token')}. End with "
-                f"{end} at most. If these offsets do not count tokens, declare another slot with "
-                f"the offsets of tokens."
+                f"{len(offsets) - 1}, but the batch has {counted(real.tokens, 'token')}. The last "
+                f"offset must be at most {end}. If these offsets do not count tokens, declare "
+                f"another slot with the offsets of tokens."
             )
 
     def eager_views(self, inputs: Mapping[str, Any], real: Size) -> dict[str, torch.Tensor]:

@@ -735,7 +735,7 @@ class Runner:
                 the last run, and the smallest and largest values that ``sample`` draws.
             sample: callables by name of a slot or host argument, in place of the samples of slots.
                 Each takes a shape and a ``torch.Generator`` and returns legal data on the host.
-            state: compare state as well as outputs.
+            state: whether to compare state in addition to outputs.
             rtol: relative tolerance against the real batch; torch's default if None.
             atol: absolute tolerance against the real batch; torch's default if None.
             snapshot_limit: maximum bytes of copies of the state. Of a larger tensor, only the rows

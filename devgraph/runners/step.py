@@ -62,7 +62,7 @@ class Step:
     places: Mapping[str, int] = attrs.field(factory=dict)
     """Addresses of the step's tensors at their first capture, by name."""
     named: NamedState | None = None
-    """The state that the captured functions refer to by name; None before the first capture."""
+    """The state that the captured functions read by name; None before the first capture."""
     guard: Guard | None = None
     """A watch on changes of ``named`` since the captures."""
     types_checked: set[Variant] = attrs.field(factory=set)

@@ -234,8 +234,8 @@ class _Checking(Scope):
             source = "the fake= of its mark returns" if mark.fake else "a mark with mutates= claims"
             raise RegionError(
                 f"{mark.name} returned {got}, but {source} {said}. Under policy 'piecewise' later "
-                f"code is compiled for that claim: declare a fake= that returns empty tensors of "
-                f"the result's layout."
+                f"code is compiled for the claimed layout: declare a fake= that returns empty "
+                f"tensors of the result's layout."
             )
 
 

@@ -315,7 +315,7 @@ class TorchGraph(DeviceGraph):
     def end(self, *, allow_empty: bool = False) -> None:
         if self.backend.current_stream_id() != self._begun_on:
             raise UnjoinedStreamError(
-                "a capture must end or break on the stream that it began on, but another stream "
+                "a capture must end or break on the stream on which it began, but another stream "
                 "is current. Leave the block of the side stream and join it "
                 "(current_stream.wait_stream(side)) before the capture or segment ends."
             )

@@ -93,8 +93,9 @@ class SideStreams:
 def name_streams(streams: Sequence[int]) -> str:
     """Return the error message that names streams that were not joined."""
     names = ", ".join(f"{stream:#x}" for stream in streams)
-    noun = "streams" if len(streams) > 1 else "stream"
+    noun, pronoun = ("streams", "them") if len(streams) > 1 else ("stream", "it")
     return (
         f"side {noun} {names} forked inside the capture and did not join. Make the capturing "
-        f"stream wait for it (current_stream.wait_stream(side)) before the capture ends or breaks."
+        f"stream wait for {pronoun} (current_stream.wait_stream(side)) before the capture ends or "
+        f"breaks."
     )

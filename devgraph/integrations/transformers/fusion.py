@@ -7,8 +7,8 @@ determines the speed of the step, even in a graph. Three replacements work for a
 * *projections*: one matrix product for consecutive linear layers with the same input (query, key
   and value, or gate and up). Their weights become views of one matrix, so that no weight is stored
   twice;
-* *rotary embeddings*: query and key are rotated together. The table of sines has the sign, so
-  their halves are only swapped.
+* *rotary embeddings*: query and key are rotated together. The table of sines contains the signs, so
+  the halves of query and key are only swapped.
 
 Each replacement is verified first. ``OperationTrace`` records the shapes while the model runs. For
 random data of these shapes, the results of the original and of the replacement must agree. All
