@@ -610,7 +610,8 @@ class Graphed:
                 f"outside of the graph. Use torch.nn.utils.parametrizations, or graph a module "
                 f"that contains this one."
             )
-        static_inputs = StaticInputs(call.args, call.kwargs)
+        names = () if self._named is None else self._named.names
+        static_inputs = StaticInputs(call.args, call.kwargs, names)
         if self._answers(static_inputs.tensors) != self._answers(call.tensors):
             raise CaptureError(
                 "the step reads the identity, address, layout or attributes of a tensor of the "

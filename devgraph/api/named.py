@@ -20,7 +20,7 @@ from devgraph.api.errors import CaptureError, StateError, brief, counted
 from devgraph.api.guard import Term, by_turns
 from devgraph.api.marks.host_values import exact
 from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
-from devgraph.api.tensors import Memory, effective_strides, has_place
+from devgraph.api.tensors import Memory, effective_strides, has_place, memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class Asked:
     def __init__(self, names: Collection[str], others: Sequence[torch.Tensor]) -> None:
         self.names = names
         self._reads = [(name, read) for name, read in _READS.items() if name in names]
-        memory = ("data_ptr", "is_set_to", "storage", "untyped_storage")
-        numbers = {"is": id, "id": id, **dict.fromkeys(memory, _place)}
+        storages = dict.fromkeys(("is_set_to", "storage", "untyped_storage"), _storage)
+        numbers = {"is": id, "id": id, "data_ptr": _place, **storages}
         self._numbers = [pair for pair in numbers.items() if pair[0] in names]
         self._others = others if self._numbers else ()
         for name in ("getattr", "hasattr", "vars", "__dict__", "AttributeError"):
@@ -92,6 +92,10 @@ class Asked:
 def _place(tensor: torch.Tensor) -> int:
     """Return the address, or the id of a tensor without elements."""
     return (tensor.data_ptr() if has_place(tensor) else 0) or id(tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return memory_of(tensor) if has_place(tensor) else id(tensor)
 
 
 def attributes_of(tensor: torch.Tensor, names: Collection[str]) -> dict[str, Any]:

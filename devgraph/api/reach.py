@@ -483,7 +483,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_of_user(tensor: torch.Tensor) -> bool:
-    return bool(vars(tensor)) or type(tensor) not in _TENSORS
+    return bool(vars(tensor)) or type(tensor) not in _TENSORS or any(_hooks_of(tensor))
 
 
 def _is_users(module: types.ModuleType) -> bool:
@@ -724,7 +724,7 @@ class Named:
             return
         elif isinstance(value, torch.Tensor):
             held = vars(value)
-            yield Entry(path, None, None, type(value))
+            yield from (Entry(path, None, None, part) for part in (type(value), *_hooks_of(value)))
             for name in sorted(held.keys() & self._read):
                 yield Entry(f"{path}.{name}", held, name, held[name])
             return

@@ -49,9 +49,15 @@ _GROUPED = frozenset(
 
 
 class StaticInputs:
-    """Copies of a step's arguments in static tensors, which receive the data of later calls."""
+    """Copies of a step's arguments in static tensors, which receive the data of later calls.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    ``names`` are names in the code of the step.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str] = ()
+    ) -> None:
+        self._names = names
         self.tensors: list[torch.Tensor] = []
         self._by_id: dict[int, torch.Tensor] = {}
         self.args = tuple([mapped(self._own, argument) for argument in args])
@@ -81,7 +87,7 @@ class StaticInputs:
             require_place("a tensor of the call", leaf)
             if leaf.is_quantized:
                 raise CaptureError("a tensor of the call is quantized: pass q.int_repr() instead")
-            if names := [name for name in vars(leaf) if not name.startswith("_")]:
+            if names := [n for n in vars(leaf) if n[0] != "_" or n in self._names]:
                 raise CaptureError(
                     f"a tensor of the call has attributes ({', '.join(names)}), which its static "
                     f"copy in the graph does not have. Pass them as arguments."

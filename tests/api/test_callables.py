@@ -1295,3 +1295,49 @@ def test_results_share_memory_with_each_other_arguments_and_state_as_in_eager_co
         same(parts["bits"][2:], torch.zeros(2, dtype=torch.int32))
         same(window, torch.cat([before[:3], torch.full((3,), float(seed)), before[6:]]))
     assert called.stats()["graphs"] == 1
+
+
+def test_hooks_and_attributes_of_tensors_are_state_of_the_step() -> None:
+    """A hook may write its parameter, and another argument may have another attribute."""
+    weights = [nn.Parameter(torch.arange(3.0)) for _ in range(2)]
+    rate = [-0.1]
+
+    def descend(p: Any) -> None:
+        p.data.add_(p.grad, alpha=rate[0])
+        p.grad = None
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(descend)
+
+    def step_of(weight: torch.Tensor) -> Any:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = (weight * x).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    called, plain = graphed(step_of(weights[0])), step_of(weights[1])
+    for at in range(6):
+        rate[0] = -0.1 if at < 3 else -0.2
+        same(called(torch.ones(3)), plain(torch.ones(3)))
+    scaled = graphed(lambda x: x * x._scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.DeviceGraphWarning)
+        for at in range(4):
+            x = torch.ones(3)
+            x._scale = torch.full((3,), float(at))  # type: ignore[attr-defined]
+            same(scaled(x), x * at)
+
+
+def test_storage_that_two_arguments_share_is_part_of_the_key() -> None:
+    def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        is_one = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        return a * b if is_one else a + b
+
+    called, memory = graphed(step), torch.arange(6.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.DeviceGraphWarning)
+        for _ in range(3):
+            for args in ((memory[:3], memory[3:]), (memory[:3], torch.ones(3))):
+                same(called(*args), step(*args))
