@@ -7,8 +7,8 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +22,17 @@ DEFAULT_LIMIT = 2**30
 _CHUNK = 2**20
 """Number of 64-bit words that are hashed at a time."""
 
+_PERIOD = 65521
+"""Length of the noise that replaces zeros. It is a prime, so that rows differ."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+RowPlace = tuple[int, tuple[int, ...]]
+"""A row of a tensor: a dimension, and an index in it and perhaps in the next one."""
+
+RowsOf = Callable[[torch.Tensor, "torch.Tensor | None"], Iterable[RowPlace]]
+"""A function that returns rows of a tensor. If the tensor has only the saved rows of some state,
+the second argument has their numbers."""
 
 _restores: Counter[int] = Counter()
 """Number of calls of ``Snapshot.restore`` by thread."""
@@ -92,7 +103,9 @@ class Snapshot:
         self._left = self._limit = DEFAULT_LIMIT if limit is None else limit
         self._saved: list[_Saved] = []
         self._rows: list[_Rows] = []
-        self._disturbed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._disturbed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._varied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The bits of each varied copy, with a mask of its zeros, by address."""
         self._versions: dict[int, int] = {}
         seen: set[int] = set()
         with torch.inference_mode():
@@ -132,8 +145,11 @@ class Snapshot:
         if they are more than half of the tensor. Row numbers are distinct; those out of range are
         ignored.
         """
-        self._rows.clear()
         with torch.inference_mode():
+            for saved in self._rows:
+                self._put_back_zeros(saved.content.data_ptr())
+                saved.memory.index_copy_(1, saved.numbers, saved.content)
+            self._rows.clear()
             for name, tensor, _, _, _, digest in self._saved:
                 if digest is None or not tensor.dim() or not tensor.is_contiguous():
                     continue
@@ -152,65 +168,101 @@ class Snapshot:
                         content = memory.index_select(1, inside)
                         self._rows.append(_Rows(name + where, tensor, memory, inside, content))
 
-    def disturb(
-        self, names: Container[str], positions: Callable[[torch.Tensor, Any], Sequence[int]]
-    ) -> None:
-        """Change the copies of rows of written floating-point tensors until ``settle``.
+    def _copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Yield the name and the tensor of each saved part, with a view of its copy.
+
+        If only rows are saved, they are the first dimension of the copy, and the last item has
+        their numbers. The copy of a tensor that overlaps itself is bytes.
+        """
+        for name, tensor, _, _, content, _ in self._saved:
+            if content is not None and _is_saved_as_bytes(tensor):
+                yield name, tensor, content, None
+            elif content is not None:
+                yield name, tensor, content.view(tensor.dtype).view(tensor.shape), None
+        for name, tensor, _, numbers, content in self._rows:
+            yield name, tensor, content.view(tensor.dtype).transpose(0, 1), numbers
+
+    def _written(self, names: Container[str], tensor: torch.Tensor, name: str) -> bool:
+        """Whether runs wrote ``tensor``: its name is in ``names``, or its version changed."""
+        then = self._versions.get(id(tensor))
+        return name in names or (then is not None and then != tensor._version)
+
+    def disturb(self, names: Container[str], rows: RowsOf) -> None:
+        """Change ``rows`` in the copies of written floating-point tensors until ``settle``.
 
         ``restore`` writes the changed copies. Tensors in ``names`` were written without a change of
-        their version counter. ``positions`` returns the rows to change, given a tensor and the
-        numbers of its saved rows.
+        their version counter.
         """
-
-        def change(name: str, tensor: torch.Tensor, copy: torch.Tensor, numbers: Any) -> None:
-            then, dtype = self._versions.get(id(tensor)), tensor.dtype
-            is_written = name in names or (then is not None and then != tensor._version)
-            is_wide = dtype.is_floating_point and dtype.itemsize > 1  # has kernels
-            if not is_written or not is_wide or overlaps_itself(tensor):
-                return
-            if rows := {*positions(tensor, numbers)}:
-                if numbers is None:
-                    copy = copy[None] if copy.dtype is dtype else copy.view(1, len(tensor), -1)
-                where = torch.tensor([*rows], device=copy.device)
-                before = copy.index_select(1, where)
-                self._disturbed.append((copy, where, before))
-                # Probabilities stay probabilities, and steps rarely write these numbers.
-                values = before.view(dtype)
-                values = values * 0.5 + values.ge(0).to(dtype) * 0.74 - 0.37
-                copy.index_copy_(1, where, values.view(copy.dtype))
-
         with torch.inference_mode():
-            for name, tensor, _, _, content, _ in self._saved:
-                if content is not None:
-                    change(name, tensor, content, None)
-            for name, tensor, _, numbers, content in self._rows:
-                change(name, tensor, content, numbers)
+            for name, tensor, copy, numbers in self._copies():
+                dtype = copy.dtype
+                is_wide = dtype.is_floating_point and dtype.itemsize > 1  # has kernels
+                if is_wide and self._written(names, tensor, name):
+                    for place in rows(copy, numbers):
+                        row = row_at(copy, place)
+                        self._disturbed.append((row, row.clone()))
+                        # Probabilities stay probabilities, and steps rarely write these numbers.
+                        row.copy_(row * 0.5 + row.ge(0).to(dtype) * 0.74 - 0.37)
+
+    def vary(self, names: Container[str]) -> tuple[bool, list[str]]:
+        """Replace zeros in the copies of written floating-point tensors by noise below 1.
+
+        Zeros would hide a wrong factor. ``restore`` writes the noise until ``settle``. Return
+        whether a copy changed, and the names of other written tensors that are zero.
+        """
+        changed, constant = False, []
+        with torch.inference_mode():
+            for name, tensor, copy, _ in self._copies():
+                address, dtype = copy.data_ptr(), copy.dtype
+                if address in self._varied or not self._written(names, tensor, name):
+                    continue
+                if not dtype.is_floating_point or dtype is torch.float4_e2m1fn_x2:
+                    constant += [name] * (not torch.count_nonzero(_bits(copy)))
+                    continue
+                bits = _bits(copy)
+                zeros = bits == 0
+                if zeros.any():
+                    noise = _noise(tensor).repeat(-(-bits.numel() // _PERIOD))[: bits.numel()]
+                    bits.copy_(bits.where(~zeros, noise.view(bits.shape)))
+                    self._varied[address] = bits, zeros
+                    changed = True
+        return changed, constant
+
+    def _put_back_zeros(self, address: int) -> None:
+        if address in self._varied:
+            bits, zeros = self._varied.pop(address)
+            bits.masked_fill_(zeros, 0)
 
     def settle(self) -> None:
         """Restore the copies from before ``disturb``."""
         with torch.inference_mode():
-            for copy, where, before in reversed(self._disturbed):
-                copy.index_copy_(1, where, before)
+            for row, before in reversed(self._disturbed):
+                row.copy_(before)
         self._disturbed.clear()
+
+    def end_cases(self) -> None:
+        """Restore everything from before ``disturb`` and ``vary``."""
+        self.settle()
+        with torch.inference_mode():
+            for address in [*self._varied]:
+                self._put_back_zeros(address)
+        self.restore()
 
     def parts(self) -> list[Part]:
         """Return the saved parts: whole tensors, and rows of tensors above the limit."""
-        parts = []
         with torch.inference_mode():
-            for name, tensor, _, _, content, _ in self._saved:
-                plain = tensor.detach()
-                if content is not None and content.shape != tensor.shape:  # bytes
-                    if overlaps_itself(tensor) or tensor.is_conj() or tensor.is_neg():
-                        parts.append(Part(name, tensor, _bytes_of(tensor), content, None))
-                        continue
-                    content = content.view(tensor.dtype)
-                if content is not None:
-                    parts.append(Part(name, tensor, plain, content.view(tensor.shape), None))
-            for name, tensor, memory, rows, saved in self._rows:
-                now = memory.index_select(1, rows)
-                now, before = (t.view(tensor.dtype).transpose(0, 1) for t in (now, saved))
-                parts.append(Part(name, tensor, now.contiguous(), before.contiguous(), rows))
-        return parts
+            now: list[torch.Tensor] = [
+                _bytes_of(tensor) if _is_saved_as_bytes(tensor) else tensor.detach()
+                for _, tensor, _, _, content, _ in self._saved
+                if content is not None
+            ]
+            for saved in self._rows:
+                rows = saved.memory.index_select(1, saved.numbers).view(saved.tensor.dtype)
+                now.append(rows.transpose(0, 1))
+            return [
+                Part(name, tensor, current, copy, numbers)
+                for current, (name, tensor, copy, numbers) in zip(now, self._copies(), strict=True)
+            ]
 
     def generators(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the current and the saved state of each generator except the default."""
@@ -284,6 +336,31 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat.set_(storage, first - storage.data_ptr(), (last - first,), (1,))
     return flat
+
+
+def _is_saved_as_bytes(tensor: torch.Tensor) -> bool:
+    lazy = (tensor.is_conj() or tensor.is_neg()) and tensor.is_contiguous()
+    return lazy or overlaps_itself(tensor)
+
+
+def row_at(tensor: torch.Tensor, place: RowPlace) -> torch.Tensor:
+    """Return a view of a row of ``tensor``."""
+    axis, indices = place
+    for index in indices:
+        tensor = tensor.select(axis, index)
+    return tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
+
+
+def _noise(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of noise for ``tensor``. Equal addresses have equal noise."""
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    noise = torch.rand(_PERIOD, generator=generator, dtype=torch.float32, device=cpu)
+    at = tensor.data_ptr() // tensor.itemsize % _PERIOD
+    return _bits(noise.to(tensor.dtype)).roll(-at).to(tensor.device)
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,6 @@ from devgraph.api.prove import (
     Failure,
     NamedTensors,
     Report,
-    Rows,
     RunResult,
     State,
     Terms,
@@ -34,9 +33,11 @@ from devgraph.api.prove import (
     randomize,
     replaced,
     require_samples,
+    rows_of,
 )
-from devgraph.api.snapshots import same_bytes
+from devgraph.api.snapshots import RowPlace, RowsOf, row_at, same_bytes
 from devgraph.runners.graphs import BucketGraph, Graphs
+from devgraph.runners.loop import LOOP_SLOTS
 from devgraph.runners.ranks import RankGroup
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
@@ -67,6 +68,7 @@ class Proof:
             **require_samples(terms.sample, [*slots, *step.host.declared]),
         }
         self.generator = torch.Generator().manual_seed(0)
+        self.loops = not step.inputs.slots.keys().isdisjoint(slot.name for slot in LOOP_SLOTS)
         self._varied: set[str] = set()
         self.notes: dict[str, None] = {}
         self.tried: list[tuple[Case, BucketGraph]] = []
@@ -74,8 +76,6 @@ class Proof:
         self._last = _last_inputs(step)
         self.extremes_of: dict[str, tuple[int, int]] = {}
         """Smallest and largest value in real rows, by slot."""
-        self.written: set[str] = set()
-        """Names of the state that runs changed."""
 
     def of(self, graphs: Graphs, chosen: Sequence[BucketGraph]) -> Report:
         """Compare the ``chosen`` graphs, which must be captured, with eager runs."""
@@ -91,7 +91,12 @@ class Proof:
         # contents. Therefore each case changes the contents of the new tensor.
         self.renewed = [leaf for name, leaf in now if name in names and not terms.quick]
         self.compared = Comparison(
-            state, step.backend, terms.near, with_state=terms.state, agreed=self._agreed
+            state,
+            step.backend,
+            terms.near,
+            with_state=terms.state,
+            loops=self.loops,
+            agreed=self._agreed,
         )
         autocast = current_autocast() if step.autocast is None else step.autocast
         failures: list[Failure] = []
@@ -113,7 +118,8 @@ class Proof:
             failures=tuple(failures),
             exact=all(graph.captured is None or graph.captured.exact for graph in chosen),
             not_varied=tuple(
-                [n for n in [*fixed, *step.host.declared] if n not in self._varied] + [*self.notes]
+                [n for n in [*fixed, *step.host.declared] if n not in self._varied]
+                + [*self.notes, *state.constant]
             ),
             near=tuple(self.compared.tolerated),
             tried=tuple(case for case, _ in self.tried),
@@ -266,13 +272,10 @@ class _CaseRun:
         self._bound = GraphStep(step, graph, real, 0)
         self._write = step.outputs.writer(graph.key.variant, graph.size)
         self._has_equal_rows = False
-        self._compared.state.begin_case()  # restores the rows of the last case
-        snapshot, used = self._compared.state.snapshot, {pad for _, pad in self._used_pads()}
-        snapshot.save_rows(self._named_rows())
-        if case.padded:
-            # An earlier batch may have left the values that padding writes now, which would hide
-            # the write.
-            snapshot.disturb(proof.written, functools.partial(_positions, used))
+        # An earlier batch may have left the values that padding writes now, which would hide the
+        # write.
+        used = functools.partial(_places, [*self._used_pads()])
+        self._compared.state.begin_case(self._named_rows(), used if case.padded else None)
         self._renewed = [(leaf, leaf.detach().clone()) for leaf in proof.renewed]
         for _, value in self._renewed:
             randomize(value, proof.generator)
@@ -280,24 +283,18 @@ class _CaseRun:
     def failures(self) -> list[Failure]:
         """Return the differences between the runs. Every rank must make the same runs."""
         compared, terms = self._compared, self._proof.terms
-        shared, scratch = (functools.partial(_positions, v) for v in self._shared_values())
+        shared, scratch = (functools.partial(_places, v) for v in self._shared_values())
         want, got, failures = self._on_padded_batch(shared, scratch)
         collides = self._collides(want) or self._collides(got)
         if compared.agreed(bool(failures) and collides):
             self._equalize()
             want, got, failures = self._on_padded_batch(no_rows, scratch)
-        suspects = [*self._suspects(want)] if self.case.padded else []
-        is_suspect = compared.agreed(bool(suspects))
-        if terms.quick and not is_suspect:
+        stable = self.case.padded and all(failure.kind != "eager" for failure in failures)
+        if not compared.agreed(stable and _writes(self._used_pads(), want)) and terms.quick:
             return failures
         alone = compared.result_of(self._unpadded)
-        for name, row, slots in suspects:
-            if culprit := self._culprit(name, row, slots, want, alone):
-                message = (
-                    f"padded rows write row {row} of {name}, which real rows use: pad of slot "
-                    f"{culprit!r}"
-                )
-                failures.append(self.case.failure(f"slot {culprit!r}:", message, "padding"))
+        if compared.agreed(stable):
+            failures += self._written_by_padding(want, alone)
         if terms.quick:
             return failures
         if self.case.padded:
@@ -330,11 +327,22 @@ class _CaseRun:
         self._bound.replay(self._padded_host)
         return copies_of(self._bound.result(self.case.host_args))
 
-    def _unpadded(self) -> NamedTensors:
+    def _unpadded(self, values: Iterable[tuple[str, int, int | None]] = ()) -> NamedTensors:
+        """Run the step on the real rows.
+
+        Each of ``values`` has a slot, and a value that its first row gets, or, if the last item is
+        not None, that is replaced by this item in all rows.
+        """
         self._renew()
         step, real = self._step, self._real
         views = step.inputs.eager_views(self.inputs, real)
         self._mark(views)
+        for name, value, other in values:
+            view, axis = views[name], step.inputs.slots[name].axis or 0
+            if other is None:
+                view.narrow(axis, 0, min(1, view.shape[axis])).fill_(value)
+            else:
+                view.masked_fill_(view == value, other)
         options = self._graph.options
         return copies_of(step.call_eagerly(step.whole, views, real, self._real_host, options))
 
@@ -372,15 +380,13 @@ class _CaseRun:
         self._proof.notes[_COLLISION] = None
 
     def _on_padded_batch(
-        self, shared: Rows, scratch: Rows
+        self, shared: RowsOf, scratch: RowsOf
     ) -> tuple[RunResult, RunResult, list[Failure]]:
         """Return the results of an eager run and of the graph on the padded batch, and failures."""
         runs, exact = (self._eager, self._replay), self._exact
-        result = self._compared.failures(
+        return self._compared.failures(
             self.case, *runs, exact=exact, shared=shared, scratch=scratch
         )
-        self._proof.written.update(result[0].state)
-        return result
 
     def _on_poisoned_padding(self, got: RunResult, collides: bool) -> Iterator[Failure]:
         """Yield a failure for each output that changes with other legal data in padding."""
@@ -395,7 +401,7 @@ class _CaseRun:
             elif message:
                 yield self.case.failure(name, f"with other data in padding {message}", "size")
 
-    def _sized(self, alone: RunResult, got: RunResult, shared: Rows) -> list[tuple[str, str]]:
+    def _sized(self, alone: RunResult, got: RunResult, shared: RowsOf) -> list[tuple[str, str]]:
         """Return the differences between the graph and an eager run of the unpadded batch.
 
         Only state that the unpadded batch wrote is compared. State rows that several rows of the
@@ -407,7 +413,8 @@ class _CaseRun:
             other = got.state[name][0] if name in got.state else saved
             if now.dim():
                 written = _changed(saved, now)
-                written[[*shared(now, rows)]] = False
+                for place in shared(now, rows):
+                    row_at(written, place).fill_(False)
                 other = torch.where(written, other, now)
             state[name], graphs[name] = (now, now, rows), (other, other, rows)
         return self._compared.differences(
@@ -446,115 +453,139 @@ class _CaseRun:
                 rows = slot.shape(self._real)[slot.axis]
                 yield slot, view.narrow(slot.axis, rows, view.shape[slot.axis] - rows)
 
-    def _shared_values(self) -> tuple[set[int], set[int]]:
-        """Return the pad values of several rows, and the subset that no real row uses."""
-        shared, scratch = set[int](), set[int]()
-        for slot, data in self._integers():
-            axis = slot.axis or 0
-            padded = slot.shape(self._graph.size)[axis] - slot.shape(self._real)[axis]
-            for pad in _pads(slot, data):
-                if data.count(pad) + padded > 1:
-                    shared.add(pad)
-                    if not self._proof.is_real(slot, pad, data):
-                        scratch.add(pad)
+    def _shared_values(self) -> tuple[list[_Pad], list[_Pad]]:
+        """Return the pad values of several rows, and those of them that no real row uses."""
+        shared, scratch = list[_Pad](), list[_Pad]()
+        for pad, data in self._pads():
+            axis = pad.slot.axis or 0
+            padded = pad.slot.shape(self._graph.size)[axis] - pad.slot.shape(self._real)[axis]
+            # Rows of finished requests in a loop are padding as well.
+            if data.count(pad.value) + padded > 1 or self._proof.loops:
+                shared.append(pad)
+                if not self._proof.is_real(pad.slot, pad.value, data):
+                    scratch.append(pad)
         return shared, scratch
 
-    def _collides(self, seen: RunResult) -> bool:
-        """Whether several rows, real ones included, write the pad row, as a slot has only pads."""
-        pads = {
-            int(slot.pad.value)
-            for slot, data in self._integers()
-            if slot.row_dim != "requests+1" and set(data) == {int(slot.pad.value)}
-            if len(data) > 1 or self.case.padded
-        }
-        return any(
-            not same_bytes(saved[row], now[row])
-            for now, saved, numbers in seen.state.values()
-            for row in _positions(pads, now, numbers)
-        )
-
-    def _used_pads(self) -> Iterator[tuple[InputSlot, int]]:
-        """Yield each integer slot whose real rows use its pad value, with that value."""
+    def _pads(self) -> Iterator[tuple[_Pad, list[int]]]:
+        """Yield the value in padded rows of each integer slot, and the slot's real values."""
         for slot, data in self._integers():
-            for pad in _pads(slot, data):
-                if self._proof.is_real(slot, pad, data):
-                    yield slot, pad
+            value = int(slot.pad.value)
+            if slot.pad.kind == "last":
+                if not data or slot.row_dim == "requests+1":
+                    continue
+                value = data[-1]
+            ends = self._proof.extremes_of.get(slot.name, ())
+            yield _Pad(slot, value, max(map(abs, (value, *data, *ends)))), data
 
-    def _suspects(self, want: RunResult) -> Iterator[tuple[str, int, list[InputSlot]]]:
-        """Yield each changed row of state whose number is a pad value that real rows use.
+    def _collides(self, seen: RunResult) -> bool:
+        """Whether several rows, real ones included, write the pad row, as a slot has only pads.
 
-        Each item has the name of the state, the row and the slots with that pad value.
+        Slots without a sample have only pads after the first step of a loop.
         """
-        for name, (now, saved, rows) in want.state.items():
-            if not now.dim():
-                continue
-            changed = _changed(saved, now)
-            changed = changed.flatten(1).any(1) if now.dim() > 1 else changed
-            names = rows[changed] if rows is not None else changed.nonzero().flatten()
-            written = set(names.tolist())
-            by_row: dict[int, list[InputSlot]] = {}
-            for slot, pad in self._used_pads():
-                row = pad + len(now) * (pad < 0 and rows is None)
-                if row in written:
-                    by_row.setdefault(row, []).append(slot)
-            yield from ((name, row, slots) for row, slots in by_row.items())
+        pads = [
+            pad
+            for pad, data in self._pads()
+            if pad.slot.row_dim != "requests+1"
+            if set(data) == {int(pad.slot.pad.value)}
+            or (self._proof.loops and pad.slot.fixed_in_proofs)
+            if len(data) > 1 or self.case.padded
+        ]
+        return _writes(pads, seen)
 
-    def _culprit(
-        self, name: str, row: int, slots: Sequence[InputSlot], want: RunResult, alone: RunResult
-    ) -> str | None:
-        """Return the slot whose padding writes ``row`` of the state ``name``, or None.
+    def _used_pads(self) -> Iterator[_Pad]:
+        """Yield each pad value that real rows use."""
+        return (pad for pad, data in self._pads() if self._proof.is_real(pad.slot, pad.value, data))
 
-        With another legal value in the padding of that slot, the row becomes right.
+    def _written_by_padding(self, want: RunResult, alone: RunResult) -> Iterator[Failure]:
+        """Yield a failure for each slot whose pad value lets padding write the state of real rows.
+
+        The batch without padding runs with that value in a real row, and without it. State that
+        only the first of these runs writes belongs to the row with that number.
         """
-        near = self._proof.terms.near
-        now, saved, rows = want.state[name]
-        at = row if rows is None else int((rows == row).nonzero()[0])
-        right = alone.state[name][0][at] if name in alone.state else saved[at]
-        if not near(right, now[at]):
-            return None
-        for slot in slots:
+        used = [pad for pad in self._used_pads() if pad.slot.row_dim != "requests+1"]
+        values = [(pad.slot.name, pad.value, None) for pad in used]
+        wrong = {
+            name: (now, alone.state[name][0] if name in alone.state else saved)
+            for name, (now, saved, _) in want.state.items()
+        }
+        wrong = {name: pair for name, pair in wrong.items() if not same_bytes(*pair)}
+        if not self._compared.agreed(bool(wrong and used)):
+            return
+        real = self._compared.result_of(functools.partial(self._unpadded, values)).state
+        for slot, pad, _ in used:
             data = self.inputs[slot.name].flatten().tolist()
             legal = [*self._proof.extremes_of.get(slot.name, ()), *data]
-            other = next((value for value in legal if value != row), None)
-            if other is None:
+            free = [value for value in legal if value != pad]
+            if not free:
                 continue
-            change = functools.partial(self._fill_slot_padding, slot.name, other)
-            moved = self._compared.result_of(functools.partial(self._eager, change))
-            after = moved.state[name][0][at] if name in moved.state else saved[at]
-            if not near(right, after):
-                return slot.name
-        return None
-
-    def _fill_slot_padding(self, name: str, value: int) -> None:
-        for slot, part in self._padding():
-            if slot.name == name:
-                part.fill_(value)
+            elsewhere = functools.partial(self._unpadded, [*values, (slot.name, pad, free[0])])
+            moved = self._compared.result_of(elsewhere).state
+            for name, (now, right) in wrong.items():
+                if name not in real:
+                    continue
+                row = _changed(real[name][1], real[name][0])
+                if name in moved:
+                    row &= ~_changed(*moved[name][1::-1])
+                if alone.draws and (written := alone.state.get(name)):
+                    row &= ~_changed(*written[1::-1])
+                if self._proof.terms.near(
+                    *(rows_of(t.reshape(-1), row.reshape(-1)) for t in (right, now))
+                ):
+                    yield self.case.failure(
+                        f"slot {slot.name!r}:",
+                        f"padded rows write row {pad} of {name}, which real rows use: pad of slot "
+                        f"{slot.name!r}",
+                        "padding",
+                    )
 
 
 def _first_row(slot: InputSlot, data: torch.Tensor) -> torch.Tensor:
     return data.narrow(slot.axis or 0, 0, 1)
 
 
-def _pads(slot: InputSlot, data: Sequence[int]) -> list[int]:
-    """Return the values in padded rows of ``slot``, in a batch with ``data``."""
-    if slot.pad.kind == "last":
-        return [int(data[-1])] if data and slot.row_dim != "requests+1" else []
-    return [int(slot.pad.value)]
+class _Pad(NamedTuple):
+    """The value in padded rows of an integer slot."""
+
+    slot: InputSlot
+    value: int
+    reach: int
+    """Largest absolute value in the slot. A dimension of rows is larger."""
 
 
-def _positions(
-    values: set[int], tensor: torch.Tensor, numbers: torch.Tensor | None
-) -> Sequence[int]:
-    """Return the positions of rows in ``tensor``, which has all rows or only rows ``numbers``."""
+def _places(
+    pads: Iterable[_Pad], tensor: torch.Tensor, numbers: torch.Tensor | None
+) -> Iterator[RowPlace]:
+    """Yield the rows of ``tensor`` whose numbers are ``pads``.
+
+    The tensor has only rows ``numbers``, or all rows. Then rows are along any dimension, or along
+    two adjacent ones (pages of slots).
+    """
     if numbers is not None:
-        return [index for index, row in enumerate(numbers.tolist()) if row in values]
-    size = len(tensor) if tensor.dim() else 0
-    return [value % size for value in values if size > 1 and -size <= value < size]
+        values = {pad.value for pad in pads}
+        yield from ((0, (at,)) for at, row in enumerate(numbers.tolist()) if row in values)
+        return
+    for axis, (_, value, reach) in itertools.product(range(tensor.dim()), pads):
+        size, *rest = tensor.shape[axis : axis + 2]
+        if size > max(1, reach):
+            yield axis, (value % size,)
+        for width in rest:
+            if size * width > max(1, reach):
+                yield axis, divmod(value % (size * width), width)
+
+
+def _writes(pads: Iterable[_Pad], seen: RunResult) -> bool:
+    """Whether a run changed a row of state whose number is one of ``pads``."""
+    pads = [*pads]
+    return any(
+        not same_bytes(row_at(saved, place), row_at(now, place))
+        for now, saved, numbers in seen.state.values()
+        for place in _places(pads, now, numbers)
+    )
 
 
 def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """Return a bool for each element: whether any of its bytes differs."""
-    one, other = (t.contiguous().view(torch.uint8) for t in (saved, now))
+    one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (saved, now))
     return (one != other).view(*now.shape, now.element_size()).any(-1)
 
 

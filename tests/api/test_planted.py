@@ -49,15 +49,16 @@ def capture(backend: Any, step: Callable[..., Any], **options: Any) -> dg.Captur
     return captured
 
 
-def decoder(backend: Any, step: Callable[..., Any], *slots: dg.InputSlot, **mode: Any) -> Any:
+def decoder(backend: Any, step: Callable[..., Any], *slots: dg.InputSlot, **options: Any) -> Any:
     x = dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero())
     runner = dg.DecodeRunner(
         step,
         [x, *slots],
         backend=backend,
         max_requests=4,
-        config={"buckets": [2, 4], **mode},
+        config={"buckets": [2, 4]},
         progress=False,
+        **options,
     )
     runner.capture()
     return runner
@@ -156,7 +157,20 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return changed_update(backend, monkeypatch, lambda bind: lambda host: bind(swapped(host)))
 
 
-@plant("padding that writes state", "padded rows write row 0 of ")
+def padded_rows(backend: Any, step: Callable[[Any], torch.Tensor], **options: Any) -> dg.Report:
+    """Prove a step whose padded rows have row number 0, as real rows may."""
+
+    def rows(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        return torch.randperm(31, generator=generator)[: shape[0]]
+
+    slot = dg.InputSlot("rows", ("tokens",), torch.int64, pad=dg.Pad.zero(), sample=rows)
+    return decoder(backend, step, slot, **options).prove(cases=3)
+
+
+PADDING = "padded rows write row 0 of "
+
+
+@plant("padding that writes state", PADDING)
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     cache = torch.zeros(32, WIDTH, device=backend.device)
 
@@ -165,11 +179,31 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
         cache.index_copy_(0, batch.rows, out + 1)
         return out
 
-    def rows(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        return torch.randperm(31, generator=generator)[: shape[0]]
+    return padded_rows(backend, step)
 
-    slot = dg.InputSlot("rows", ("tokens",), torch.int64, pad=dg.Pad.zero(), sample=rows)
-    return decoder(backend, step, slot).prove(cases=3)
+
+@plant("padding that writes rows behind the first dimension", PADDING)
+def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
+    layers = torch.zeros(3, 32, WIDTH, device=backend.device)
+
+    def step(batch: Any) -> torch.Tensor:
+        for index, cache in enumerate(layers):
+            cache.index_copy_(0, batch.rows, batch.x + index)
+        return batch.x * 2
+
+    return padded_rows(backend, step)
+
+
+@plant("padding that writes state in a loop", PADDING)
+def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
+    cache = torch.zeros(32, WIDTH, device=backend.device)
+
+    def step(batch: Any) -> torch.Tensor:
+        cache.index_copy_(0, batch.rows, batch.x + 1)
+        return batch.x * 2
+
+    loop = dg.Loop(steps=2, advance=lambda batch, outputs: batch.x.copy_(outputs))
+    return padded_rows(backend, step, loop=loop)
 
 
 @plant(
@@ -186,6 +220,21 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     run = captured._plan.run
     monkeypatch.setattr(captured._plan, "run", lambda: (run(), run()))
     return captured.prove()
+
+
+@plant("wrong decay of state that is zero", EVERY)
+def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
+    decay = [0.9]
+
+    def step(batch: Any) -> torch.Tensor:
+        rows = batch.state.h[batch.state_slots] * decay[0] + batch.x
+        batch.state.h.index_copy_(0, batch.state_slots, rows)
+        return rows
+
+    runner = decoder(backend, step, state=[dg.StateSlot("h", (WIDTH,), torch.float32)])
+    assert runner.prove().ok
+    decay[0] *= decay[0]
+    return runner.prove()
 
 
 @plant("output that shares memory with another", "outputs that equal other outputs")

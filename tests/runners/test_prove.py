@@ -563,3 +563,66 @@ def test_state_that_only_shared_rows_write_is_compared(dtype, devgraph_backend):
 
     runner = decode_of(step, (X, ROWS), bound={"cache": cache}, backend=devgraph_backend)
     assert runner.prove().ok
+
+
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("shape", [(2, 32, 3), (32, 3), (2, 8, 4, 3)], ids=str)
+def test_rows_that_only_padding_writes_are_no_failure(shape, looped):
+    """The last batch has no data for some sizes, and a loop in a graph may end early."""
+    cache = torch.zeros(shape)
+
+    def step(batch):
+        slots = cache.view(-1, 32, 3)
+        out = batch.x * 0.5 + slots[0][batch.rows]
+        for index, layer in enumerate(slots):
+            layer.index_copy_(0, batch.rows, out + index)
+        return out
+
+    loop = dg.Loop(
+        steps=3,
+        advance=lambda batch, out: batch.x.copy_(out),
+        done=lambda batch, out: out.sum(-1) > 0,
+    )
+    rows = InputSlot("rows", ("tokens",), torch.int64, pad=Pad.fill(31))
+    runner = decode_of(step, (X, rows), loop=loop if looped else None, bound={"cache": cache})
+    runner.run({"x": torch.randn(3, 3), "rows": torch.tensor([0, 4, 2])})
+    report = runner.prove(cases=3)
+    assert report.ok, str(report)
+    report = runner.prove(cases=3, sample={"rows": distinct_rows})
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8], ids=str)
+def test_data_in_scratch_rows_is_not_the_state_of_real_rows(dtype):
+    """The pad value of a slot may decide what is written, but not where."""
+    flags = torch.zeros(32, dtype=dtype)
+
+    def step(batch):
+        flags[batch.rows] = (batch.ids < 2).to(dtype)
+        return batch.ids * 2
+
+    report = decode_of(step, slots_padded_with(ROWS.pad, sample=distinct_rows)).prove()
+    assert report.ok and report.not_varied == ("flags",), str(report)
+
+
+@pytest.mark.parametrize("limit", [2**30, 0], ids=["whole", "rows"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=lambda dtype: str(dtype)
+)
+def test_zeros_in_state_are_varied(dtype, limit):
+    """A decay that was lost did not change zeros."""
+    bits, decay = torch.zeros(32, 3, dtype=dtype).view(torch.uint8), [0.5]
+
+    def step(batch):
+        rows = bits[batch.rows].view(dtype).float() * decay[0]
+        bits.index_copy_(0, batch.rows, rows.to(dtype).view(torch.uint8))
+        return batch.x * 2
+
+    state = bits.view(dtype)
+    rows = InputSlot("rows", ("tokens",), torch.int64, pad=ROWS.pad, sample=distinct_rows)
+    runner = decode_of(step, (X, rows), bound={"state": state}, config={"buckets": [1]})
+    assert runner.prove(cases=1, snapshot_limit=limit).ok
+    decay[0] = 1.0
+    report = runner.prove(cases=1, snapshot_limit=limit)
+    assert "only state differs" in report.causes[0], str(report)
+    assert not bits.any()
