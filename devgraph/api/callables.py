@@ -377,7 +377,7 @@ class Graphed:
         return True
 
     def _objects_hold(self, entry: _Entry) -> bool:
-        """Whether objects in the arguments are as at the capture. If not, drop the graph."""
+        """Whether objects in the arguments are unchanged. If not, drop the graph."""
         assert entry.guard is not None
         try:
             if not entry.guard.same():

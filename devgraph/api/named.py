@@ -99,7 +99,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def attributes_of(tensor: torch.Tensor, names: Collection[str]) -> dict[str, Any]:
-    """Return the attributes that a user gave a tensor, if plain and public or in ``names``."""
+    """Return a user's attributes of a tensor: plain public ones, and those in ``names``."""
     held = vars(tensor)
     if tensor.is_quantized:  # copies transfer the integers only
         held = {**held, "quantizer": repr(tensor).rpartition("scheme=")[2]}

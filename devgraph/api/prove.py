@@ -244,7 +244,7 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
     outputs = [failure for failure in failures if failure.where.startswith("output")]
     drawn = all(failure.where.startswith("random generator") for failure in failures)
     lost = (
-        "a replay does not advance a generator as eager does"
+        "a replay does not advance a generator as an eager run does"
         if drawn
         else "a write of the step is lost, is repeated, or changes other memory"
     )
@@ -274,7 +274,7 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "only after an update: values of an earlier case stay in the graph, or an update reaches "
         "another region": only("updated"),
         "every case of a step that draws random numbers: a replay does not advance the generator "
-        "as eager does": report.draws and always,
+        "as an eager run does": report.draws and always,
         "outputs that equal other outputs: the graph writes both into the same memory "
         f"({failures[0].where} {failures[0].message})": all(_EQUALS in f.message for f in failures),
         "only padded batches: real rows read padded rows": only("padded"),

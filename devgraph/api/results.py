@@ -81,8 +81,8 @@ class Outputs:
 
     Graphs of a pool reuse each other's memory: replaying an older graph overwrites the outputs of a
     newer graph. The capture therefore ends with copies of its outputs into the tensors that the
-    last warm-up run returned, which have separate memory. If the step was captured ``earlier``, new
-    outputs with the layout of its outputs ``before`` are copied into those.
+    last warm-up run returned, which have separate memory. If the step was captured ``earlier``, its
+    new outputs are copied into the outputs ``before`` that have an equal layout.
     """
 
     def __init__(

@@ -157,7 +157,7 @@ class Options:
             count(self.max_graphs, "max_graphs")
         if not isinstance(self.bound, Mapping) or not all(isinstance(n, str) for n in self.bound):
             raise ConfigTypeError(
-                f"bound must be a mapping of names to tensors: {brief(self.bound)}"
+                f"bound must be a mapping of names to tensors, got {brief(self.bound)}"
             )
         for key in ("weights_epoch", "prepare"):
             if getattr(self, key) is not None and not callable(getattr(self, key)):

@@ -188,8 +188,8 @@ class Runner:
                 ``tokens``. An undeclared combination of declared names runs eagerly.
 
         Raises:
-            InputError: a number is negative, the numbers contradict each other, or no declared
-                variant has one of the names (a ValueError).
+            InputError: a number is negative, the numbers contradict each other, or a name belongs
+                to no declared variant (a ValueError).
             InputTypeError: a number is not an int.
         """
         self._require_open("decide")

@@ -341,7 +341,7 @@ def check_slots(
     slots = [*slots]
     for slot in (*slots, *own, *([] if state is None else [state])):
         if not isinstance(slot, InputSlot):
-            raise ConfigTypeError(f"inputs must be InputSlot objects, got {brief(slot)}")
+            raise ConfigTypeError(f"inputs must contain InputSlot objects, got {brief(slot)}")
         if slot.name in by_name:
             raise ConfigError(f"input slot {slot.name!r} is declared twice")
         if slot.name == "state" and state is not None:

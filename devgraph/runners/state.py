@@ -304,7 +304,7 @@ class StateStore:
     def load(self, slot: int, rows: object) -> None:
         """Load the result of ``export`` into a request slot."""
         if not isinstance(rows, Mapping):
-            raise InputTypeError(f"state must be a mapping of names to tensors: {brief(rows)}")
+            raise InputTypeError(f"state must be a mapping of names to tensors, got {brief(rows)}")
         if rows.keys() != self.slots.keys():
             raise InputError(
                 f"the state has {', '.join(sorted(map(str, rows)))}; this runner needs "

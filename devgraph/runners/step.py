@@ -296,7 +296,7 @@ class Step:
     ) -> Any:
         """Call ``function`` with a batch that cannot be read after the call.
 
-        Batches of graphs show the run slots of this run from now on.
+        Graphs then read the run slots of this run.
         """
         run_slots = self.inputs.run_slots
         self.live.size = size

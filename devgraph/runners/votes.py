@@ -97,7 +97,7 @@ class SharedVotes:
             os.close(self._file)
 
     def __call__(self, tag: str, values: list[int]) -> list[int]:
-        """Return the element-wise minimum over all ranks of ``values``, of up to 39 bits each."""
+        """Return the element-wise minimum of ``values`` (at most 39 bits each) over all ranks."""
         lowest: list[int] = []
         for start in range(0, len(values), WIDTH):
             part = values[start : start + WIDTH]

@@ -137,7 +137,7 @@ class _Refused(Exception):
 
 
 class _Failed(_Refused):
-    """The error of a first forward."""
+    """The error of a failed trial run."""
 
 
 def refusal(model: PreTrainedModel, reason: object) -> UnsupportedModelError:
