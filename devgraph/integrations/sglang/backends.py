@@ -178,8 +178,10 @@ class _OnDevgraph:
             output = forward_fn()
             return output if places is None else copy_into(places, output)
 
-        with self._capturing():
+        pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
+        with getattr(pools, "graph_pool_capture_scope", contextlib.nullcontext)():
             captured = self._capture(pool, body)
+        self._step_profiler()
         self._graphs[shape_key], self._outputs[shape_key] = captured
         self._capture_inputs[shape_key] = capture_inputs
         if shared().check.phases:
@@ -196,15 +198,6 @@ class _OnDevgraph:
         values = getattr(metadata, "__dict__", {}) if self._reuse_output_buffer else {}
         lengths = {name: value for name, value in values.items() if type(value) is int}
         return functools.partial(values.update, lengths)
-
-    @contextlib.contextmanager
-    def _capturing(self) -> Iterator[None]:
-        """Prepare a capture in the same way as SGLang."""
-        pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
-        scope = getattr(pools, "graph_pool_capture_scope", contextlib.nullcontext)
-        with scope():
-            yield
-        self._step_profiler()
 
     def cleanup(self) -> None:
         """Free all graphs. The backend can capture again afterwards."""
