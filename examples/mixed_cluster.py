@@ -323,7 +323,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--direct", action="store_true", help="send tensors from device to device on one host"
     )
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--device-graph-mode", metavar="JSON", default=json.dumps(MODE))
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for a rank")
     parser.add_argument(
@@ -331,7 +331,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ray", action="store_true", help="run both ranks as Ray tasks")
     dg.add_cli_args(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.ray and os.environ.get("WORLD_SIZE") != "2":
+        parser.error("start two ranks with torchrun --nproc-per-node 2, or pass --ray")
+    if args.direct and torch.accelerator.device_count() < 2:
+        parser.error("--direct needs two devices on this host")
+    return args
 
 
 def main(args: argparse.Namespace) -> int:

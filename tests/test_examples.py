@@ -64,6 +64,14 @@ def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options:
     assert (0 < early <= layers / 2) if options else (early == 0)
 
 
+@pytest.mark.parametrize("options", [(), ("--dtype", "float")], ids=["alone", "dtype"])
+def test_mixed_cluster_says_how_it_is_started(options: tuple[str, ...]):
+    command = EXAMPLES / "mixed_cluster.py", "--backends", "cpu", "cpu", *options
+    (done,) = run_ranks(*command, ranks=1)
+    assert done.returncode == 2
+    assert ("invalid choice" if options else "start two ranks with torchrun") in done.stderr
+
+
 @pytest.mark.slow
 def test_mixed_cluster_starts_with_torchrun():
     out = _run(

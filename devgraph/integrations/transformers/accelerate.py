@@ -45,7 +45,7 @@ from devgraph.integrations.engine.installation import Changes
 from devgraph.integrations.transformers.engine import Engine, config_of, has_hooks
 from devgraph.integrations.transformers.fusion import model_lock
 from devgraph.integrations.transformers.names import NAMES
-from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of
+from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of, parameters_of
 from devgraph.integrations.transformers.requests import SamplingParams
 from devgraph.integrations.transformers.seat import Seat, length_of, seat_of
 from devgraph.runners.decode import DecodeRunner
@@ -180,8 +180,9 @@ class _Acceleration:
         body = self.engine.model.shape.body
         self._body_hook = self._hook(body, "forward", self._body_forward)
         self._is_stateful: bool = getattr(model, "_is_stateful", False)
-        if self.engine.model.states:
+        if self.engine.model.states and NAMES.caches[0] in parameters_of(body):
             # transformers cannot undo rejected tokens in recurrent state, but state slots can.
+            # Its loop does not find a cache with another name.
             self._changes.change(model, "_is_stateful", False)
         self._fingerprint = _fingerprint(model)
 

@@ -386,7 +386,7 @@ class Engine:
         """
         self._check_open()
         request = self._scheduler.find(request_id)
-        if request.id in self._exports or request.id in self._scheduler.held:
+        if request.id in self._exported:
             return self._handoffs[request.id]
         deadline = time.monotonic() + finite("timeout_s", timeout_s)
         if layerwise and not self.model.layerwise:
@@ -580,6 +580,11 @@ class Engine:
         if self.model.states:
             self.decode.import_state(slot, self.model.states.split(layers))
 
+    @property
+    def _exported(self) -> set[int]:
+        """Ids of the requests whose handoffs this engine fills or has filled."""
+        return self._exports | self._scheduler.held.keys()
+
     @functools.cached_property
     def _geometry(self) -> dict[str, Any]:
         return geometry_of(self.model)
@@ -699,7 +704,7 @@ class Engine:
 
     def _leave(self, request: Request) -> None:
         handoff = self._handoffs.pop(request.id, None)
-        if handoff is not None and request.id in self._exports | self._scheduler.held.keys():
+        if handoff is not None and request.id in self._exported:
             is_done = request.finish_reason not in (None, FinishReason.CANCELLED)
             handoff.progress.end("finished" if is_done else "cancelled")
             self._exports.discard(request.id)
@@ -830,8 +835,8 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        for handoff in self._handoffs.values():
-            handoff.progress.end("closed with its engine")
+        for request_id in self._exported:
+            self._handoffs[request_id].progress.end("closed with its engine")
         for runner in reversed(self.runners):
             runner.close()
         self.model.close()

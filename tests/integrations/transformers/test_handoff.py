@@ -410,6 +410,17 @@ def test_request_that_is_cancelled_in_transfer_ends_its_handoff() -> None:
         assert begin(engine)
 
 
+def test_engine_that_closes_ends_its_own_handoffs_only() -> None:
+    model = make_model("llama")
+    with make_engine(model) as first:
+        handoff = first.export(begin(first)[0])
+        with make_engine(model, max_requests=1) as second:
+            begin(second)
+            second.admit(handoff)  # waits for a slot
+        assert handoff.progress.ended is None
+    assert handoff.progress.ended == "closed with its engine"
+
+
 def test_only_a_request_with_a_token_can_be_exported() -> None:
     with make_engine(make_model("llama")) as engine:
         request = engine.add_request(prompts(1, shortest=20, longest=20)[0])
