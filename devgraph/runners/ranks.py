@@ -188,6 +188,7 @@ class RankGroup:
                         members.index(self.rank),
                         len(members),
                         wait=self.wait,
+                        names=members,
                         several_hosts=len(leaders) > 1,
                         begin_between_hosts=self._votes_of(leaders, group),
                     )
@@ -433,6 +434,8 @@ class RankGroup:
             self.gather(f"{what}/roll call", "", timeout_s=min(self.timeout_s, _ROLL_CALL_S))
         except AgreementError as error:
             raise AgreementError(f"{why}. {error}") from cause
+        if isinstance(cause, ProcessLookupError):  # A rank exited after it had answered.
+            raise AgreementError(f"{why}. Restart all ranks.") from cause
         raise AgreementError(
             f"{why}, although every rank answers, so a device or a connection is stuck. Abort the "
             f"communicator and restart the ranks."

@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 WIDTH = 8
 """Words in a row: one cache line. A longer vote takes several rounds."""
@@ -72,10 +72,13 @@ class SharedVotes:
         size: int,
         *,
         wait: Callable[[Callable[[], bool], str], None],
+        names: Sequence[int] | None = None,
         several_hosts: bool = False,
         begin_between_hosts: Callable[[list[int]], Finish] | None = None,
     ) -> None:
         self._rank, self._size, self._wait = rank, size, wait
+        self._names = names or range(size)
+        """Numbers of the ranks in messages."""
         self._several_hosts = several_hosts
         self._begin_between_hosts = begin_between_hosts
         self._between: tuple[int, Finish] | None = None
@@ -187,4 +190,4 @@ class SharedVotes:
                     raise
             else:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-                raise ProcessLookupError("the process of a rank on this host has exited")
+                raise ProcessLookupError(f"the process of rank {self._names[rank]} has exited")

@@ -827,6 +827,17 @@ def test_a_rank_that_gives_up_waiting_takes_the_patient_ones_along():
     assert all(isinstance(error, dg.AgreementError) for error in results)
 
 
+def test_a_rank_that_exits_after_the_roll_call_is_named():
+    def vote(values):
+        raise ProcessLookupError("the process of rank 1 has exited")
+
+    def work(rank, group):
+        group.minimum("step/vote", [1])
+
+    for error in in_ranks(2, work, vote=vote, timeout_s=0.3):
+        assert "the process of rank 1 has exited). Restart all ranks." in str(error)
+
+
 def test_a_failed_vote_names_the_rank_that_is_gone():
     def vote(values):
         raise RuntimeError("connection closed by peer")
