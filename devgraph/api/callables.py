@@ -110,7 +110,7 @@ class EagerReason(str, enum.Enum):
     SWITCHED_OFF = "switched_off"
     """The call is inside ``with step.eager()``."""
     SHARED_MEMORY = "shared_memory"
-    """An argument shares memory with a tensor that the step finds by name and writes."""
+    """An argument shares memory with a tensor that the step references and writes."""
     BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
     """Gradients need policy ``full`` and no host arguments."""
 
