@@ -387,6 +387,27 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
+def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a bool on the device: whether two tensors differ in their dtype, shape or bytes."""
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return torch.ones((), dtype=torch.bool, device=one.device)
+    words = _WORDS.get(one.itemsize, torch.uint8)
+    plain = (t.resolve_conj().resolve_neg().contiguous().view(-1) for t in (one, other))
+    left, right = (tensor.view(words) for tensor in plain)
+    return left.ne(right).any()
+
+
+def read(flags: Iterable[torch.Tensor]) -> list[bool]:
+    """Return bools from devices. Each device is synchronized once."""
+    flags = [*flags]
+    values = dict[int, bool]()
+    for device in {flag.device for flag in flags}:
+        there = [index for index, flag in enumerate(flags) if flag.device == device]
+        found = torch.stack([flags[index] for index in there]).tolist()
+        values.update(zip(there, found, strict=True))
+    return [values[index] for index in range(len(flags))]
+
+
 def is_at(tensor: torch.Tensor, place: Place) -> bool:
     """Whether ``tensor`` has the memory and the layout of ``place``."""
     storage, *layout = place_of(tensor)

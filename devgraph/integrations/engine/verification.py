@@ -18,7 +18,7 @@ from devgraph.api.environment import VERIFY_VARIABLE
 from devgraph.api.errors import CapabilityError, CaptureError, ConfigError, DeviceLost, counted
 from devgraph.api.process import keep_forever
 from devgraph.api.prove import compare, compare_near
-from devgraph.api.snapshots import Snapshot, same_bytes
+from devgraph.api.snapshots import Snapshot, differs, read, same_bytes
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.steps import tensors
 
@@ -53,6 +53,10 @@ class StartCheck:
         self._memory = memory
         self._began = 0.0
         self._before = 0
+        self._pending: list[tuple[Hashable, Tensor]] | None = None
+        """Differences that ``compare`` will read, as bools on the device, by graph."""
+        self._again: set[Hashable] = set()
+        """Graphs that differed in a batch that runs again."""
 
     def skip(self, reason: str) -> None:
         """Log that nothing is checked; raise CapabilityError under strict."""
@@ -95,6 +99,8 @@ class StartCheck:
 
         ``shared`` outputs are the same tensors in both runs, and are overwritten in between.
         """
+        if self._again and name not in self._again:
+            return replay()
         saved = [(tensor, tensor.clone()) for tensor in inputs]
 
         def reset() -> None:
@@ -102,38 +108,73 @@ class StartCheck:
                 tensor.copy_(value)
 
         def run_eagerly() -> list[Tensor]:
-            reset()
             found = tensors(eager())
             copies = [tensor.clone() for tensor in found]
             for tensor in found if shared else ():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+            reset()
             return copies
 
-        try:
+        with self._named(name):
             want = run_eagerly()
-            reset()
             output = replay()
-            pairs = [(a, b.clone()) for a, b in zip(want, tensors(output), strict=True)]
-            pairs = [pair for pair in pairs if not same_bytes(*pair)]
-            if pairs and name not in self.failed:
+            pairs = [*zip(want, tensors(output), strict=True)]
+            flags = [differs(one, other) for one, other in pairs]
+            if self._pending is not None:
+                self._pending += [(name, flag) for flag in flags]
+            elif name not in self.failed and (any(read(flags)) or self._again):
+                pairs = [(one, other.clone()) for one, other in pairs]
+                reset()
                 steady = all(map(same_bytes, want, run_eagerly()))
                 # If two eager runs differ, equality within the tolerance is enough.
                 texts = [(compare if steady else compare_near)(*pair) for pair in pairs]
-                if text := next(filter(None, texts), ""):
+                once = "differs only in its first replay" if self._again and steady else ""
+                if text := next(filter(None, [*texts, once]), ""):
                     self.failed[name] = text
                 output = replay()
+        self.counts["checks"] += not self._again
+        return output
+
+    def compare(self, batches: Iterable[Callable[[], object]]) -> None:
+        """Run ``batches``, compare their replays with eager calls, and read the device once.
+
+        The batch of a replay that differs runs again, to see whether eager differs from itself.
+        """
+        found = list[tuple[Callable[[], object], Hashable, Tensor]]()
+        try:
+            for batch in batches:
+                self._pending = []
+                batch()
+                found += ((batch, name, flag) for name, flag in self._pending)
+        finally:
+            self._pending = None
+        with self._named(found[-1][1] if found else ""):
+            wrong = read(flag for _, _, flag in found)
+        again = dict[Callable[[], object], set[Hashable]]()
+        for (batch, name, _), differing in zip(found, wrong, strict=True):
+            if differing:
+                again.setdefault(batch, set()).add(name)
+        try:
+            for batch, self._again in again.items():
+                batch()
+        finally:
+            self._again = set()
+
+    @contextlib.contextmanager
+    def _named(self, name: Hashable) -> Iterator[None]:
+        """Name the graph if the block loses the device."""
+        try:
+            yield
         except Exception as error:
             try:
                 raise_if_lost(self._memory.backend, error)
             except DeviceLost as lost:
                 raise DeviceLost(
-                    f"{self._engine}: the check of graph {name} failed on the device. The graph "
-                    f"probably reads memory of the batch at capture, such as the metadata of "
+                    f"{self._engine}: the check of graph {name} failed on the device. Probably the "
+                    f"graph reads memory of the batch of its capture, such as the metadata of "
                     f"attention without a mark. {lost}"
                 ) from error
             raise
-        self.counts["checks"] += 1
-        return output
 
     def finish(self) -> None:
         """Log the result; raise CaptureError under strict if a graph differs."""

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import operator
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from devgraph.integrations.engine.ledger import EagerReason
 from devgraph.integrations.engine.steps import tensors
 from devgraph.integrations.sglang.backends import MODEL, _OnDevgraph, shared
 from devgraph.integrations.sglang.segments import undifferentiated
+from devgraph.runners.inputs import Staging, StagingMemory
 
 _CONTEXTS = (5, 23)
 """Context lengths of the requests in the two batches of each shape."""
@@ -82,49 +84,54 @@ def _batch(runner: Any, prefixes: list[int], news: list[int] | None) -> Any:
     engine: Any = importlib.import_module(f"{MODEL}.forward_batch_info")
     model = runner.model_runner
     table = model.req_to_token_pool.req_to_token
-    added = news or [1] * len(prefixes)
-    lengths = [prefix + new for prefix, new in zip(prefixes, added, strict=True)]
-    first = 1 if len(table) > len(lengths) else 0
-    slot = _first_slot(model)
-    tails, positions = [], []
-    for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True), first):
-        slots = torch.arange(slot, slot + length, device=table.device)
-        table[row, :length] = slots.to(table.dtype)
-        tails.append(slots[prefix:])
-        positions.append(slots[prefix:] - slot)
-        slot += length
-
-    def on_device(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=table.device)
-
+    count, added = len(prefixes), news or [1] * len(prefixes)
+    lengths = list(map(operator.add, prefixes, added))
+    total, first = sum(lengths), 1 if len(table) > count else 0
+    with torch.device("cpu"):
+        before, after = torch.tensor([prefixes, lengths])[:, :, None]
+        positions = torch.arange(max(lengths)).expand(count, -1)
+        slots = positions + (_first_slot(model) + after.cumsum(0) - after)
+        is_new = (positions >= before) & (positions < after)
+        vocabulary, generator = model.model_config.vocab_size, torch.Generator().manual_seed(total)
+        host = {
+            "table": slots.masked_fill(positions >= after, 0).to(table.dtype),
+            "input_ids": torch.randint(vocabulary, (sum(added),), generator=generator),
+            "req_pool_indices": torch.arange(first, first + count),
+            "seq_lens": after.flatten(),
+            "out_cache_loc": slots[is_new],
+            "positions": positions[is_new],
+        }
+        if news is not None:
+            starts = [0, *itertools.accumulate(news)][:-1]
+            of_prefill = torch.tensor([news, prefixes, starts], dtype=torch.int32)
+            names = ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc")
+            host.update(zip(names, of_prefill, strict=True))
+    # Separate copies and a loop over requests would take more time than the step.
+    memory = StagingMemory(shared().memory.backend, table.device)
+    staging = Staging(memory, [(tensor.shape, tensor.dtype) for tensor in host.values()])
+    sent = dict(zip(host, staging.send([*host.values()]), strict=True))
+    rows = sent.pop("table")
+    table[first : first + count, : rows.shape[1]] = rows
     extend: dict[str, Any] = {}
     if news is not None:
         extend = {
             "extend_num_tokens": sum(news),
-            "extend_seq_lens": on_device(news, torch.int32),
-            "extend_prefix_lens": on_device(prefixes, torch.int32),
-            "extend_start_loc": on_device([0, *itertools.accumulate(news)][:-1], torch.int32),
             "extend_prefix_lens_cpu": list(prefixes),
             "extend_seq_lens_cpu": list(news),
             "extend_logprob_start_lens_cpu": list(news),
         }
     mode = engine.ForwardMode.EXTEND if news is not None else engine.ForwardMode.DECODE
-    seq_lens, vocabulary = on_device(lengths), model.model_config.vocab_size
     batch = engine.ForwardBatch(
         forward_mode=mode,
         global_forward_mode=mode,
-        batch_size=len(lengths),
-        input_ids=torch.randint(0, vocabulary, (sum(added),), device=table.device),
-        req_pool_indices=on_device(range(first, first + len(lengths))),
-        seq_lens=seq_lens,
-        orig_seq_lens=seq_lens,
-        seq_lens_cpu=torch.tensor(lengths),
-        seq_lens_sum=sum(lengths),
-        out_cache_loc=torch.cat(tails),
-        positions=torch.cat(positions),
+        batch_size=count,
+        orig_seq_lens=sent["seq_lens"],
+        seq_lens_cpu=host["seq_lens"],
+        seq_lens_sum=total,
         return_logprob=False,
         spec_algorithm=model.spec_algorithm,
         capture_hidden_mode=engine.CaptureHiddenMode.NULL,
+        **sent,
         **extend,
     )
     translator = getattr(model, "kv_index_translator", None)
@@ -132,6 +139,10 @@ def _batch(runner: Any, prefixes: list[int], news: list[int] | None) -> Any:
         translator.bind_own_plan(batch)
     prepare = getattr(model, "prepare_dummy_forward_batch", None)
     return batch if prepare is None else prepare(batch)
+
+
+def _run(runner: Any, prefixes: list[int], news: list[int] | None) -> None:
+    runner.execute(_batch(runner, prefixes, news))
 
 
 def _prefills(tokens: int, room: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -164,12 +175,14 @@ def check_at_start(phase: str, runner: Any, *_: Any, **__: Any) -> None:
             return
     room = model.model_config.context_len - 2 * _CONTEXTS[1]
     most = 1 if hasattr(backend, "_whole") else 4  # An updated graph is copied for each number.
-    cases: list[tuple[list[int], list[int] | None]] = []
-    for size in sorted(runner.capture_bs if decode else runner.capture_num_tokens, reverse=True):
-        if decode:
-            cases += [([context - i % 3 for i in range(size)], None) for context in _CONTEXTS]
-        else:
-            cases += _prefills(size, room, most)
+    sizes = sorted(runner.capture_bs if decode else runner.capture_num_tokens, reverse=True)
+    buckets: list[list[tuple[list[int], list[int] | None]]] = [
+        [([context - i % 3 for i in range(size)], None) for context in _CONTEXTS]
+        if decode
+        else [*_prefills(size, room, most)]
+        for size in sizes
+    ]
+    cases = [case for bucket in buckets for case in bucket]
     requests = max(len(prefixes) for prefixes, _ in cases)
     tokens = max(sum(prefixes) + sum(news or [len(prefixes)]) for prefixes, news in cases)
     replays = vars(backend)["replay"] = _Replays(runner)
@@ -178,8 +191,8 @@ def check_at_start(phase: str, runner: Any, *_: Any, **__: Any) -> None:
     used = [cache[: _first_slot(model) + tokens] for cache in caches]
     used.append(model.req_to_token_pool.req_to_token[: requests + 1])
     with torch.no_grad(), check.started(used):
-        for prefixes, news in cases:
-            runner.execute(_batch(runner, prefixes, news))
+        for bucket in buckets:
+            check.compare([functools.partial(_run, runner, *case) for case in bucket])
     replays.dropped = frozenset(check.failed)
     if not replays.dropped:
         del vars(backend)["replay"]

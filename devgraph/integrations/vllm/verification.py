@@ -70,8 +70,11 @@ def check_at_start(runner: Any, *_: Any, profile_only: bool = False, **__: Any) 
         with check.started(tensors(runner.kv_caches)):
             for desc in descs:
                 phase = "decode" if _decodes(desc) else "prefill"
-                for context in _CONTEXTS if phase in check.phases or not separate else ():
-                    _dummy_step(runner, manager, desc, context)
+                if phase in check.phases or not separate:
+                    steps = (
+                        functools.partial(_dummy_step, runner, manager, desc, c) for c in _CONTEXTS
+                    )
+                    check.compare(steps)
         for desc in check.failed:
             for known in manager._candidates.values():
                 if desc in known:

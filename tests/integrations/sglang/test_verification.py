@@ -230,6 +230,29 @@ def test_code_without_its_mark_is_found_and_its_steps_run_eagerly(
     assert sglang.stats()["modes"]["full"]["eager"] == {"verify_failed": 1}
 
 
+@pytest.mark.parametrize("news", [None, [4, 1]], ids=["decode", "prefill"])
+def test_batch_has_slots_of_its_own_for_each_request(engine: Any, news: list[int] | None) -> None:
+    made = DecodeCudaGraphRunner(engine)
+    batch = verification._batch(made, [2, 3], news)
+    table = made.model_runner.req_to_token_pool.req_to_token
+    added = news or [1, 1]
+    ends = [2 + added[0], 3 + added[1]]
+    rows = [table[1, : ends[0]].tolist(), table[2, : ends[1]].tolist()]
+    assert [*rows[0], *rows[1]] == list(range(1, 1 + sum(ends)))
+    assert not table[0].any() and not table[1, ends[0] :].any() and not table[2, ends[1] :].any()
+    assert batch.out_cache_loc.tolist() == rows[0][2:] + rows[1][3:]
+    assert batch.positions.tolist() == [*range(2, ends[0]), *range(3, ends[1])]
+    assert batch.req_pool_indices.tolist() == [1, 2]
+    assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == ends
+    assert batch.seq_lens_sum == sum(ends)
+    assert batch.input_ids.shape == batch.positions.shape
+    if news is not None:
+        assert batch.extend_seq_lens.tolist() == news
+        assert batch.extend_prefix_lens.tolist() == [2, 3]
+        assert batch.extend_start_loc.tolist() == [0, 4]
+        assert batch.extend_start_loc.dtype is torch.int32
+
+
 def test_strict_refuses_to_start(engine: Any) -> None:
     sglang.install()
     with pytest.raises(dg.CaptureError, match=r"SGLang: 2 graphs failed the check at start"):
