@@ -18,6 +18,9 @@ job has the time between two kernels of a graph, if that can change (docs/fast-r
 With --engine, a job runs sglang.Engine with its processes. Results are medians over all rounds, in
 milliseconds per token. devgraph must be installed, because SGLang loads its entry point.
 
+With --ranks N, a job is tensor parallel over N devices, with one process for each rank. Results are
+maximums over the ranks.
+
 With --warm, a job of the first kind runs before the measurement, so that SGLang's kernels are
 compiled in advance.
 
@@ -30,6 +33,7 @@ import argparse
 import importlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -121,19 +125,22 @@ class Worker:
         from sglang.benchmark import one_batch
         from sglang.srt.server_args import PortArgs, ServerArgs
 
+        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        parallel = {"tp_size": size, "nccl_port": int(os.environ["MASTER_PORT"])}
         name, _, memory = layer.partition("+")
         if name == "devgraph":
             from devgraph.integrations import sglang
 
             budget = {"executable_budget": int(memory) * 2**20} if memory else None
             sglang.install(mode=json.dumps(dict.fromkeys(PHASES, budget)) if budget else None)
-        arguments = ServerArgs(model_path=model, **options(mode, dry))
+        arguments = ServerArgs(model_path=model, **options(mode, dry), **parallel)
         arguments.resolve_once()
         one_batch.publish(
             arguments,
             role="scheduler",
             ranks=one_batch.SpawnRanks(
-                world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0
+                world_rank=one_batch.spawn_world_rank(arguments, tp_rank=rank, pp_rank=0),
+                gpu_id=rank,
             ),
         )
         one_batch._init_process_global_configs()
@@ -141,7 +148,7 @@ class Worker:
         self.facts: dict[str, float] = {}
         self._time_captures(one_batch.ModelRunner)
         ports = PortArgs.init_new(arguments)
-        self.runner, _ = one_batch.load_model(arguments, ports, 0, 0)
+        self.runner, _ = one_batch.load_model(arguments, ports, rank, rank)
 
     def _time_captures(self, kind: Any) -> None:
         captures = kind.init_cuda_graphs
@@ -266,20 +273,41 @@ def work(model: str, job: str, dry: bool, engine: bool) -> None:
     os._exit(0)  # Skip SGLang's own shutdown, which differs between versions.
 
 
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def merged(answers: list[Any]) -> Any:
+    """Return the answer of the first rank with the maximum over all ranks of each number."""
+    first = answers[0]
+    if isinstance(first, dict):
+        return {name: max(answer[name] for answer in answers) for name in first}
+    if isinstance(first, list):
+        wall, host = (max((a[part] or 0.0) for a in answers) for part in (0, 1))
+        return [wall, host, first[2]]
+    return max(answers) if isinstance(first, float) else first
+
+
 class Job:
-    """A worker process, on the side of its parent."""
+    """The worker processes of a job, on the side of their parent."""
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
         command = [sys.executable, __file__, options.model, "--work", name]
-        self.process = subprocess.Popen(
-            [
-                *command,
-                *(f"--{name}".replace("_", "-") for name in FLAGS if getattr(options, name)),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        flags = [f"--{name}".replace("_", "-") for name in FLAGS if getattr(options, name)]
+        shared = {"WORLD_SIZE": str(options.ranks), "MASTER_PORT": str(free_port())}
+        self.processes = [
+            subprocess.Popen(
+                [*command, *flags],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **shared, "RANK": str(rank)},
+            )
+            for rank in range(options.ranks)
+        ]
         self.facts: dict[str, float] = {}
 
     def start(self) -> None:
@@ -287,21 +315,19 @@ class Job:
         self.facts = self.ask("start")
 
     def end(self) -> None:
-        """End the process."""
-        self.process.stdin.close()  # type: ignore[union-attr]
-        self.process.wait(60)
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a job ended with {self.process.wait()}; its log is above")
-        return json.loads(line)
+        """End the processes."""
+        for process in self.processes:
+            process.stdin.close()  # type: ignore[union-attr]
+        for process in self.processes:
+            process.wait(60)
 
     def ask(self, *call: Any) -> Any:
-        assert self.process.stdin is not None
-        print(json.dumps(call), file=self.process.stdin, flush=True)
-        return self._answer()
+        for process in self.processes:
+            print(json.dumps(call), file=process.stdin, flush=True)
+        lines = [process.stdout.readline() for process in self.processes]  # type: ignore[union-attr]
+        if not all(lines):
+            raise SystemExit("a process of a job ended; its log is above")
+        return merged([json.loads(line) for line in lines])
 
 
 def main() -> None:
@@ -309,6 +335,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--jobs", nargs="+", default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1, help="devices per job (default: 1)")
     parser.add_argument("--warm", action="store_true", help="run another job before")
     parser.add_argument("--json", type=Path, help="write the results of every round to this file")
     for flag in FLAGS:
@@ -346,7 +373,7 @@ def main() -> None:
             cells = [f"{job.facts[fact]:.2f}" if part == 0 else "" for fact in facts]
             cells += [f"{kept(r[part] for r in found[name, call]):.3f}" for call in calls]
             print(f"| {what} | {' | '.join(cells)} |")
-    report: dict[str, Any] = {"torch": torch.__version__, "jobs": {}}
+    report: dict[str, Any] = {"torch": torch.__version__, "ranks": options.ranks, "jobs": {}}
     for name, job in jobs.items():
         pairs = [pair for c in calls for pair in zip(found[name, c], found[first, c], strict=True)]
         same = sum(a == b for one, two in pairs for a, b in zip(one[2], two[2], strict=True))

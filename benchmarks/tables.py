@@ -271,8 +271,9 @@ def vllm_pace(results: Any) -> Rows:
 
 
 def sglang(report: Any) -> Rows:
-    jobs = report["jobs"]
+    jobs, ranks = report["jobs"], report.get("ranks", 1)
     for mode in ("default", "full"):
+        label = f"{mode}, {ranks} ranks" if ranks > 1 else mode
         for ours, theirs in same_number(jobs, f"devgraph:{mode}", f"own:{mode}"):
             if theirs not in jobs:
                 continue
@@ -280,14 +281,14 @@ def sglang(report: Any) -> Rows:
             for call in pair[0]:
                 kind, _, size = call.partition(" ")
                 if kind in ("decode", "prefill") and call in pair[1]:
-                    work = f"{mode}, {kind} of {size.replace(' ', 'x')}"
+                    work = f"{label}, {kind} of {size.replace(' ', 'x')}"
                     yield Pair(work, "ms", *(min(one[call]) for one in pair), own)
             for what, key, unit in (
                 ("captures", "capture_s", "s"),
                 ("graph memory", "graph_gib", "GiB"),
                 ("graph memory after each graph ran", "graph_gib_after", "GiB"),
             ):
-                yield Pair(f"{mode}, {what}", unit, *(one[key] for one in pair), own)
+                yield Pair(f"{label}, {what}", unit, *(one[key] for one in pair), own)
 
 
 READERS: dict[str, Callable[[Any], Rows]] = {
