@@ -10,7 +10,7 @@ import itertools
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -241,7 +241,8 @@ class NamedState:
         if replaced:
             raise CaptureError(rebinding("replaces", replaced[0].path))
         plain = ((e.path, e.value, e.now()) for e in self._held if isinstance(e.value, PLAIN))
-        if changes := [change for change in plain if change[1] != change[2]]:
+        changes = [change for change in plain if change[1] != change[2]]
+        if changes := [*changes, *changed_contents(self._contents)]:
             logger.warning(text_of_changes(changes))
         self.leave_out_changes()
 
@@ -293,6 +294,14 @@ def _constant(entry: Entry, value: Any) -> Any:
     if not isinstance(value, PLAIN):
         _refuse(entry, f"is {brief(value)} and was {brief(entry.value)} at capture")
     return type(value), value
+
+
+def changed_contents(held: Iterable[tuple[Entry, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the path, the old and the new ``content_of`` of each container that has changed."""
+    for entry, content in held:
+        now = content_of(entry.value)
+        if now != content:
+            yield f"len({entry.path})" if isinstance(now, int) else entry.path, content, now
 
 
 def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:

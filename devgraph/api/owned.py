@@ -43,7 +43,7 @@ from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.marks.source import is_machinery_module, warn
 from devgraph.api.modes import FAKE, PROXY, OwnMode, tracer
-from devgraph.api.named import Asked, NamedState, content_of, text_of_changes
+from devgraph.api.named import Asked, NamedState, changed_contents, content_of, text_of_changes
 from devgraph.api.process import several_ranks
 from devgraph.api.reach import (
     ABSENT,
@@ -153,6 +153,8 @@ class Owned:
         """Whether the captured run was the first run."""
         self.asked = Asked((), ())
         """The questions of the step about its inputs."""
+        self._contents: list[tuple[Entry, Any]] = []
+        """Named containers, each with its ``content_of`` after the first run."""
         self.is_unsettled = False
         """Whether the next warm-up run must check the tensors that the first run made."""
 
@@ -232,6 +234,9 @@ class Owned:
             )
         if self.is_unsettled and not captured:
             self._require_settled()
+        if is_first and self._named is not None:
+            contents = ((e, content_of(e.value)) for e in self._named.places)
+            self._contents = [(entry, held) for entry, held in contents if held is not None]
         if is_first and not captured:
             self._created = {p: t for item in changes for p, t in item.tensors}
             if self._created and self._saved:
@@ -458,9 +463,12 @@ class Owned:
         for name, state in host_random().items():
             if numbers.get(name, state) != state:
                 self._note_state(name, numbers[name][-1], state[-1])
+        changes = [(path, *values) for path, values in self._state.items()]
+        changes += [c for c in changed_contents(self._contents) if c[0] not in self._state]
         if self._state:
-            changes = ((path, *values) for path, values in self._state.items())
             warn(text_of_changes(changes))
+        elif changes:  # Steps may append to a list for a purpose outside of the step.
+            logger.warning(text_of_changes(changes))
 
     def _restore_created(self) -> None:
         """Restore the values that the first run gave to tensors that it made, and warn."""

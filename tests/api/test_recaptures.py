@@ -741,3 +741,25 @@ def test_warning_names_the_change_and_is_at_the_line_of_the_user() -> None:
     with pytest.warns(DeviceGraphWarning, match="changed Python state") as said:
         dg.capture(counting, torch.ones(2), backend="cpu")
     assert said[0].filename == __file__
+
+
+def test_lists_that_grow_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+    filled: list[float] = []
+    count = [0]
+
+    def logging_step(x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        if not filled:
+            filled.append(2.0)  # only the first run fills it
+        return x * filled[0]
+
+    def counting_step(x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        count[0] += 1
+        return x * 2
+
+    dg.capture(logging_step, torch.ones(2), backend="cpu")
+    assert "changed Python state: len(seen) from 1 to 3. A replay" in caplog.text
+    with pytest.warns(DeviceGraphWarning, match=r"count\[0\] from 0 to 3; len\(seen\) from 4 to 6"):
+        dg.capture(counting_step, torch.ones(2), backend="cpu")

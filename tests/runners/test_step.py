@@ -108,6 +108,18 @@ def test_python_state_that_a_step_changes_is_named_once(
     assert caplog.text.count("changed Python state: self.calls from ") == 1
 
 
+def test_list_that_grows_in_captures_is_named(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+
+    def step(batch: Any) -> torch.Tensor:
+        seen.append(1)
+        result: torch.Tensor = batch.x * 2
+        return result
+
+    runner_of(kit, step, config={"buckets": [2]}).capture()
+    assert "changed Python state: len(seen) from " in caplog.text
+
+
 @pytest.mark.parametrize("policy", BREAKING)
 def test_step_that_replaces_a_tensor_which_it_names_is_refused(kit: Kit, policy: str) -> None:
     engine = _Engine(kit.tensor(WIDTH, seed=1))
