@@ -228,7 +228,9 @@ def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | No
     names = sorted(set(known))
     spellings = {word: valid for word, valid in (habits or {}).items() if valid in names}
     spellings |= {valid.lower(): valid for valid in names}
-    close = difflib.get_close_matches(name.lower(), spellings, n=1)
+    word = name.lower()
+    close = difflib.get_close_matches(word, spellings, n=1)
+    close = close or [other for other in spellings if len(word) > 1 and other.startswith(word)]
     suggestion = spellings[close[0]] if close else name
     hint = f" Did you mean {suggestion!r}?" if suggestion != name else ""
     return f"Known: {', '.join(names) if names else '(none)'}.{hint}"

@@ -89,6 +89,8 @@ class Inputs:
 
     def require_all(self, given: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Raise InputError if some, but not all, inputs that contain tensors are given."""
+        if len(given) == len(self._names):
+            return
         new = [*self._names[: len(given)], *(name for name in named if name in self._arguments)]
         missing = [n for n in self._names if n not in new and self._has_tensors(n)] if new else ()
         if missing:

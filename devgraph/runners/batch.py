@@ -18,7 +18,7 @@ from devgraph.api.errors import (
     counted,
     did_you_mean,
 )
-from devgraph.api.marks.host_values import HostSpec, declared_names
+from devgraph.api.marks.host_values import HostSpec, declared_names, require_declared
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.source import user_line
 from devgraph.runners.slots import HostSlot, Size
@@ -249,12 +249,7 @@ class HostArgs:
                 f"host_args of a run must be a mapping of names to values, got {brief(given)}"
             )
         given = given or {}
-        for name in given:
-            if name not in self.declared:
-                raise HostArgumentError(
-                    f"unknown host argument {name!r}. {did_you_mean(str(name), self.declared)} "
-                    f"Declare others in host_args=."
-                )
+        require_declared(given, self.declared)
         if not self._partly:
             self._require_all(given)
         if not self._slots:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -189,28 +188,29 @@ class InputArena:
         """
         if slot.start is None or not tensor.is_cpu:
             return
-        offsets, name = tensor.tolist(), f"input {slot.name!r}"
-        end = slot.start + real.tokens if slot.name == self.token_offsets else None
+        offsets: list[int] = tensor.tolist()
+        is_bounded = slot.name == self.token_offsets
         if offsets[0] != slot.start:
-            raise InputError(
-                f"{name} has cumulative offsets that begin with {offsets[0]}, so the rows before "
-                f"that belong to no request. Begin with {slot.start}, or declare another start "
-                f"with pad=Pad.last(start)."
+            fault = (
+                f"begin with {offsets[0]}, so the rows before that belong to no request. Begin "
+                f"with {slot.start}, or declare another start with pad=Pad.last(start)"
             )
-        if offsets != sorted(offsets):
-            at = next(i for i, (a, b) in enumerate(itertools.pairwise(offsets), 1) if b < a)
-            raise InputError(
-                f"{name} has cumulative offsets that decrease at index {at}, from "
-                f"{offsets[at - 1]} to {offsets[at]}, so a request would have fewer than 0 rows. "
-                f"Each offset is the end of a request and the start of the next one."
+        elif offsets != sorted(offsets):
+            at = next(i for i in range(1, len(offsets)) if offsets[i] < offsets[i - 1])
+            fault = (
+                f"decrease at index {at}, from {offsets[at - 1]} to {offsets[at]}. Each offset is "
+                f"the end of a request and the start of the next one"
             )
-        if end is not None and offsets[-1] > end:
-            raise InputError(
-                f"{name} has cumulative offsets that end with {offsets[-1]} at index "
-                f"{len(offsets) - 1}, but the batch has {counted(real.tokens, 'token')}. The last "
-                f"offset must be at most {end}. If these offsets do not count tokens, declare "
-                f"another slot with the offsets of tokens."
+        elif is_bounded and offsets[-1] > slot.start + real.tokens:
+            fault = (
+                f"end with {offsets[-1]} at index {len(offsets) - 1}, but the batch has "
+                f"{counted(real.tokens, 'token')}. The last offset must be at most "
+                f"{slot.start + real.tokens}. If these offsets do not count tokens, declare "
+                f"another slot with the offsets of tokens"
             )
+        else:
+            return
+        raise InputError(f"input {slot.name!r} has cumulative offsets that {fault}.")
 
     def eager_views(self, inputs: Mapping[str, Any], real: Size) -> dict[str, torch.Tensor]:
         """Return contiguous copies of the inputs, independent of every static buffer."""

@@ -560,23 +560,8 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a text for each fact that differs, with the minority's ranks and both values.
-
-    Facts that are mappings are compared by key.
-    """
+    """Return a text for each fact that differs, with the minority's ranks and both values."""
     differences = []
-    everyone = [
-        {
-            name: value
-            for fact, held in facts.items()
-            for name, value in (
-                {f"{fact}.{key}": v for key, v in held.items()}
-                if isinstance(held, dict)
-                else {fact: held}
-            ).items()
-        }
-        for facts in everyone
-    ]
     names = sorted({name for facts in everyone for name in facts})
     for name in names:
         values = [json.dumps(facts.get(name)) for facts in everyone]

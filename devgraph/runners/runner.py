@@ -766,7 +766,7 @@ def _common_facts(runner: Runner) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks."""
     return {
         "phase": runner.phase,
-        "mode": runner._config.to_dict(everything=True),
+        **{f"mode.{k}": v for k, v in runner._config.to_dict(everything=True).items()},
         "buckets": list(runner.buckets),
         "variants": [dict(options) for options in runner.graphs.variants.values()],
         "steps_per_launch": runner._steps_per_launch,

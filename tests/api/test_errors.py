@@ -195,6 +195,8 @@ def test_a_number_has_its_noun_in_singular_or_plural_and_a_list_no_name_twice():
     said = [counted(number, "entry") for number in (0, 1, 2, None)]
     assert said == ["0 entries", "1 entry", "2 entries", "? entries"]
     assert did_you_mean("row", ["rows", "x", "x"]) == "Known: rows, x. Did you mean 'rows'?"
+    assert did_you_mean("kv", ["kv_len"]) == "Known: kv_len. Did you mean 'kv_len'?"
+    assert did_you_mean("k", ["kv_len"]) == "Known: kv_len."
 
 
 def test_a_message_tells_of_a_tensor_what_it_is_and_none_of_its_data():

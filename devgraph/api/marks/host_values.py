@@ -263,13 +263,18 @@ class HostSpec:
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Check names and types of ``given``, and return the values in the declared types."""
-        for name in given:
-            if name not in self.declared:
-                raise HostArgumentError(
-                    f"unknown host argument {name!r}. {did_you_mean(name, self.declared)} "
-                    f"Declare others in host_args=."
-                )
+        require_declared(given, self.declared)
         return {name: _same_kind(name, self.declared[name], given[name]) for name in given}
+
+
+def require_declared(given: Iterable[Any], declared: Mapping[str, Any]) -> None:
+    """Raise HostArgumentError for a name that is not declared."""
+    for name in given:
+        if name not in declared:
+            raise HostArgumentError(
+                f"unknown host argument {name!r}. {did_you_mean(str(name), declared)} Declare "
+                f"others in host_args=."
+            )
 
 
 def declared_names(declared: object) -> dict[str, Any]:
