@@ -229,6 +229,12 @@ def test_result_that_another_thread_holds_for_a_moment_is_not_stored(
     def step(x: torch.Tensor) -> torch.Tensor:
         return body(x * 2) + 1
 
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise AssertionError("user code sees a query of devgraph")
+
+    others = [torch.ones(3).as_subclass(Refusing), torch.ones(3).to_sparse()]
     thread = threading.Thread(target=work)
     thread.start()
     x = torch.ones(3)
@@ -242,6 +248,7 @@ def test_result_that_another_thread_holds_for_a_moment_is_not_stored(
     finally:
         sent.put(None)
         thread.join()
+    assert len(others) == 2
 
 
 @pytest.mark.parametrize("policy", ["full", "breakable"])

@@ -79,8 +79,13 @@ def _is_released(memory: Any) -> bool:
 
 def _is_in_object(memory: Any) -> bool:
     """Whether a Python object other than the frame of a running function holds a storage."""
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and has_place(o)]
-    held = [tensor for tensor in tensors if tensor.untyped_storage()._cdata == memory.cdata]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    held = []
+    with torch._C.DisableTorchFunction():  # user code must not see these queries
+        for tensor in tensors:
+            with contextlib.suppress(RuntimeError):  # raised by tensors without a storage
+                if tensor.untyped_storage()._cdata == memory.cdata:
+                    held.append(tensor)
     holders = gc.get_referrers(*held)
     return any(h is not tensors and h is not held and type(h) is not FrameType for h in holders)
 
