@@ -51,6 +51,7 @@ WHOLE = {
     "runners/test_device.py": "runners on the backend under test",
     "runners/test_tensor_parallel.py": "the example of a model split over ranks",
     "testing/test_mutants.py": "broken backends, which the suite must catch",
+    "testing/test_page_backend.py": "the backend of the page for vendors, over the suite",
     "testing/test_xpu_example.py": "the example of a vendor, over the suite",
     "zoo/test_device.py": "twelve families and four small ones on a device, graphs against eager",
     "zoo/test_zoo.py": "every causal language model class of transformers on the engine",
