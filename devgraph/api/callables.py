@@ -47,7 +47,13 @@ from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.source import warn
 from devgraph.api.modes import Settings
 from devgraph.api.named import NamedState
-from devgraph.api.owned import Weights, assignment_count, parameter_names, roots_of
+from devgraph.api.owned import (
+    Weights,
+    assignment_count,
+    parameter_names,
+    restores_parameters,
+    roots_of,
+)
 from devgraph.api.policy import registration
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
@@ -510,10 +516,12 @@ class Graphed:
                     state = optimizer_state(roots_of(self._fn)) if entry.written else ()
                     changing = [*entry.written, *(tensor for _, tensor in state)]
                     saved = [(tensor, tensor.detach().clone()) for tensor in changing]
+                    token = restores_parameters.set(True)
                     try:
                         if entry.graph is None:
                             self._capture(entry, call)
                     finally:
+                        restores_parameters.reset(token)
                         for leaf, content in saved:
                             overwrite(leaf, content)
             except DeviceLost:

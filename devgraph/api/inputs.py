@@ -279,7 +279,7 @@ def _window(tensor: torch.Tensor) -> tuple[Any, ...]:
 def write(pairs: Sequence[Pair], outputs: Any) -> list[Pair]:
     """Copy new data into bound tensors, as if all sources were read before the first write.
 
-    Return the bound tensors that share memory with inputs, each with its old contents, which
+    Return the bound tensors of which inputs are other windows, each with its old contents, which
     ``write_back`` restores.
 
     Raises:
@@ -292,9 +292,10 @@ def write(pairs: Sequence[Pair], outputs: Any) -> list[Pair]:
         near = [t for t, start, stop in ranges if first < stop and last > start]
         near = [] if source is target else near
         sources.append(_clone(source) if near else source)
+        if any(_window(other) == _window(source) for other in near):
+            continue  # The caller passes a bound tensor, which holds the newest data.
         for other in near:
-            is_same = other is target and _window(source) == _window(target)
-            if is_same or id(other) in kept or not share_memory(other, source):
+            if id(other) in kept or not share_memory(other, source):
                 continue
             if any(has_place(t) and share_memory(other, t) for t in tensors_in(outputs)):
                 raise InputError(

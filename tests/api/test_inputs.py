@@ -181,18 +181,13 @@ def test_step_that_asks_about_its_inputs_gets_inputs_with_the_same_answers(kit: 
         captured.replay(y.as_subclass(Tagged))
 
 
-def test_input_that_shares_memory_with_a_bound_tensor_keeps_its_contents(kit: Kit) -> None:
+def test_input_that_is_another_window_over_a_bound_tensor_keeps_its_contents(kit: Kit) -> None:
     """As in eager code, only the step writes the memory of the caller."""
     memory = kit.tensor(12)
     captured, before = kit.capture(lambda x: x.cumsum(0), memory[:4]), memory.clone()
     for start in (1, 0, 3, 8):
         kit.same(captured.replay(memory[start : start + 4]), before[start : start + 4].cumsum(0))
         kit.same(memory[4:], before[4:])
-    x, y = kit.tensor(3), kit.tensor(3, seed=1)
-    want = x.clone(), y.clone()
-    captured = kit.capture(lambda x, y: x - y.mul_(2), x, y)
-    kit.same(captured.replay(y, x), want[1] - want[0] * 2)
-    kit.same((x, y), (want[0] * 2, want[1]))
     captured = kit.capture(lambda x: x.mul_(2), memory[:4])
     with pytest.raises(dg.InputError, match="shares memory with the bound tensor"):
         captured.replay(memory[1:5])
