@@ -385,44 +385,30 @@ def packed_exact(
         scoring: scoring of the layer.
         spans: slot, number of cached tokens and number of new tokens of each request.
     """
+    _, softcap, window, fused = scoring
+    _, heads, tokens, dim = query.shape
+    group = (keys.shape[1], heads // keys.shape[1])
+    grouped = query[0].view(*group, tokens, dim)
+    targets = out[0].view(tokens, *group, values.shape[-1]).permute(1, 2, 0, 3)
     first = 0
     for slot, cached, new in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-        own = slice(first, first + new)
-        request = (query[0, :, own], keys[slot], values[slot])
-        _attend_request(*request, rows, out[0, own], scoring, cached)
+        # The causal mode of kernels is correct only for a prompt without a cached prefix.
+        plain = fused and cached == 0 and softcap is None and (window is None or new <= window)
+        step = new if plain else BLOCK_ROWS
+        for begin in range(0, new, step):
+            count = min(step, new - begin)
+            at = cached + begin
+            low = 0 if window is None else max(0, at - window + 1)
+            high = at + count
+            mask = None
+            if not plain and count > 1:
+                mask = decode_mask(rows[at:high], rows[low:high], count, window, query.dtype)
+            # The heads of a group share keys and values through expand, without a copy.
+            k, v = (t[slot, :, None, low:high].expand(*group, -1, -1) for t in (keys, values))
+            block = (slice(None), slice(None), slice(first + begin, first + begin + count))
+            result = _score(grouped[block], k, v, mask, scoring, causal=plain and count > 1)
+            targets[block].copy_(result)
         first += new
-
-
-def _attend_request(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: Tensor,
-    out: Tensor,
-    scoring: Scoring,
-    cached: int,
-) -> None:
-    _, softcap, window, fused = scoring
-    new, kv_heads = query.shape[1], keys.shape[0]
-    group = query.shape[0] // kv_heads
-    grouped = query.view(kv_heads, group, new, query.shape[2])
-    target = out.view(new, kv_heads, group, values.shape[-1]).permute(1, 2, 0, 3)
-    # The causal mode of kernels is correct only for a prompt without a cached prefix.
-    plain = fused and cached == 0 and softcap is None and (window is None or new <= window)
-    step = new if plain else BLOCK_ROWS
-    for begin in range(0, new, step):
-        count = min(step, new - begin)
-        at = cached + begin
-        low = 0 if window is None else max(0, at - window + 1)
-        high = at + count
-        mask = None
-        if not plain and count > 1:
-            mask = decode_mask(rows[at:high], rows[low:high], count, window, query.dtype)
-        # The heads of a group share keys and values through expand, without a copy.
-        k, v = (t[:, None, low:high].expand(-1, group, -1, -1) for t in (keys, values))
-        asked = grouped[:, :, begin : begin + count]
-        result = _score(asked, k, v, mask, scoring, causal=plain and count > 1)
-        target[:, :, begin : begin + count].copy_(result)
 
 
 @region()

@@ -35,7 +35,7 @@ from devgraph.integrations.transformers.handoff import (
     Handoff,
     LayerStream,
     Progress,
-    check_header,
+    check_fit,
     copy_layers,
     geometry_of,
 )
@@ -290,17 +290,6 @@ class Engine:
                 request needs more positions than a slot has, or another argument is invalid.
         """
         self._check_open()
-        request = self._request(prompt, max_new_tokens, sampling, stop_token_ids)
-        self._scheduler.waiting.append(request)
-        return request.id
-
-    def _request(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int,
-        sampling: SamplingParams | None,
-        stop_token_ids: Sequence[int],
-    ) -> Request:
         ids = self._ids(prompt)
         max_new_tokens = whole("max_new_tokens", max_new_tokens, 1)
         needed = len(ids) + max_new_tokens
@@ -315,9 +304,12 @@ class Engine:
             raise InputTypeError(f"sampling must be SamplingParams, got {brief(sampling)}")
         stop = frozenset(ids_of("stop_token_ids must be", stop_token_ids))
         ends = {"max_new_tokens": max_new_tokens, "stop": stop, "eos": self._eos}
-        request = self._new_request(ids, sampling, **ends)
+        return self._queue(self._new_request(ids, sampling, **ends))
+
+    def _queue(self, request: Request) -> int:
         self._next_id += 1
-        return request
+        self._scheduler.waiting.append(request)
+        return request.id
 
     def _new_request(self, tokens: list[int], sampling: SamplingParams, **fields: Any) -> Request:
         return Request(
@@ -468,8 +460,7 @@ class Engine:
             raise InputTypeError(f"a handoff must be a Handoff, got {brief(handoff)}")
         if handoff.progress.ended not in (None, "released"):
             raise HandoffError(f"the handoff has ended: it was {handoff.progress.ended}")
-        check_header(handoff, self._geometry, positions=self.model.positions, convert=convert)
-        handoff.check_data()
+        check_fit(handoff, self._geometry, positions=self.model.positions, convert=convert)
         request = self._continued(handoff)
         self._expire()
         if not wait and self._scheduler.free <= len(self._scheduler.waiting):
@@ -479,9 +470,7 @@ class Engine:
                 f"retry after a request has ended",
                 retriable=True,
             )
-        self._next_id += 1
-        self._scheduler.waiting.append(request)
-        self._handoffs[request.id] = handoff
+        self._handoffs[self._queue(request)] = handoff
         self._join()
         return request.id
 
@@ -754,13 +743,12 @@ class Engine:
                 f"got {counted(len(sampling), 'sampling parameter')} for "
                 f"{counted(len(prompts), 'prompt')}; pass one for each"
             )
-        requests = [
-            self._request(prompt, max_new_tokens, params, stop_token_ids)
-            for prompt, params in zip(prompts, sampling, strict=True)
-        ]
-        self.ready()
+        options: Any = {"max_new_tokens": max_new_tokens, "stop_token_ids": stop_token_ids}
         try:
-            self._scheduler.waiting.extend(requests)
+            for prompt, params in zip(prompts, sampling, strict=True):
+                self.add_request(prompt, sampling=params, **options)
+            requests = list(self._scheduler.waiting)
+            self.ready()
             while self._scheduler:
                 for event in self.step():
                     if on_event is not None:

@@ -238,17 +238,6 @@ class Handoff:
         size = handoff.layer_ends[-1]
         return attrs.evolve(handoff, data=torch.empty(size, dtype=torch.uint8, device=device))
 
-    def check_data(self) -> None:
-        """Raise HandoffError if ``data`` does not have the size that the header describes."""
-        size, data = self.layer_ends[-1], self.data
-        is_buffer = isinstance(data, Tensor) and data.is_contiguous()
-        if not is_buffer or (data.dtype, data.shape) != (torch.uint8, (size,)):
-            raise HandoffError(
-                f"the buffer of the handoff is {brief(data)}; its header describes {size} "
-                f"contiguous bytes",
-                fields=("data",),
-            )
-
     def to_json(self) -> str:
         return json.dumps({name: getattr(self, name) for name in _FIELDS}, default=attrs.asdict)
 
@@ -353,12 +342,13 @@ def _digest(model: PreTrainedModel) -> str:
     return f"{architecture.hexdigest()[:16]}-{weights.hexdigest()[:16]}"
 
 
-def check_header(
+def check_fit(
     handoff: Handoff, geometry: Mapping[str, Any], *, positions: int, convert: bool
 ) -> None:
     """Raise HandoffError if fields of the header differ from the receiver's, with a line for each.
 
-    With ``convert``, the dtypes may differ, and then the digests of weights are not compared.
+    With ``convert``, the dtypes may differ, and then the digests of weights are not compared. A
+    buffer of another size than that of the header is refused as well.
     """
 
     def comparable(name: str, value: Any, converts: bool) -> Any:
@@ -392,6 +382,14 @@ def check_header(
         ]
         raise HandoffError(
             f"the handoff does not fit this engine{advice}:{''.join(lines)}", fields=tuple(found)
+        )
+    size, data = handoff.layer_ends[-1], handoff.data
+    is_buffer = isinstance(data, Tensor) and data.is_contiguous()
+    if not is_buffer or (data.dtype, data.shape) != (torch.uint8, (size,)):
+        raise HandoffError(
+            f"the buffer of the handoff is {brief(data)}; its header describes {size} contiguous "
+            f"bytes",
+            fields=("data",),
         )
 
 
