@@ -24,7 +24,15 @@ from devgraph.api.errors import (
     whole,
 )
 from devgraph.api.reach import Watch, entries, optimizer_state
-from devgraph.api.snapshots import DEFAULT_LIMIT, RowPlace, RowsOf, Snapshot, row_at, same_bytes
+from devgraph.api.snapshots import (
+    DEFAULT_LIMIT,
+    RowPlace,
+    RowsOf,
+    Snapshot,
+    differs,
+    read,
+    row_at,
+)
 from devgraph.api.tensors import has_place, unexpanded
 from devgraph.api.trees import leaves_of
 
@@ -418,6 +426,7 @@ class State:
         """Names of tensors that runs changed."""
         self.constant: dict[str, None] = {}
         """Names of written tensors that are zero, and to which a proof gives no other values."""
+        self._fresh = False
         self._backend = backend
         self._random = self._next_random = self.snapshot.random
 
@@ -427,7 +436,11 @@ class State:
         The default random generator is not rewound to that state but continues from the end of the
         previous case. Otherwise a graph that repeats the draws of its capture would pass.
         """
-        self.snapshot.restore()
+        if self._fresh:  # Nothing ran since the start of the case.
+            self.snapshot.restore_random()
+        else:
+            self.snapshot.restore()
+        self._fresh = False
         self._backend.set_rng_state(self._random)
 
     def begin_case(
@@ -447,6 +460,7 @@ class State:
         if disturbed is not None:
             self.snapshot.disturb(self.written, disturbed)
         self.begin()
+        self._fresh = True
 
     def vary(self) -> bool:
         """Give written tensors other values than zero. Return whether any were zero until now."""
@@ -485,8 +499,8 @@ class State:
         only rows are saved.
         """
         changed = {}
-        for name, tensor, now, saved, rows in self.snapshot.parts():
-            if id(tensor) not in self.rebound and not same_bytes(saved, now):
+        for name, tensor, now, saved, rows in self.snapshot.changes():
+            if id(tensor) not in self.rebound:
                 changed[name] = (now.clone(), saved, rows)
         for index, (state, saved) in enumerate(self.snapshot.generators()):
             if not torch.equal(state, saved):
@@ -624,22 +638,30 @@ class Comparison:
             (name, one, other)
             for (name, one), (_, other) in zip(want.outputs, got.outputs, strict=True)
         ]
+        rows_of_state: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for name in {**want.state, **got.state}:
             _, saved, rows = want.state.get(name) or got.state[name]
+            rows_of_state[name] = saved, rows
             one = want.state[name][0] if name in want.state else saved
             other = got.state[name][0] if name in got.state else saved
-            if not same_bytes(one, other):
+            pairs.append((name, one, other))
+        flags = read(differs(one, other) for _, one, other in pairs)
+        for index, flag in enumerate(flags):
+            name, one, other = pairs[index]
+            if flag and name in rows_of_state:
+                saved, rows = rows_of_state[name]
                 other = other.clone()
                 for place in shared(one, rows):
                     row_at(other, place).copy_(row_at(one, place))
                 for place in scratch(one, rows):
                     row, now, then = (row_at(tensor, place) for tensor in (one, other, saved))
-                    unwritten = same_bytes(then, row) or same_bytes(then, now)
                     # A loop in a graph may end before it writes padding.
-                    if self._loops or not unwritten:
+                    if self._loops or all(read([differs(then, row), differs(then, now)])):
                         now.copy_(row)
-            pairs.append((name, one, other))
-        named = ((name, how(name)(one, other)) for name, one, other in pairs)
+                pairs[index] = name, one, other
+        named = (
+            (name, how(name)(one, other)) for name, one, other in itertools.compress(pairs, flags)
+        )
         return [(name, message) for name, message in named if message]
 
 

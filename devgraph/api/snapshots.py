@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -103,9 +104,11 @@ class Snapshot:
         self._left = self._limit = DEFAULT_LIMIT if limit is None else limit
         self._saved: list[_Saved] = []
         self._rows: list[_Rows] = []
-        self._disturbed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._varied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The bits of each varied copy, with a mask of its zeros, by address."""
+        self._disturbed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._varied: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        """The bits of each varied copy with a mask of its zeros, by address; None without zeros."""
+        self._equal: set[int] = set()
+        """The ``id`` of each tensor that is known to equal its copy."""
         self._versions: dict[int, int] = {}
         seen: set[int] = set()
         with torch.inference_mode():
@@ -200,7 +203,8 @@ class Snapshot:
                 if is_wide and self._written(names, tensor, name):
                     for place in rows(copy, numbers):
                         row = row_at(copy, place)
-                        self._disturbed.append((row, row.clone()))
+                        self._disturbed.append((tensor, row, row.clone()))
+                        self._equal.discard(id(tensor))
                         # Probabilities stay probabilities, and steps rarely write these numbers.
                         row.copy_(row * 0.5 + row.ge(0).to(dtype) * 0.74 - 0.37)
 
@@ -216,28 +220,33 @@ class Snapshot:
                 address, dtype = copy.data_ptr(), copy.dtype
                 if address in self._varied or not self._written(names, tensor, name):
                     continue
+                self._varied[address] = None
                 if not dtype.is_floating_point or dtype is torch.float4_e2m1fn_x2:
                     constant += [name] * (not torch.count_nonzero(_bits(copy)))
                     continue
                 bits = _bits(copy)
                 zeros = bits == 0
                 if zeros.any():
-                    noise = _noise(tensor).repeat(-(-bits.numel() // _PERIOD))[: bits.numel()]
+                    at = tensor.data_ptr() // tensor.itemsize % _PERIOD  # equal in views
+                    noise = _noise(dtype, tensor.device).roll(-at)
+                    noise = noise.repeat(-(-bits.numel() // _PERIOD))[: bits.numel()]
                     bits.copy_(bits.where(~zeros, noise.view(bits.shape)))
                     self._varied[address] = bits, zeros
+                    self._equal.discard(id(tensor))
                     changed = True
         return changed, constant
 
     def _put_back_zeros(self, address: int) -> None:
-        if address in self._varied:
-            bits, zeros = self._varied.pop(address)
+        if varied := self._varied.pop(address, None):
+            bits, zeros = varied
             bits.masked_fill_(zeros, 0)
 
     def settle(self) -> None:
         """Restore the copies from before ``disturb``."""
         with torch.inference_mode():
-            for row, before in reversed(self._disturbed):
+            for tensor, row, before in reversed(self._disturbed):
                 row.copy_(before)
+                self._equal.discard(id(tensor))
         self._disturbed.clear()
 
     def end_cases(self) -> None:
@@ -246,6 +255,7 @@ class Snapshot:
         with torch.inference_mode():
             for address in [*self._varied]:
                 self._put_back_zeros(address)
+        self._equal.clear()
         self.restore()
 
     def parts(self) -> list[Part]:
@@ -263,6 +273,20 @@ class Snapshot:
                 Part(name, tensor, current, copy, numbers)
                 for current, (name, tensor, copy, numbers) in zip(now, self._copies(), strict=True)
             ]
+
+    def changes(self) -> list[Part]:
+        """Return the parts that differ from their copies. The device is read once."""
+        parts = self.parts()
+        with torch.inference_mode():
+            flags = read(differs(part.saved, part.now) for part in parts)
+        # A restored tensor may write the memory of another one.
+        storages = Counter(saved.place[0].data_ptr() for saved in self._saved)
+        self._equal = {
+            id(part.tensor)
+            for part, flag in zip(parts, flags, strict=True)
+            if not flag and storages[part.tensor.untyped_storage().data_ptr()] == 1
+        }
+        return [part for part, flag in zip(parts, flags, strict=True) if flag]
 
     def generators(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the current and the saved state of each generator except the default."""
@@ -293,12 +317,15 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restore contents and layouts of tensors, and states of generators."""
+        self.restore_random()
+        self.restore_contents()
+
+    def restore_random(self) -> None:
         _restores[threading.get_ident()] += 1
         self._backend.set_rng_state(self.random)
         torch.set_rng_state(self._host_random)
         for generator, state in self._generators:
             generator.set_state(state)
-        self.restore_contents()
 
     def restore_contents(self) -> None:
         for _, tensor, place, *_ in self._saved:
@@ -307,10 +334,11 @@ class Snapshot:
                     tensor.set_(*place)
         with torch.inference_mode():  # inference tensors may only be written in this mode
             for saved in self._saved:
-                if saved.content is not None:
+                if saved.content is not None and id(saved.tensor) not in self._equal:
                     saved.memory.copy_(saved.content)
             for _, _, memory, numbers, content in self._rows:
                 memory.index_copy_(1, numbers, content)
+        self._equal.clear()  # Runs may write all tensors.
 
     def require_unwritten(self, culprit: str = "warm-up or capture") -> None:
         """Raise CaptureError if the contents of a tensor above the limit changed."""
@@ -355,12 +383,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
-def _noise(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of noise for ``tensor``. Equal addresses have equal noise."""
+@functools.lru_cache(maxsize=8)
+def _noise(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the bits of noise below 1."""
     generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
     noise = torch.rand(_PERIOD, generator=generator, dtype=torch.float32, device=cpu)
-    at = tensor.data_ptr() // tensor.itemsize % _PERIOD
-    return _bits(noise.to(tensor.dtype)).roll(-at).to(tensor.device)
+    return _bits(noise.to(dtype)).to(device)
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:

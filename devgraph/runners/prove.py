@@ -35,7 +35,7 @@ from devgraph.api.prove import (
     require_samples,
     rows_of,
 )
-from devgraph.api.snapshots import RowPlace, RowsOf, row_at, same_bytes
+from devgraph.api.snapshots import RowPlace, RowsOf, differs, read, row_at
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.loop import LOOP_SLOTS
 from devgraph.runners.ranks import RankGroup
@@ -237,13 +237,14 @@ class Proof:
             return value in data and name in self._varied
         if name not in self.extremes_of:
             shape = slot.shape(self.step.inputs.largest)
-            values: list[int] = []
-            while len(values) < _ENOUGH:
-                with torch.device("cpu"):
-                    values += self._sample[name](shape, self.generator).flatten().tolist()
-                if not values:
+            with torch.device("cpu"):
+                drawn = [self._sample[name](shape, self.generator).flatten()]
+                if not drawn[0].numel():
                     return False
-            self.extremes_of[name] = min(values), max(values)
+                for _ in range(_ENOUGH // drawn[0].numel()):
+                    drawn.append(self._sample[name](shape, self.generator).flatten())
+            values = torch.cat(drawn)
+            self.extremes_of[name] = int(values.min()), int(values.max())
         low, high = self.extremes_of[name]
         return low <= value <= high or value in data
 
@@ -272,6 +273,8 @@ class _CaseRun:
         self._bound = GraphStep(step, graph, real, 0)
         self._write = step.outputs.writer(graph.key.variant, graph.size)
         self._has_equal_rows = False
+        self._read: dict[torch.Tensor, list[int]] = {}
+        """Values of integer inputs."""
         # An earlier batch may have left the values that padding writes now, which would hide the
         # write.
         used = functools.partial(_places, [*self._used_pads()])
@@ -285,8 +288,8 @@ class _CaseRun:
         compared, terms = self._compared, self._proof.terms
         shared, scratch = (functools.partial(_places, v) for v in self._shared_values())
         want, got, failures = self._on_padded_batch(shared, scratch)
-        collides = self._collides(want) or self._collides(got)
-        if compared.agreed(bool(failures) and collides):
+        collides = functools.cache(lambda: self._collides(want, got))
+        if compared.agreed(bool(failures) and collides()):
             self._equalize()
             want, got, failures = self._on_padded_batch(no_rows, scratch)
         stable = self.case.padded and all(failure.kind != "eager" for failure in failures)
@@ -302,8 +305,8 @@ class _CaseRun:
         sized = [] if alone.draws or failures else self._sized(alone, got, shared)
         if alone.draws:
             self._proof.notes["the batch without padding (the step draws random numbers)"] = None
-        collides = collides or self._collides(alone)
-        if compared.agreed(bool(sized) and collides and not self._has_equal_rows):
+        collided = sized and not self._has_equal_rows and (collides() or self._collides(alone))
+        if compared.agreed(bool(collided)):
             self._equalize()
             got, alone = compared.result_of(self._replay), compared.result_of(self._unpadded)
             sized = self._sized(alone, got, shared)
@@ -388,15 +391,16 @@ class _CaseRun:
             self.case, *runs, exact=exact, shared=shared, scratch=scratch
         )
 
-    def _on_poisoned_padding(self, got: RunResult, collides: bool) -> Iterator[Failure]:
+    def _on_poisoned_padding(
+        self, got: RunResult, collides: Callable[[], bool]
+    ) -> Iterator[Failure]:
         """Yield a failure for each output that changes with other legal data in padding."""
         size = self._graph.size
         noise = functools.partial(self._fill_padding, lambda slot: self._proof.data(slot, size))
         poisoned = self._compared.result_of(lambda: self._replay(noise))
-        collides = collides or self._collides(poisoned)
         for (name, one), (_, other) in zip(got.outputs, poisoned.outputs, strict=True):
             message = compare(one, other)
-            if message and collides:
+            if message and (collides() or self._collides(poisoned)):
                 self._proof.notes[_COLLISION] = None
             elif message:
                 yield self.case.failure(name, f"with other data in padding {message}", "size")
@@ -428,7 +432,13 @@ class _CaseRun:
         for name, slot in self._step.inputs.given.items():
             is_integer = not (slot.dtype.is_floating_point or slot.dtype.is_complex)
             if is_integer and slot.dtype is not torch.bool and slot.axis is not None:
-                yield slot, self.inputs[name].flatten().tolist()
+                yield slot, self._values(name)
+
+    def _values(self, name: str) -> list[int]:
+        data = self.inputs[name]
+        if data not in self._read:
+            self._read[data] = data.flatten().tolist()
+        return self._read[data]
 
     def _named_rows(self) -> torch.Tensor:
         """Return all values of integer slots in the case, each of which may be a row number."""
@@ -477,7 +487,7 @@ class _CaseRun:
             ends = self._proof.extremes_of.get(slot.name, ())
             yield _Pad(slot, value, max(map(abs, (value, *data, *ends)))), data
 
-    def _collides(self, seen: RunResult) -> bool:
+    def _collides(self, *seen: RunResult) -> bool:
         """Whether several rows, real ones included, write the pad row, as a slot has only pads.
 
         Slots without a sample have only pads after the first step of a loop.
@@ -490,7 +500,7 @@ class _CaseRun:
             or (self._proof.loops and pad.slot.fixed_in_proofs)
             if len(data) > 1 or self.case.padded
         ]
-        return _writes(pads, seen)
+        return any(_writes(pads, result) for result in seen)
 
     def _used_pads(self) -> Iterator[_Pad]:
         """Yield each pad value that real rows use."""
@@ -508,12 +518,13 @@ class _CaseRun:
             name: (now, alone.state[name][0] if name in alone.state else saved)
             for name, (now, saved, _) in want.state.items()
         }
-        wrong = {name: pair for name, pair in wrong.items() if not same_bytes(*pair)}
+        flags = read(differs(*pair) for pair in wrong.values())
+        wrong = dict(itertools.compress(wrong.items(), flags))
         if not self._compared.agreed(bool(wrong and used)):
             return
         real = self._compared.result_of(functools.partial(self._unpadded, values)).state
         for slot, pad, _ in used:
-            data = self.inputs[slot.name].flatten().tolist()
+            data = self._values(slot.name)
             legal = [*self._proof.extremes_of.get(slot.name, ()), *data]
             free = [value for value in legal if value != pad]
             if not free:
@@ -577,9 +588,11 @@ def _writes(pads: Iterable[_Pad], seen: RunResult) -> bool:
     """Whether a run changed a row of state whose number is one of ``pads``."""
     pads = [*pads]
     return any(
-        not same_bytes(row_at(saved, place), row_at(now, place))
-        for now, saved, numbers in seen.state.values()
-        for place in _places(pads, now, numbers)
+        read(
+            differs(row_at(saved, place), row_at(now, place))
+            for now, saved, numbers in seen.state.values()
+            for place in _places(pads, now, numbers)
+        )
     )
 
 

@@ -626,3 +626,61 @@ def test_zeros_in_state_are_varied(dtype, limit):
     report = runner.prove(cases=1, snapshot_limit=limit)
     assert "only state differs" in report.causes[0], str(report)
     assert not bits.any()
+
+
+def stacked(layers):
+    """Return a runner with a cache of each layer."""
+    caches = [torch.zeros(32, 3) for _ in range(layers)]
+
+    def step(batch):
+        out = batch.x
+        for cache in caches:
+            out = out + cache[batch.rows]
+            cache.index_copy_(0, batch.rows, out)
+        return out
+
+    rows = InputSlot("rows", ("tokens",), torch.int64, pad=ROWS.pad, sample=distinct_rows)
+    bound = {f"cache{index}": cache for index, cache in enumerate(caches)}
+    return decode_of(step, (X, rows), bound=bound)
+
+
+def test_reads_of_the_device_do_not_grow_with_the_state(monkeypatch):
+    reads = []
+
+    def counting(owner, name):
+        original = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            reads.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    few, many = stacked(2), stacked(20)
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__"):
+        counting(torch.Tensor, name)
+    counting(torch, "equal")
+    found = []
+    for runner in (few, many):
+        reads.clear()
+        assert runner.prove(cases=3).ok
+        found.append(len(reads) - reads.count("__bool__"))  # zeros are looked for once
+    assert found[0] == found[1]
+
+
+def test_state_that_overlaps_other_state_starts_all_runs_alike():
+    base = torch.zeros(2, 32, 3)
+    layers = [base[0], base[1]]
+
+    def step(batch):
+        out = batch.x
+        for cache in layers:
+            out = out + cache[batch.rows]
+            cache.index_copy_(0, batch.rows, out)
+        return out
+
+    rows = InputSlot("rows", ("tokens",), torch.int64, pad=ROWS.pad, sample=distinct_rows)
+    runner = decode_of(step, (X, rows), bound={"base": base, "bits": base[0].view(torch.int32)})
+    report = runner.prove(cases=3)
+    assert report.ok, str(report)
+    assert not base.any()
