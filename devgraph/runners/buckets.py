@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import attrs
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief, counted, whole
+from devgraph.api.config.phase import KEYS
+from devgraph.api.errors import ConfigError, InputError, counted, whole
 from devgraph.runners.decisions import Reason, Variant, canonical_variant
 from devgraph.runners.slots import Size
 
@@ -90,17 +91,19 @@ class Buckets(tuple[int, ...]):
         maximum = whole("the maximum", maximum, 1, ConfigError)
         multiple_of = whole("multiple_of", multiple_of, 1, ConfigError)
         top = round_up(maximum, multiple_of)
-        if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-            raise ConfigTypeError(
-                f"{phase} buckets must be a list of integers such as [1, 2, 8], got {brief(sizes)}"
-            )
-        chosen = {_bucket(size, phase, maximum, multiple_of, top) for size in sizes}
-        if not chosen:
-            raise ConfigError(
-                f"the list of {phase} buckets is empty; list at least one size, or switch graphs "
-                f"off with the policy 'disabled'"
-            )
-        return cls(tuple(sorted(chosen)))
+        chosen = cls(KEYS["buckets"].read(sizes, f"{phase} buckets"))
+        for size in chosen:
+            if size > top:
+                raise ConfigError(
+                    f"{phase} bucket {size} is above the capacity of {maximum}; remove it or raise "
+                    f"the capacity"
+                )
+            if size % multiple_of:
+                raise ConfigError(
+                    f"{phase} bucket {size} is not a multiple of the alignment {multiple_of}; "
+                    f"round it up"
+                )
+        return chosen
 
     @property
     def maximum(self) -> int:
@@ -129,20 +132,6 @@ def spans(sizes: Iterable[range]) -> str:
     """Return ranges of sizes as text: ``1 to 3, 5 and 9 to 16``."""
     *others, last = (f"{s[0]} to {s[-1]}" if len(s) > 1 else str(s[0]) for s in sizes)
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int) -> int:
-    value = whole(f"a {phase} bucket", size, 1, ConfigError)
-    if value > top:
-        raise ConfigError(
-            f"{phase} bucket {value} is above the capacity of {maximum}; remove it or raise the "
-            f"capacity"
-        )
-    if value % multiple_of:
-        raise ConfigError(
-            f"{phase} bucket {value} is not a multiple of the alignment {multiple_of}; round it up"
-        )
-    return value
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -87,7 +87,7 @@ def test_missing_buckets_mean_the_defaults():
         ([0, 2], "at least 1, got 0"),
         ([4, -3], "got -3"),
         ([4, 17], "17 is above the capacity of 16"),
-        ([], "buckets is empty"),
+        ([], "decode buckets: the list is empty"),
     ],
 )
 def test_a_bad_bucket_is_refused_with_its_value(bad, text):

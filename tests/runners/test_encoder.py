@@ -248,7 +248,7 @@ X = dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())
     ("options", "text"),
     [
         ({"inputs": None}, "list of InputSlot objects, got None"),
-        ({"budgets": []}, "buckets is empty; list at least one size, or switch"),
+        ({"budgets": []}, "encoder buckets: the list is empty. Name at least one size"),
         ({"budgets": [0]}, "at least 1, got 0"),
         ({"budgets": None}, "have no defaults; list them"),
         ({"max_items": 0}, "max_items: expected at least 1"),
