@@ -179,6 +179,8 @@ def _make(name: str, factory: Callable[[], Backend]) -> Backend:
 
 
 def _other_name(name: str, kind: type, own: str) -> str:
+    if not own:
+        return f"{kind.__name__} has no name; set name = {name!r} in the class"
     return (
         f"{kind.__name__} names itself {own!r}, but is registered as {name!r}. Both must be equal, "
         f"because modes, plans and statistics use the name of the class"

@@ -181,6 +181,8 @@ def test_a_backend_has_the_name_under_which_it_is_registered():
     said = "Mine names itself 'mine', but is registered as 'other'"
     with pytest.raises(dg.InputError, match=said):
         dg.register("other", _named("mine"))
+    with pytest.raises(dg.InputError, match="has no name; set name = 'other' in the class"):
+        dg.register("other", _named(""))
     dg.register("other", lambda: _named("mine")())
     with pytest.raises(dg.BackendUnavailableError, match=said):
         dg.get_backend("other")
