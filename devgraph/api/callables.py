@@ -152,8 +152,8 @@ class _Entry:
     state: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)
     """Tensors that the step finds by name and writes, by the address of their storage."""
     guard: Guard | None = None
-    """A comparison of modules, functions and other objects in the arguments with the capture; None
-    if there are none."""
+    """A check that modules, functions and other objects in the arguments are unchanged since the
+    capture; None if there are no such objects."""
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -277,14 +277,14 @@ class Graphed:
         entry.used = next(self._clock)
         graph = entry.graph
         with graph.lock:
-            # Another thread may have closed the graph before this one got the lock.
+            # Another thread may have closed the graph before this thread got the lock.
             holds = entry.graph is graph and self._weights_hold()
             if holds and (entry.guard is None or self._objects_hold(entry)):
                 self._replays += 1
                 result = graph.run(tensors, host)
                 self._keep_repeat(entry, call)
                 return result
-        # A capture takes the lock of captures before the pool's lock. Both orders would deadlock.
+        # Captures take the capture lock before the pool's lock. The reverse order could deadlock.
         return self._slow_call(tuple(key), entry, call)
 
     def _keep_repeat(self, entry: _Entry, call: _Call) -> None:
@@ -755,9 +755,9 @@ class Graphed:
 
 
 class _GraphedFunction(Graphed):
-    """A graphed function, which is a method where a class has it. A graphed module is none.
+    """A graphed function, which binds as a method if it is a class attribute.
 
-    torch.compile would bind a descriptor that an instance has as its attribute.
+    A graphed module is no descriptor: torch.compile would bind one that an instance stores.
     """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -779,7 +779,7 @@ class _GraphedFunction(Graphed):
         method = space.get(name)
         if method is None or method.instance is not instance:  # The instance may be a copy.
             method = _GraphedMethod(self._given.__get__(instance, owner), instance, self._options)
-            if isinstance(instance, type):  # of a class method
+            if isinstance(instance, type):  # the instance of a class method
                 setattr(instance, name, method)
             else:
                 space[name] = method
@@ -981,7 +981,7 @@ def graphed(
             key are timed, and a graph below the ratio is closed. None keeps all graphs.
         host_args: names and capture values of host arguments; see ``capture``.
         pool: memory to share with other captures; None makes a pool.
-        strict: whether to raise if a call other than the first with its key runs without a graph.
+        strict: whether to raise if a call runs without a graph, except the first with its key.
         clone: whether to return copies of the outputs. Without copies, the next call with the same
             key overwrites the outputs.
 

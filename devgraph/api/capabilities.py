@@ -23,7 +23,7 @@ class Capabilities:
     region_update: bool = _optional("DeviceGraph._record", "DeviceGraph._apply")
     """Host arguments of regions inside one graph can change between replays."""
     async_update: bool = _optional("DeviceGraph._apply")
-    """An update runs during its replay, in which each region waits for a signal of the update."""
+    """An update runs during its replay; each region waits for a signal from the update."""
     shared_pool: bool = _optional("Backend.make_pool", "Pool.alias")
     """Graphs of one pool share memory, so many buckets cost little more than the largest."""
     rng: bool = _optional("Backend.get_rng_state", "Backend.set_rng_state")

@@ -24,7 +24,7 @@ AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
 
 _PREFIX = "DEVGRAPH_"
 _OTHERS = (AUTOLOAD_WAS_ON, f"{_PREFIX}TEST_")
-"""Prefixes of other variables: that of the command line and those of tests."""
+"""Prefixes of the variables that the command line and tests set."""
 
 SWITCHES = {
     DEBUG_VARIABLE: (),
@@ -32,7 +32,7 @@ SWITCHES = {
     SGLANG_VARIABLE: ("strict",),
     VLLM_VARIABLE: ("strict",),
 }
-"""Variables that are on or off, each with the further words that it may be."""
+"""Variables that are on or off, each with its other valid values."""
 
 _WORDS = {"1": True, "true": True, "on": True, "yes": True}
 _WORDS |= {"": False, "0": False, "false": False, "off": False, "no": False}

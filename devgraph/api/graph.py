@@ -374,7 +374,7 @@ class DeviceGraph(Subclassed, abc.ABC):
     ) -> None:
         """Start recording into an empty graph; see ``Session.begin``.
 
-        The caller must call ``end`` or ``cancel`` afterwards, also on failure.
+        The caller must call ``end`` or ``cancel`` afterwards, even on failure.
         """
         self.arguments, self.names = arguments, names
         self.spec = spec or NO_HOST_ARGS

@@ -129,9 +129,9 @@ class Inputs:
         return other
 
     def _require_same_answers(self, pairs: Sequence[Pair]) -> None:
-        """Raise InputError if code of the step would get other answers than at the capture.
+        """Raise InputError if the step's code would get different answers than at capture.
 
-        For other strides, warn once: many steps ask for them and compute the same results.
+        If only strides differ, warn once: many steps read strides and compute equal results.
         """
         bound, given = (self._asked.answers(tensors) for tensors in zip(*pairs, strict=True))
         for (what, then), (_, now) in zip(bound, given, strict=True):
@@ -283,7 +283,7 @@ def write(pairs: Sequence[Pair], outputs: Any) -> list[Pair]:
     ``write_back`` restores.
 
     Raises:
-        InputError: an input shares memory with a bound tensor, which is among the outputs.
+        InputError: an input shares memory with a bound tensor that is among the outputs.
     """
     ranges = [(target, *byte_range(target)) for target, _ in pairs]
     sources, kept = [], dict[int, Pair]()
@@ -343,7 +343,7 @@ def _windowed(windows: torch.Tensor) -> torch.Tensor:
 def _merged(bound: Any, value: Any) -> Any:
     """Return a tree with the values of ``value`` and the tensors of ``bound``.
 
-    Where the structures differ, the result has the part of ``bound``, which is refused later.
+    Where the structures differ, the result has the part of ``bound``; a later check refuses it.
     """
     if bound is None and type(value) is torch.Tensor and has_place(value):
         with torch.inference_mode(False), torch.no_grad():
@@ -361,7 +361,7 @@ def _merged(bound: Any, value: Any) -> Any:
 
 
 def _is_plain(tree: Any) -> bool:
-    """Whether a tree holds only values that a graph can contain, such as numbers and texts."""
+    """Whether a tree holds only values that a graph can contain, such as numbers and strings."""
     return all(
         isinstance(leaf, (*PLAIN, *_VALUES)) or is_array(leaf) for _, leaf in leaves_of("", tree)
     )

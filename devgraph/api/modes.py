@@ -97,7 +97,7 @@ class Stack:
 
     @contextlib.contextmanager
     def holding(self, modes: Sequence[Any]) -> Iterator[None]:
-        """Replace the user's modes by ``modes`` in the block."""
+        """Replace the user's modes with ``modes`` in the block."""
         before = self.read()
         if [mode for mode in before if not _is_own(mode)] == [*modes]:
             yield

@@ -51,7 +51,7 @@ LAYOUT = frozenset(("is_contiguous", "stride"))
 
 
 class Asked:
-    """The questions of a step about tensors, in addition to their type, shape and data.
+    """The questions that a step asks about tensors, in addition to type, shape and data.
 
     Args:
         names: the names in the code.
@@ -125,7 +125,7 @@ class NamedState:
         modules: the modules in the places.
         tensors: the tensors in the places.
         names: the names that the step uses.
-        asked: the questions of the step about its inputs.
+        asked: the questions that the step asks about its inputs.
         plain: all places with plain values, except those that the step added.
     """
 

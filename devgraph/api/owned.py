@@ -157,7 +157,7 @@ class Owned:
         self._is_first_captured = False
         """Whether the captured run was the first run."""
         self.asked = Asked((), ())
-        """The questions of the step about its inputs."""
+        """The questions that the step asks about its inputs."""
         self._contents: list[tuple[Entry, Any]] = []
         """Named containers, each with its ``content_of`` after the first run."""
         self.is_unsettled = False
@@ -198,7 +198,7 @@ class Owned:
         the containers in arguments.
 
         Args:
-            strict: whether to refuse rebinding also in runs before the capture. The first run may
+            strict: whether to refuse rebinding even in runs before the capture. The first run may
                 still add entries.
 
         Raises:
@@ -220,7 +220,7 @@ class Owned:
             yield args, kwargs
             changes = before_bodies
             if watch:
-                # Runs in a scope note no plain values, because eager bodies hide some changes.
+                # Runs in a scope record no plain values, because eager bodies hide some changes.
                 notes = (self._note_state,) if scope is None else ()
                 changes = [*before_bodies, *watch.changes(*notes, empty=True)]
             if watch and self._settings:
@@ -392,7 +392,7 @@ class Owned:
     def kept(
         self, backend: Backend, limit: int | None, *, weights: bool = False, regions: bool = False
     ) -> Iterator[Callable[[], None]]:
-        """Restore tensors and random generators after the block, also on failure.
+        """Restore tensors and random generators after the block, even on failure.
 
         With ``weights``, parameters and the state of optimizers are restored as well. ``regions``
         says whether regions are part of the graph.
@@ -786,7 +786,7 @@ class Weights:
             )
         if not self._memory.is_kept():
             self._refuse("a parameter or buffer")
-        # Renew the terms only if an assignment was to these modules.
+        # Renew the terms only after an assignment to one of these modules.
         try:
             same = all(itertools.starmap(operator.eq, self._tables_held))
         except RuntimeError:  # a comparison of tensors with several elements

@@ -93,7 +93,7 @@ def several_ranks() -> bool:
 
 
 def keep_forever(*objects: object) -> None:
-    """Prevent the destruction of ``objects``, also at interpreter exit.
+    """Prevent the destruction of ``objects``, even at interpreter exit.
 
     The destructor of an object on a lost device fails and would abort the process.
     """

@@ -575,8 +575,8 @@ class Comparison:
         With ``exact``, results must be equal bit for bit. Two kinds of state rows are exempt.
         ``shared`` rows, which several rows of the batch write, are not compared if two eager runs
         differ. ``scratch`` rows are also written by several rows, but no real row reads them. The
-        order of these writes is undefined, so the check only requires that both runs write them,
-        or nothing if the step ``loops``.
+        order of these writes is undefined, so the check only requires that both runs write them.
+        If the step ``loops``, not even this is required.
         """
 
         def how(name: str) -> _Compare:
@@ -593,7 +593,7 @@ class Comparison:
         if not self.agreed(bool(differing)):
             if not self.agreed(self.state.vary()):
                 return expected, got, []
-            # The first runs from zeros may hide a wrong factor.
+            # The first runs started from zeros, which may hide a wrong factor.
             return self.failures(case, eager, graph, exact=exact, shared=shared, scratch=scratch)
         again = self.result_of(eager)
         if not differ(again, lambda _: compare):

@@ -557,8 +557,8 @@ _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STO
 class Named:
     """The places that the code of a step, and of functions that it calls, uses by name.
 
-    These are closure cells, globals, attributes that the code names, entries of containers whose
-    key the code names or is not a string, and parameter groups of optimizers. Functions of torch
+    These are closure cells, globals, attributes that the code names, container entries whose key
+    is named in the code or is not a string, and parameter groups of optimizers. Functions of torch
     and devgraph are not searched, so the state of eager bodies of marks is not compared.
 
     Args:
@@ -602,7 +602,7 @@ class Named:
         )
 
     def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
-        """Search; if the step names a class, assume that it calls the methods ``called``."""
+        """Search; if the step names a class, assume that the step calls the methods ``called``."""
         self._called = called
         self.names: set[str] = {_CELL, "forward"}
         self._read: set[str] = {_CELL}
@@ -800,7 +800,7 @@ class Named:
                 yield Entry(path, None, None, getattr(member, "dispatcher", function))
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
             if not is_leaf or name in read:
-                # A value that ``kind`` gets would hide the inherited one, except from super().
+                # An assignment to ``kind`` would hide the inherited value, except from super().
                 own = base if "super" in self.names or isinstance(member, torch.Tensor) else kind
                 yield Entry(path, own, name, member)
 
@@ -961,7 +961,7 @@ class Watch:
 
         Args:
             note_state: called with the path, the old and the new value of a changed plain value.
-            empty: whether to call ``note_state`` also for plain values that were added or deleted.
+            empty: whether plain values that were added or deleted count as changed.
         """
         changes, plain = [], (_Absent, *PLAIN) if empty else PLAIN
         for place in self._places:

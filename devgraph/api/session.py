@@ -43,7 +43,7 @@ class Session:
         self._graph: DeviceGraph | None = None
         self._undo = contextlib.ExitStack()
         self.caches_casts = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
-        """Whether eager code would cache casts of autocast for gradients."""
+        """Whether eager code would cache autocast's casts for gradients."""
 
     @contextlib.contextmanager
     def recording(self, scope: Scope | None) -> Iterator[Session]:
@@ -150,7 +150,7 @@ def session(
 
 @contextlib.contextmanager
 def explained(backend: Device) -> Iterator[None]:
-    """Replace errors of torch and of the driver in the block by devgraph's errors, if possible.
+    """Convert errors of torch and of the driver in the block to devgraph errors, if possible.
 
     Raises:
         DeviceLost: the device is in a sticky error state.

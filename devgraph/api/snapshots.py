@@ -209,7 +209,7 @@ class Snapshot:
                         row.copy_(row * 0.5 + row.ge(0).to(dtype) * 0.74 - 0.37)
 
     def vary(self, names: Container[str]) -> tuple[bool, list[str]]:
-        """Replace zeros in the copies of written floating-point tensors by noise below 1.
+        """Replace zeros in the copies of written floating-point tensors with noise below 1.
 
         Zeros would hide a wrong factor. ``restore`` writes the noise until ``settle``. Return
         whether a copy changed, and the names of other written tensors that are zero.

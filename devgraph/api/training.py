@@ -363,7 +363,7 @@ class TrainingGraphs:
 
     @contextlib.contextmanager
     def _own_leaves(self) -> Iterator[None]:
-        """Replace the parameters of modules by ``_leaves`` in the block."""
+        """Replace the parameters of modules with ``_leaves`` in the block."""
         places = [
             entry
             for entry in entries(self.owned.roots)
@@ -493,7 +493,7 @@ class TrainingGraphs:
 def _copy_gradients(
     shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]], before: int | None = None
 ) -> None:
-    """Replace the gradients of leaf tensors that are in graph memory by copies.
+    """Replace gradients of leaf tensors with copies if they are in graph memory.
 
     Autograd stores the first gradient of a leaf without a copy. Each forward would overwrite it,
     and so would the backward of a callable with a larger index, which was captured earlier.
@@ -561,7 +561,7 @@ def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(tensors: Iterable[torch.Tensor]) -> Callable[[Any], Any]:
-    """Return a function that replaces each tensor by the next of ``tensors``."""
+    """Return a function that replaces each tensor with the next of ``tensors``."""
     left = iter(tensors)
     return lambda leaf: next(left) if isinstance(leaf, torch.Tensor) else leaf
 

@@ -68,7 +68,7 @@ class Layout:
 
 
 def _map(value: Any, change: Callable[[Any], Any], *, kind: type) -> Any:
-    """Return ``value`` with ``change`` applied to every ``kind`` in it, also in nested lists."""
+    """Return ``value`` with ``change`` applied to every ``kind`` in it, including nested lists."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):

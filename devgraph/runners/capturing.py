@@ -55,7 +55,7 @@ _fastest_paces: weakref.WeakKeyDictionary[Backend, float] = weakref.WeakKeyDicti
 _RETRY_RUNS = 2  # warm-up runs before a failed capture is retried; torch recommends this number
 
 _RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
-"""Reasons after which only ``capture`` retries a graph, but not ``idle``."""
+"""Reasons after which ``capture`` retries a graph, but ``idle`` does not."""
 
 _ELIGIBLE = (Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED)
 """Reasons after which batches that need a missing graph may trigger its capture."""
@@ -354,8 +354,8 @@ class CaptureScheduler:
             mine = RankOutcome.of(Reason.OUT_OF_MEMORY, self._shortage(graph, error))
             error.__traceback__ = None  # Frames would keep the memory of the capture alive.
         except BaseException as error:
-            # Some code synchronizes with the device in its first run, to tune or initialize, which
-            # a capture forbids. Warm-up runs help, unless devgraph itself refused the step.
+            # Some code synchronizes with the device in its first run, to tune or initialize. A
+            # capture forbids this. Warm-up runs help, unless devgraph itself refused the step.
             is_refusal = isinstance(error, DeviceGraphError) and not isinstance(error, CaptureError)
             if runs >= _RETRY_RUNS or is_refusal or not isinstance(error, Exception):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
@@ -423,7 +423,7 @@ class CaptureScheduler:
                 return write(step.function(static.batch(host)))
 
         def settle() -> None:
-            # Also after the last warm-up run, no rank may start to record while another still
+            # Even after the last warm-up run, no rank may start to record while another still
             # runs, and a step that writes its inputs must find pad values again.
             barrier()
             step.reset_state()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-_TRIED = 4  # number of largest budgets for which packing is tried
+_TRIED = 4  # packing is tried for this number of budgets, the largest ones
 
 _ENCODED = "encoded"
 """Tag under which ranks of ``data_parallel`` report that their outputs are ready."""
@@ -150,7 +150,7 @@ class EncoderRunner(Runner):
         Args:
             items: For each item a mapping of slot names to tensors with the rows of the item, on
                 the device or on the host.
-            host_args: A value for every declared host argument, which is the same for every pack.
+            host_args: A value for every declared host argument. All packs receive the same values.
                 Return values that depend on the pack from ``prepare``.
             variant: As for ``can_run``.
 
@@ -370,7 +370,7 @@ class _Shares:
     def gathered(
         self, own: Mapping[int, Any], lengths: Sequence[int], outputs: OutputStore
     ) -> list[Any]:
-        """Return the output of every item; the ranks exchange each tensor by one all-gather."""
+        """Return the output of every item; the ranks exchange each tensor with one all-gather."""
         texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
         odd = [rank for rank, text in enumerate(texts) if text != texts[self.rank]]
         if odd:

@@ -64,7 +64,7 @@ class InputArena:
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
-        """Return this arena's buffers that another runner shares for its ``slots``, by name."""
+        """Return the buffers that another runner shares for its own ``slots``, by name."""
         lent = {}
         for slot in slots:
             own = self.slots.get(slot.name)

@@ -35,14 +35,14 @@ _HELD = InputSlot(
     real=False,
     sample=lambda shape, _: torch.ones(shape, dtype=torch.bool),
 )
-"""A slot that is true only in proofs. Then slots that the proof leaves at pad values (cache rows)
-are padded again after each ``advance``, because a proof must not write real state."""
+"""A slot that is true only in proofs. Slots that a proof leaves at pad values (cache rows) are then
+padded again after each ``advance``, because a proof must not write real state."""
 
 LOOP_SLOTS = (_RUNNING, _HELD)
 """Input slots that a loop adds to those of the engine."""
 
 _MAX_LAYOUTS = 4096
-"""Maximum number of cached output layouts, because eager batches may have any variant."""
+"""Maximum number of cached output layouts. Eager batches may have any variant."""
 
 
 class LoopResult(NamedTuple):

@@ -101,7 +101,7 @@ class Options:
     proofs restore tensors within ``snapshot_limit`` and hash larger ones."""
     weights_epoch: Callable[[], Hashable] | None = None
     """Callable whose result changes when weights are replaced. A graph is used only while the
-    result equals that at its capture."""
+    result equals the result at its capture."""
     state: Sequence[StateSlot] = ()
     """State of fixed size that each request carries from step to step, as ``StateSlot`` objects.
     ``run`` then takes ``state_slots``, and steps read and write ``batch.state``."""
@@ -119,8 +119,8 @@ class Options:
     shape, use the same buffers, so a run of either runner overwrites the outputs of both. State
     slots of equal name use the same state."""
     idle_dummy: bool = False
-    """Replay the smallest graph on pad values for an empty batch, which steps with collectives
-    require. Otherwise an empty batch runs nothing."""
+    """Replay the smallest graph on pad values for an empty batch. Steps with collectives require
+    this. By default, an empty batch runs nothing."""
     ranges: bool = False
     """Enclose each replay in a ``torch.profiler.record_function`` range with the names of the
     runner and the bucket."""

@@ -480,12 +480,12 @@ class Runner:
     def idle(self, *, ready: bool = True) -> bool:
         """Capture one bucket, or else repeat one check of the key ``verify``.
 
-        Call this while the engine is idle. With ``capture="lazy"``, only a bucket that enough
-        batches have needed is captured, otherwise the largest one left. Outputs of earlier runs are
-        overwritten. A call takes at most as long as one capture.
+        Call this while the engine is idle. With ``capture="lazy"``, this captures only
+        buckets that enough batches have needed, otherwise the largest remaining bucket. Outputs of
+        earlier runs are overwritten. A call takes at most as long as one capture.
 
-        With several ranks, every rank must call this method at the same point, like ``agree``. All
-        ranks capture the same bucket or none does.
+        With several ranks, every rank must call this method at the same point, like ``agree``.
+        Either all ranks capture the same bucket, or none captures a bucket.
 
         Args:
             ready: False on a rank that has requests to serve; then no rank captures.
@@ -717,15 +717,15 @@ class Runner:
 
         A case runs a batch eagerly and as a graph from the same state: ``bound`` tensors, tensors
         that the step reaches, and random generators. A replay must equal an eager run of the
-        padded batch bit for bit, in outputs and state, also with poisoned padding. It must equal
+        padded batch bit for bit, in outputs and state, even with poisoned padding. It must equal
         an eager run of the real batch within a tolerance, because kernels may depend on the number
         of rows. If a compiler generated kernels of the graph, that tolerance applies to every
         comparison. Padding must not write rows of state that real rows use. After the proof, the
         state is restored bit for bit. Outputs of earlier runs are overwritten.
 
         Integers come from ``sample``, from the sample or the range of their slot, or from the last
-        batch in a graph, with its requests in another order. Other integer slots keep their pad
-        value.
+        batch that ran in a graph, with its requests in another order. Other integer slots keep
+        their pad value.
 
         With several ranks, every rank must call this method.
 

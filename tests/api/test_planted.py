@@ -182,7 +182,7 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return padded_rows(backend, step)
 
 
-@plant("padding that writes rows behind the first dimension", PADDING)
+@plant("padding that writes rows along a later dimension", PADDING)
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     layers = torch.zeros(3, 32, WIDTH, device=backend.device)
 

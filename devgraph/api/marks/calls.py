@@ -335,7 +335,7 @@ class MarkedCall:
         return shared
 
     def alias_bridges(self) -> None:
-        """Replace the bridges by aliases, so that the pool can reuse their memory."""
+        """Replace the bridges with aliases, so that the pool can reuse their memory."""
         self._known = [
             self._pool.alias(known) if isinstance(known, torch.Tensor) else known
             for known in self._known

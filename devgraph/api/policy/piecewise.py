@@ -133,7 +133,7 @@ def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
 
 
 class _Closed(OwnMode):
-    """A mode that replaces real tensors in closures by fake tensors.
+    """A mode that replaces real tensors in closures with fake tensors.
 
     FakeTensorMode can accept real tensors itself, but then writes to some of them.
     """
@@ -329,7 +329,7 @@ class _Compiler:
 
 
 def _bind_tokens(graph: GraphModule, values: Mapping[str, torch.Tensor]) -> None:
-    """Replace tokens in marked calls by reads of host values; refuse other uses of tokens."""
+    """Replace tokens in marked calls with reads of host values; refuse other uses of tokens."""
     names = {id(token): name for name, token in values.items()}
     tokens: dict[Node, str] = {}
     for node in graph.graph.find_nodes(op="placeholder"):

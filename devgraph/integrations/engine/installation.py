@@ -44,7 +44,7 @@ class Changes:
                 )
 
     def wrap(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Replace an attribute of ``owner`` by ``wrap(attribute)``; see ``change``."""
+        """Replace an attribute of ``owner`` with ``wrap(attribute)``; see ``change``."""
         self.require(owner, name)
         self.change(owner, name, wrap(getattr(owner, name)))
 

@@ -146,7 +146,7 @@ _here = Installed("SGLang", SGLANG_VARIABLE)
 
 
 def install(*, mode: str | None = None, strict: bool = True) -> None:
-    """Replace SGLang's full and breakable backends by those of devgraph.
+    """Replace SGLang's full and breakable backends with those of devgraph.
 
     Call ``install`` in each process before the engine is created, or set DEVGRAPH_SGLANG=1.
     Idempotent. On devices for which SGLang has special backends, SGLang still uses these backends.

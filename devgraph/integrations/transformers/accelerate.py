@@ -528,7 +528,7 @@ def accelerate(
     graphs cannot serve runs transformers' own code. ``generate_stats`` counts such requests by
     reason, the first one of each reason logs a warning, and a decode mode with ``strict`` refuses
     them. In a returned cache, rows of padding are zero, whereas transformers stores keys in these
-    rows, which its masks hide.
+    rows and hides them with its masks.
 
     ``generate_batch`` draws from one random stream for each request. Threads that run the same
     model, or models with common layers, wait for each other.
@@ -541,7 +541,7 @@ def accelerate(
             ``generate_batch``.
         max_len: as for ``Engine``.
         max_step_tokens: as for ``Engine``.
-        fuse: whether to replace operations by fewer, larger kernels (see ``fusion``).
+        fuse: whether to replace operations with fewer, larger kernels (see ``fusion``).
 
     Raises:
         UnsupportedModelError: the engine does not support this model.
@@ -560,7 +560,7 @@ def accelerate(
         max_step_tokens=max_step_tokens,
         eos_token_ids=(),
         fuse=fuse,
-        facts=EngineFacts(),  # Each request checks for hooks.
+        facts=EngineFacts(),  # Hooks are checked at each request.
     )
     _Acceleration(model, make)
     return model

@@ -6,9 +6,9 @@ token. Graphs read this number from a device tensor. Padded tokens write to the 
 scratch row, which is never read. The rows of one request and head are contiguous, because the CPU
 reads contiguous rows faster.
 
-Decode steps call ``decode_bounded``, and packed steps call ``packed_exact``; both have lengths in
+Decode steps call ``decode_bounded``, and packed steps call ``packed_exact``; both take lengths as
 host arguments. If the device has a fused kernel for the dtype and head size, ``varlen_*`` replace
-them and have lengths in device tensors.
+them and take lengths in device tensors.
 
 A row that no request wrote never affects a result. ``packed_exact`` and ``varlen_*`` do not read
 such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared.

@@ -127,7 +127,7 @@ class Engine:
         steps_per_launch: number of decode steps in a launch while all running requests are greedy
             and one of them needs at least half of these steps (and at least two). Other launches
             have one step. Tokens of a launch are returned together; waiting requests join after it.
-        fuse: whether to replace operations by fewer, larger kernels (see ``fusion``). This moves
+        fuse: whether to replace operations with fewer, larger kernels (see ``fusion``). This moves
             weights in memory and may change a token whose two best candidates are nearly equal.
             ``engine.model.fusion`` reports the replacements.
         layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send a

@@ -195,7 +195,7 @@ class Handoff:
         """Return the tensors of each layer, as views of ``data`` or of a copy of it."""
         layers: list[dict[str, Tensor]] = [{} for _ in range(self.layers)]
         start = 0
-        # Views of equal tensors in a row are made by one operation.
+        # One operation makes the views of consecutive equal tensors.
         for (size, dtype, shape), run in itertools.groupby(
             self._layout(), key=lambda place: place[2:]
         ):

@@ -1,6 +1,6 @@
 """The cache of one call of ``model.generate``, stored in the slots of an engine.
 
-A cache of transformers is a list of layers. *Seating* a cache replaces its layers by layers that
+A cache of transformers is a list of layers. *Seating* a cache replaces its layers with layers that
 read the slots of the engine: row ``b`` of the batch has slot ``b``. *Leaving* restores ordinary
 layers with copies of the rows. The cache object remains the caller's. Before an operation that
 slots do not support, such as a reordering of beams, the cache leaves its slots. A copy of a seated

@@ -36,7 +36,7 @@ _CHUNK_BYTES = 32 << 20
 """Maximum size of a message; after a cancellation, the transfer ends with the current message."""
 
 _MORE, _LAST, _ENDED = range(3)
-"""States of a transfer: after its next part, more parts follow or none; or the handoff ended."""
+"""States of a transfer: more parts follow, the next part is the last, or the handoff ended."""
 
 _FOREVER = datetime.timedelta(days=365)
 
@@ -204,7 +204,7 @@ class Transport:
 class TorchTransport(Transport):
     """Handoffs over torch.distributed: headers in the store, tensors by point-to-point messages.
 
-    Each pair of ranks has separate connections, so that a lost rank disturbs no other pair.
+    Each pair of ranks has separate connections, so that a lost rank does not affect other pairs.
 
     Args:
         group: the process group; None is the default group. Its store must be a TCPStore.

@@ -1,6 +1,6 @@
 """Regions for vLLM's attention: its attention ops, and the functions that it marks as breaks.
 
-During a capture, a torch function mode replaces each call of an attention op by a call of a region,
+During a capture, a torch function mode replaces each call of an attention op with that of a region,
 and marked functions become regions too. Each replay runs the region, which reads the metadata of
 the current batch from vLLM's forward context. Outside a capture, vLLM calls its ops directly.
 """
