@@ -137,7 +137,7 @@ class Report:
     """Number of cases that were compared."""
     failures: tuple[Failure, ...]
     exact: bool = True
-    """Whether graphs were compared bit for bit. False: within tolerance, because a compiler chose
+    """Whether graphs were compared bit for bit. If not, within tolerance, because a compiler chose
     other kernels."""
     not_varied: tuple[str, ...] = ()
     """Inputs, slots and host arguments that had the same data in all cases, because a proof does
@@ -463,7 +463,7 @@ class State:
         self._fresh = True
 
     def vary(self) -> bool:
-        """Give written tensors other values than zero. Return whether any were zero until now."""
+        """Give written tensors values other than zero. Return whether any were zero until now."""
         changed, constant = self.snapshot.vary(self.written)
         self.constant |= dict.fromkeys(constant)
         return changed

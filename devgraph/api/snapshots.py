@@ -279,7 +279,7 @@ class Snapshot:
         parts = self.parts()
         with torch.inference_mode():
             flags = read(differs(part.saved, part.now) for part in parts)
-        # A restored tensor may write the memory of another one.
+        # Restoring a tensor may write the memory of another one.
         storages = Counter(saved.place[0].data_ptr() for saved in self._saved)
         self._equal = {
             id(part.tensor)

@@ -206,7 +206,7 @@ _ASSUMED: dict[str, Callable[..., Any]] = {
 def assumed_layouts(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the largest possible result of a data-dependent operation, or None if unknown.
 
-    The assumption is that masks are all true and values all differ.
+    All masks are assumed to be true, and all values to differ.
     """
     rule = _ASSUMED.get(name.split(".")[0])
     return rule(*args, **kwargs) if rule is not None else None

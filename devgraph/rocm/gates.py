@@ -1,4 +1,4 @@
-"""Gates on HIP, by streams that write and wait for values, if the runtime can capture that."""
+"""Gates on HIP: streams write values and wait for them, if the runtime can capture this."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _is_in_object(memory: Any) -> bool:
 
 
 _RELEASE_S = 10.0
-"""Seconds in which other threads must release the result of a marked function."""
+"""Seconds within which other threads must release the result of a marked function."""
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of holders whose attributes are not searched."""

@@ -598,7 +598,7 @@ class _CompiledStep:
         return result
 
     def warm_up(self) -> None:
-        """Run the step once. After a compilation, check it by an eager run."""
+        """Run the step once. After a compilation, check it with an eager run."""
         before, failure, result = self.build, None, None
         try:
             result = self()

@@ -43,7 +43,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 class _FairLock:
-    """A reentrant lock that a thread cannot take again before threads that wait for it.
+    """A reentrant lock that waiting threads take before the thread that released it.
 
     With an RLock, a thread that calls forwards in a loop would block all other threads.
     """

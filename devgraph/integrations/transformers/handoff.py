@@ -348,7 +348,7 @@ def check_fit(
     """Raise HandoffError if fields of the header differ from the receiver's, with a line for each.
 
     With ``convert``, the dtypes may differ, and then the digests of weights are not compared. A
-    buffer of another size than that of the header is refused as well.
+    buffer whose size differs from that in the header is refused as well.
     """
 
     def comparable(name: str, value: Any, converts: bool) -> Any:
