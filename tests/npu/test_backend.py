@@ -84,12 +84,12 @@ def test_doctor_explains_a_torch_npu_that_breaks_import_torch(tmp_path: Path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, root)))}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, root)))}
     for name in (registry.AUTOLOAD, environment.AUTOLOAD_WAS_ON, "LD_LIBRARY_PATH"):
-        environment.pop(name, None)
+        variables.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "devgraph", "doctor", "--no-probe", "--json", "--backend", "npu"],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
+        capture_output=True, text=True, env=variables, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     for part in ("libascendcl.so", "source set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):

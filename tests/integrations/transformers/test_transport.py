@@ -49,9 +49,9 @@ def _local(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pair(store: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Two transports of one process; the receiver waits for two seconds."""
+    """Two transports of one process; the receiver waits for five seconds."""
     name = request.node.name
-    with joined(store, name, 0, 1), TorchTransport() as first, TorchTransport(timeout_s=2) as other:
+    with joined(store, name, 0, 1), TorchTransport() as first, TorchTransport(timeout_s=5) as other:
         yield first, other
 
 
@@ -144,7 +144,7 @@ def test_late_layer_times_out_on_the_receiver_and_the_next_handoff_arrives(pair:
     handoff = made_handoff()
     handoff.progress.ready = 1
     offer = first.offer(handoff)
-    with pytest.raises(dg.HandoffError, match="rank 0 cannot reach .* within 2 s"):
+    with pytest.raises(dg.HandoffError, match="rank 0 cannot reach .* within 5 s"):
         second.fetch(offer)
     handoff.progress.end("cancelled")
     offer = first.offer(handoff := made_handoff(1))
