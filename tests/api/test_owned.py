@@ -63,7 +63,7 @@ def test_parameter_that_warm_up_wrote_without_an_optimizer_is_named(kit: Kit) ->
     optimizer = torch.optim.SGD([weight], lr=0.1)
 
     def step(x: Any) -> Any:
-        average.detach().lerp_(x, 0.5)
+        average.detach().mul_(0.5).add_(x * 0.5)
         return average.detach() * 2
 
     def training(x: Any) -> Any:

@@ -42,6 +42,7 @@ def small_llama() -> Any:
     return LlamaForCausalLM(config).eval().to(torch.float16)
 
 
+@pytest.mark.filterwarnings("ignore:.*'full' is preferable")
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("prefill", ["breakable", "full"])
 def test_every_decode_step_is_a_replay_with_updated_lengths(
@@ -124,6 +125,7 @@ def depthwise(x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) 
     return out if bias is None else out + bias[:, None]
 
 
+@pytest.mark.filterwarnings("ignore:.*'full' is preferable")
 @pytest.mark.parametrize("prefill", ["breakable", "full"])
 def test_recurrent_layers_keep_their_state_in_graphs(
     driver: Driver, backend: Any, prefill: str, monkeypatch: pytest.MonkeyPatch

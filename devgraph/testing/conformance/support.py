@@ -257,6 +257,8 @@ def prefiller(kit: Kit, model: Model, policy: str = "breakable", **options: Any)
         "max_tokens": 16,
         "tail": lambda hidden, batch: model.summed(hidden, batch.starts),
         "config": {"policy": policy, "buckets": [4, 8, 16]},
+        # No warning where the backend recommends another policy.
+        "facts": dg.EngineFacts(recommended={"prefill": policy}),
         **options,
     }
     return runner_of(kit, model.decode, [*SLOTS, STARTS], dg.PrefillRunner, **options)
