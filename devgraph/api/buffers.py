@@ -231,9 +231,10 @@ class Bound:
             entry
             for group, kind in ((leaves, kept), (inner, torch.Tensor))
             for entry in group
-            if entry.holder is not None and isinstance(entry.value, kind) and not entry.is_gradient
+            if entry.holder is not None and isinstance(entry.value, kind)
+            if not (entry.key == "grad" and isinstance(entry.holder, torch.Tensor))
         ]
-        sized = [pair for pair in nodes if isinstance(pair[1], list | deque | Mapping)]
+        sized = [pair for pair in nodes if isinstance(pair[1], _CONTAINERS)]
         self._sizes = [(holder, len(holder), path) for path, holder in sized]
         self.terms = [*self._compared()]
 
@@ -295,7 +296,7 @@ def require_same(entries: Iterable[Entry]) -> None:
         if isinstance(entry.value, torch.Tensor) or tensors_in(entry.value):
             what = (
                 f"entry {entry.key!r} of a {type(holder).__name__}"
-                if isinstance(holder, list | dict) and entry.is_item
+                if isinstance(holder, list | dict) and entry.path.endswith("]")
                 else entry.path
             )
             raise StateError(
@@ -314,19 +315,17 @@ def require_same(entries: Iterable[Entry]) -> None:
 def term_of(entry: Entry) -> Term:
     """Return a guard term: the entry's place still holds its value or an equal plain value."""
     holder, key, value = entry.holder, entry.key, entry.value
-    place: tuple[Any, ...] = (entry.now,)
-    read = "{}()"
-    if isinstance(holder, types.CellType):
+    read, place = "{}()", tuple[Any, ...]((entry.now,))
+    if value is ABSENT:
+        if type(holder) is dict:
+            return "{} not in {}", (key, holder)
+    elif isinstance(holder, types.CellType):
         read, place = "{}.cell_contents", (holder,)
-    elif entry.is_attribute and value is not ABSENT:
-        read, place = "getattr({}, {})", (holder, key)
-    elif value is ABSENT and type(holder) is dict:
-        return "{} not in {}", (key, holder)
     elif type(holder) in (dict, list):
         read, place = "{}[{}]", (holder, key)
     elif isinstance(holder, type) and key in vars(holder):
         read, place = "{}[{}]", (vars(holder), key)
-    elif isinstance(holder, type) and getattr(holder, key, ABSENT) is value:
+    elif not isinstance(holder, _CONTAINERS) and getattr(holder, key, ABSENT) is value:
         read, place = "getattr({}, {})", (holder, key)
     if isinstance(value, _RENEWED):
         text = f"({read} is {{}} or {{}}({{}}, {read}))"
@@ -334,6 +333,7 @@ def term_of(entry: Entry) -> Term:
     return f"{read} is {{}}", (*place, value)
 
 
+_CONTAINERS = (Mapping, list, deque)
 _RENEWED = (numbers.Number, str, tuple)
 """Types whose equal values are often distinct objects."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import array
-import ctypes
 import enum
 import functools
 import itertools
@@ -19,13 +17,19 @@ from devgraph.api.buffers import AGAIN, is_equal, require_same, term_of
 from devgraph.api.errors import CaptureError, StateError, brief, counted
 from devgraph.api.guard import Term, by_turns
 from devgraph.api.marks.host_values import exact
-from devgraph.api.reach import PLAIN, Entry, Named, has_state, is_array, rebinding
+from devgraph.api.reach import (
+    PLAIN,
+    SMALL,
+    Entry,
+    Named,
+    content_of,
+    has_state,
+    is_array,
+    rebinding,
+)
 from devgraph.api.tensors import Memory, effective_strides, has_place, memory_of
 
 logger = logging.getLogger(__name__)
-
-_SMALL = 1024
-"""Maximum size of an array (bytes), a set or a mapping (elements) whose content is compared."""
 
 _EACH, _TURN = 32, 8
 """Number of dictionary entries that a replay compares: in general, and inside module containers.
@@ -156,23 +160,24 @@ class NamedState:
         self.tensors = [value for value in held if isinstance(value, torch.Tensor)]
         self.asked = Asked(named.names, self.tensors)
         self._memory = Memory(self.tensors)
-        self._sized = [*(value for value in held if isinstance(value, _SIZED)), *named.spaces]
-        self._sizes = [*map(len, self._sized)]
-        contents = ((entry, content_of(entry.value)) for entry in self._held)
-        self._contents = [pair for pair in contents if pair[1] is not None]
+        self._spaces = named.spaces
         default = Entry("torch.default_generator", None, None, torch.default_generator)
         seeded = [*self._held, default] if "initial_seed" in named.names else []
         generators = [entry for entry in seeded if isinstance(entry.value, torch.Generator)]
         self._seeds = [(entry, entry.value.initial_seed()) for entry in generators]
-        self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= _SMALL]
+        self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= SMALL]
         terms: dict[str, list[Term]] = {"each": [], "outer": [], "inner": []}
         for entry in self._held:
             if entry.holder is not None:
                 kind = "outer" if isinstance(entry.holder, dict) else "each"
                 terms["inner" if entry.place in named.inner else kind].append(term_of(entry))
-        for sized, size in zip(self._sized, self._sizes, strict=True):
-            kind = "inner" if (id(sized), None) in named.inner else "each"
-            terms[kind].append(("len({}) == {}", (sized, size)))
+        for space, size in self._spaces:
+            kind = "inner" if (id(space), None) in named.inner else "each"
+            terms[kind].append(("len({}) == {}", (space, size)))
+        for entry in self._held:
+            if entry.content is not None:
+                read = len if isinstance(entry.content, int) else content_of
+                terms["each"].append(("{}({}) == {}", (read, entry.value, entry.content)))
         self._tables = [(table, len(table)) for table in named.tables]
         terms["inner"] += [("len({}) == {}", pair) for pair in self._tables]
         self.terms: list[Term] = [
@@ -181,11 +186,6 @@ class NamedState:
             *by_turns(terms["outer"], _EACH, _EACH),
             *by_turns(terms["inner"], _TURN, _TURN),
             *self._memory.terms,
-            *(
-                ("{}({}) == {}", (content_of, entry.value, content))
-                for entry, content in self._contents
-                if not isinstance(entry.value, list | deque)
-            ),
             *(("{}() == {}", (entry.value.initial_seed, seed)) for entry, seed in self._seeds),
         ]
 
@@ -211,18 +211,29 @@ class NamedState:
         except StateError:
             self._renew()
             require_same(self._held)
-        if self._sized and [*map(len, self._sized)] != self._sizes:
+        if self._has_new_sizes():
             self._renew()
         if not self._memory.is_kept():
             moved = {*map(id, self._memory.moved())}
             path = next((e.path for e in self._held if id(e.value) in moved), "a named tensor")
             raise StateError(_stale(f"{path} no longer has its captured memory"))
-        for entry, content in self._contents:
-            if content_of(entry.value) != content:
-                _refuse(entry, f"has different contents than at capture ({brief(entry.value)})")
+        self._require_contents()
         for entry, seed in self._seeds:
             if (now := entry.value.initial_seed()) != seed:
                 _refuse(entry, f"has the initial seed {now} and had {seed} at capture")
+
+    def _has_new_sizes(self) -> bool:
+        return any(len(space) != size for space, size in self._spaces)
+
+    def _require_contents(self) -> None:
+        """Raise StateError if the contents of a container differ from the capture."""
+        for entry in (entry for entry in self._held if entry.is_modified):
+            value = entry.value
+            if isinstance(value, list | deque):
+                _refuse(
+                    entry, f"has {counted(len(value), 'entry')} and had {entry.content} at capture"
+                )
+            _refuse(entry, f"has different contents than at capture ({brief(value)})")
 
     def constants(self) -> tuple[Any, ...]:
         """Return the current plain values in hashable form, or raise StateError."""
@@ -242,20 +253,18 @@ class NamedState:
             raise CaptureError(rebinding("replaces", replaced[0].path))
         plain = ((e.path, e.value, e.now()) for e in self._held if isinstance(e.value, PLAIN))
         changes = [change for change in plain if change[1] != change[2]]
-        if changes := [*changes, *changed_contents(self._contents)]:
+        if changes := [*changes, *changed_contents(self._held)]:
             logger.warning(text_of_changes(changes))
         self.leave_out_changes()
 
     def leave_out_changes(self) -> None:
         """Stop comparing the changed places; the caller knows that the step changed them."""
-        contents = {id(entry): content for entry, content in self._contents}
         changed = {
             entry.place
             for entry in self._held
-            if not is_equal(entry.value, entry.now())
-            or content_of(entry.value) != contents.get(id(entry))
+            if entry.is_modified or not is_equal(entry.value, entry.now())
         }
-        if changed or [*map(len, self._sized)] != self._sizes:
+        if changed or self._has_new_sizes():
             named = self._walk()
             added = {entry.place for entry in named.places} - self._keys
             self._added |= added
@@ -275,12 +284,8 @@ class NamedState:
                 raise StateError(_stale(f"{entry.path} is no longer the captured tensor"))
             if not is_alike(entry.value, now):
                 _refuse(entry, f"is {brief(now)} and was {brief(entry.value)} at capture")
-        for entry, content in self._contents:
-            if isinstance(entry.value, list | deque) and len(entry.value) != content:
-                _refuse(
-                    entry, f"has {counted(len(entry.value), 'entry')} and had {content} at capture"
-                )
-        spaces = {*map(id, named.spaces)}
+        self._require_contents()
+        spaces = {id(space) for space, _ in named.spaces}
         for entry in itertools.chain(*after.values()):
             is_read = named.is_named(entry) or entry.key in named.texts
             if id(entry.holder) in spaces and is_read:
@@ -296,12 +301,13 @@ def _constant(entry: Entry, value: Any) -> Any:
     return type(value), value
 
 
-def changed_contents(held: Iterable[tuple[Entry, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the path, the old and the new ``content_of`` of each container that has changed."""
-    for entry, content in held:
-        now = content_of(entry.value)
-        if now != content:
-            yield f"len({entry.path})" if isinstance(now, int) else entry.path, content, now
+def changed_contents(held: Iterable[Entry]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the path, the old and the new contents of each container that has changed."""
+    for entry in held:
+        if entry.is_modified:
+            now = content_of(entry.value)
+            path = f"len({entry.path})" if isinstance(now, int) else entry.path
+            yield path, entry.content, now
 
 
 def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
@@ -330,9 +336,6 @@ def _refuse(entry: Entry, what: str) -> NoReturn:
     )
 
 
-_SIZED = (list, dict, deque)
-
-
 def is_alike(old: Any, new: Any) -> bool:
     """Whether two values are equal. Parts that are separate places are not compared."""
     if old is new:
@@ -357,21 +360,3 @@ def is_alike(old: Any, new: Any) -> bool:
     if isinstance(old, dict) or (is_open and has_state(old) and not isinstance(old, enum.Enum)):
         return True
     return is_equal(old, new)
-
-
-_BUFFERS = (bytearray, array.array, memoryview, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
-
-
-def content_of(value: Any) -> Any:
-    """Return the length of a list or large set, or the contents of a small set or array.
-
-    Return None for all other values.
-    """
-    if isinstance(value, list | deque):
-        return len(value)
-    if isinstance(value, set):
-        return frozenset(value) if len(value) <= _SMALL else len(value)
-    if isinstance(value, _BUFFERS) or is_array(value):
-        view = memoryview(value)
-        return view.tobytes() if view.nbytes <= _SMALL else None
-    return None

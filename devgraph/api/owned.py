@@ -44,7 +44,7 @@ from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.marks.source import is_machinery_module, warn
 from devgraph.api.modes import FAKE, PROXY, OwnMode, tracer
-from devgraph.api.named import Asked, NamedState, changed_contents, content_of, text_of_changes
+from devgraph.api.named import Asked, NamedState, changed_contents, text_of_changes
 from devgraph.api.process import several_ranks
 from devgraph.api.reach import (
     ABSENT,
@@ -55,7 +55,6 @@ from devgraph.api.reach import (
     Watch,
     entries,
     is_array,
-    is_context,
     is_iterator,
     optimizer_state,
     reached,
@@ -150,16 +149,14 @@ class Owned:
         """The ``id`` of each tensor that the step could reach before the first run."""
         self._named: Named | None = None
         """The search for named places before the first run."""
-        self._values: dict[tuple[int, Any], tuple[Any, Any]] = {}
-        """Value and content of each named place before the first run, by holder and key."""
         self.gradients = Gradients(())
         """The gradients that the step writes."""
         self._is_first_captured = False
         """Whether the captured run was the first run."""
         self.asked = Asked((), ())
         """The questions that the step asks about its inputs."""
-        self._contents: list[tuple[Entry, Any]] = []
-        """Named containers, each with its ``content_of`` after the first run."""
+        self._after_run: list[Entry] = []
+        """Named places with their contents after the first run."""
         self.is_unsettled = False
         """Whether the next warm-up run must check the tensors that the first run made."""
 
@@ -240,8 +237,7 @@ class Owned:
         if self.is_unsettled and not captured:
             self._require_settled()
         if is_first and self._named is not None:
-            contents = ((e, content_of(e.value)) for e in self._named.places)
-            self._contents = [(entry, held) for entry, held in contents if held is not None]
+            self._after_run = [entry.noted() for entry in self._named.places]
         if is_first and not captured:
             self._created = {p: t for item in changes for p, t in item.tensors}
             if self._created and self._saved:
@@ -333,7 +329,11 @@ class Owned:
             objects = (("self", arg) for arg in args if not isinstance(arg, torch.Tensor))
             named = Named([(mark.name, mark.fn), *objects])
             names = named.names | {e.path for e in named.places}
-            names |= {getattr(e.value, "name", "") for e in named.places if is_context(e.value)}
+            names |= {
+                getattr(e.value, "name", "")
+                for e in named.places
+                if isinstance(e.value, ContextVar)
+            }
             if not names.isdisjoint(re.findall(r"\w+", path)):
                 raise CaptureError(
                     f"the step sets {path} to {brief(value)} before it calls {mark.name}, and to "
@@ -423,9 +423,6 @@ class Owned:
 
         self._saved = snapshot, parameters
         self._named = Named(self.roots, regions=regions)
-        self._values = {
-            entry.place: (entry.value, content_of(entry.value)) for entry in self._named.places
-        }
         numbers = host_random()
         try:
             yield require_places
@@ -469,7 +466,7 @@ class Owned:
             if numbers.get(name, state) != state:
                 self._note_state(name, numbers[name][-1], state[-1])
         changes = [(path, *values) for path, values in self._state.items()]
-        changes += [c for c in changed_contents(self._contents) if c[0] not in self._state]
+        changes += [c for c in changed_contents(self._after_run) if c[0] not in self._state]
         if self._state:
             warn(text_of_changes(changes))
         elif changes:  # Steps may append to a list for a purpose outside of the step.
@@ -534,8 +531,15 @@ class Owned:
         Args:
             regions: whether regions are part of the graph.
         """
-        found, self._named = self._named, None
-        state = NamedState(self.roots, self._has_changed, regions=regions, found=found)
+        before = {} if self._named is None else {entry.place: entry for entry in self._named.places}
+
+        def has_changed(entry: Entry) -> bool:
+            """Whether the step changed or made the value of a place; False for tensors."""
+            old = before.get(entry.place, _EMPTY)
+            is_same = old.content == entry.content and is_equal(old.value, entry.value)
+            return not (is_same or isinstance(entry.value, torch.Tensor))
+
+        state = NamedState(self.roots, has_changed, regions=regions, found=self._named)
         named = watched_in(state)
         self.asked = state.asked
         if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
@@ -543,12 +547,8 @@ class Owned:
             named.append(Flags([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
         return [*named, self.gradients] if self.gradients else named
 
-    def _has_changed(self, entry: Entry) -> bool:
-        """Whether the step changed or made the value of a place; False for tensors."""
-        before = self._values.get(entry.place, (ABSENT, None))
-        if isinstance(entry.value, torch.Tensor):
-            return False
-        return not is_equal(before[0], entry.value) or before[1] != content_of(entry.value)
+
+_EMPTY = Entry("", None, None, ABSENT)
 
 
 def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) -> list[str]:

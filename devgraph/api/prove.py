@@ -23,7 +23,7 @@ from devgraph.api.errors import (
     note,
     whole,
 )
-from devgraph.api.reach import Watch, entries, optimizer_state
+from devgraph.api.reach import Watch, optimizer_state, reached
 from devgraph.api.snapshots import (
     DEFAULT_LIMIT,
     RowPlace,
@@ -407,16 +407,11 @@ class State:
         backend: Backend,
         named: Iterable[tuple[str, torch.Tensor]],
         roots: Iterable[tuple[str, Any]] = (),
-        generators: Iterable[torch.Generator] = (),
         *,
         limit: int = DEFAULT_LIMIT,
     ) -> None:
         roots = [*roots]
-        reached = [*entries(roots)]
-        held = (entry.value for entry in reached)
-        drawn = [*generators, *(value for value in held if isinstance(value, torch.Generator))]
-        self.snapshot = Snapshot(backend, named, {id(g): g for g in drawn}.values(), limit=limit)
-        self._entries = [entry for entry in reached if entry.holder is not None]
+        self.snapshot = Snapshot(backend, named, reached(roots)[1], limit=limit)
         self._watch = Watch(roots, gradients=True)
         self.rebound: set[int] = set()
         """The ``id`` of each tensor that an eager run replaced. Such tensors are not compared."""
@@ -482,14 +477,8 @@ class State:
 
     def settle(self) -> None:
         """Restore tensors that an eager run replaced, and record Python values that it changed."""
-        for entry in self._entries:
-            now = entry.now()
-            if now is entry.value:
-                continue
-            if isinstance(entry.value, torch.Tensor):
-                self.rebound.add(id(entry.value))
-            elif not isinstance(entry.value, torch.Generator) and now != entry.value:
-                self.moved[entry.path] = None
+        for change in self._watch.changes(lambda path, *_: self.moved.setdefault(path), empty=True):
+            self.rebound |= {*map(id, change.before)} - {id(tensor) for _, tensor in change.tensors}
         self._watch.put_back()
 
     def changes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
@@ -768,11 +757,10 @@ class _Prover:
         # uses, may hold the same data.
         self._renewed = [(name, leaf) for name, leaf in now if name in self.replaced]
         arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
-        reached, generators = owned.reached()
         # The last name of a tensor takes precedence.
-        self._state = [*optimizer_state(owned.roots), *reached, *arguments]
+        self._state = [*optimizer_state(owned.roots), *owned.reached()[0], *arguments]
         given = sum(leaf.nbytes for _, leaf in self.inputs)
-        self.state = State(job.backend, self._state, owned.roots, generators, limit=limit + given)
+        self.state = State(job.backend, self._state, owned.roots, limit=limit + given)
 
     def not_varied(self) -> list[str]:
         """Return the names of bound tensors that hold the same data in all cases."""

@@ -7,8 +7,10 @@ code of a step uses by name.
 
 from __future__ import annotations
 
+import array
 import builtins
 import contextvars
+import ctypes
 import dis
 import functools
 import gc
@@ -24,7 +26,7 @@ import types
 import warnings
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -44,7 +46,7 @@ _MOST_NAMED = 300
 """Maximum number of objects that ``Named`` visits."""
 
 _MOST_SPACES = 32
-"""Maximum number of compared mappings. Beyond it, mappings in module containers are skipped."""
+"""Number of compared mappings beyond which attributes in module containers are not counted."""
 
 _MODULES = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _DEEPEST = 8
@@ -73,22 +75,8 @@ class Entry(NamedTuple):
     """A dictionary, a list, a closure cell or an object; None if the place is not assignable."""
     key: Any
     value: Any
-
-    @property
-    def is_item(self) -> bool:
-        """Whether the place is an entry of a container and not an attribute."""
-        return self.path.endswith("]")
-
-    @property
-    def is_attribute(self) -> bool:
-        """Whether the place is an attribute of an object that is not a class."""
-        others = (Mapping, list, deque, contextvars.ContextVar, type)
-        return self.key != _POSITION and not isinstance(self.holder, others)
-
-    @property
-    def is_gradient(self) -> bool:
-        """Whether the place is the gradient of a tensor."""
-        return self.key == "grad" and isinstance(self.holder, torch.Tensor)
+    content: Any = None
+    """The ``content_of`` the value, if the search notes it."""
 
     @property
     def place(self) -> tuple[int, Any]:
@@ -99,9 +87,39 @@ class Entry(NamedTuple):
         """Return the value that the place holds now."""
         return _read(self.holder, self.key)
 
+    def noted(self) -> Entry:
+        """Return the entry with the current contents of its value."""
+        return self._replace(content=content_of(self.value))
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the contents of the value changed since they were noted."""
+        return bool(content_of(self.value) != self.content)
+
     def put_back(self) -> None:
         """Restore the value of the place."""
         _write(self.holder, self.key, self.value)
+
+
+def content_of(value: Any) -> Any:
+    """Return the length of a list or large set, or the contents of a small set or array.
+
+    Return None for all other values.
+    """
+    if isinstance(value, list | deque):
+        return len(value)
+    if isinstance(value, set):
+        return frozenset(value) if len(value) <= SMALL else len(value)
+    if isinstance(value, _BUFFERS) or is_array(value):
+        view = memoryview(value)
+        return view.tobytes() if view.nbytes <= SMALL else None
+    return None
+
+
+SMALL = 1024
+"""Maximum size of an array (bytes), a set or a mapping (elements) whose content is compared."""
+
+_BUFFERS = (bytearray, array.array, memoryview, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
 
 def containers(path: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -229,87 +247,75 @@ def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
         yield Entry(name, None, None, child)
 
 
-class _Place:
-    """All or some places of one object, with stored values.
+class _Place(NamedTuple):
+    """All or some places of one object.
 
     ``form`` is the format of a place's path, with ``{path}`` of the object and ``{key}``.
     ``holder`` is the object or its dictionary, and ``keys`` are keys or attributes; None selects
     all except ``without``.
     """
 
-    def __init__(
-        self,
-        path: str,
-        form: str,
-        holder: Any,
-        keys: Iterable[Any] | None = None,
-        without: Iterable[Any] = (),
-    ) -> None:
-        self._path, self._form, self.holder = path, form, holder
-        self._keys = None if keys is None else [*keys]
-        self._without = without
-        self.settle()
+    path: str
+    form: str
+    holder: Any
+    keys: Sequence[Any] | None = None
+    without: Collection[Any] = ()
 
-    def settle(self) -> None:
-        """Store the current values for comparison in ``changes``."""
-        self._held, self._values = self._now()
-
-    def _now(self) -> tuple[list[Any], list[Any]]:
-        if self._keys is not None:
-            return self._keys, [_read(self.holder, key) for key in self._keys]
+    def values(self) -> dict[Any, Any]:
+        """Return the current values by key."""
         holder = self.holder
+        if self.keys is not None:
+            return {key: _read(holder, key) for key in self.keys}
         if isinstance(holder, types.GeneratorType):
             frame = holder.gi_frame
-            holder = {} if frame is None else {**frame.f_locals, _POSITION: frame.f_lasti}
+            return {} if frame is None else {**frame.f_locals, _POSITION: frame.f_lasti}
         if isinstance(holder, dict):
-            return [*holder], [*holder.values()]
+            return {**holder}
         if isinstance(holder, list | deque):
-            return [*range(len(holder))], [*holder]
+            return dict(enumerate(holder))
         values = gc.get_referents(holder)  # an object that does not expose its values
-        # Yield the values in the list of a ``cycle`` but not the list: changing it is not safe.
+        # Return the values in the list of a ``cycle`` but not the list: changing it is not safe.
         if isinstance(holder, itertools.cycle):
             values = [v for held in values for v in (held if isinstance(held, list) else [held])]
-        return [*map(id, values)], values
+        return {id(value): value for value in values}
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the places with their stored values."""
-        for key, value in zip(self._held, self._values, strict=True):
-            if value is not ABSENT and key not in self._without:
+        for key, value in self.values().items():
+            if value is not ABSENT and key not in self.without:
                 yield Entry(self._at(key), self.holder, key, value)
 
     def _at(self, key: Any) -> str:
         is_plain = all(isinstance(k, PLAIN) for k in (key if type(key) is tuple else [key]))
         shown = key if is_plain else brief(key)
-        return self._form.format(path=self._path, key=shown)
+        return self.form.format(path=self.path, key=shown)
 
-    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+    def changes(self, before: Mapping[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
         """Yield the path, the old and the new value of each key that changed."""
-        keys, values = self._now()
-        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+        after = self.values()
+        if len(after) == len(before) and all(map(operator.is_, after.values(), before.values())):
             return
-        before = dict(zip(self._held, self._values, strict=True))
-        after = dict(zip(keys, values, strict=True))
-        for key in [*before, *(key for key in after if key not in before)]:
+        for key in {**before, **after}:
             old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-            if old is not new and key not in self._without:
+            if old is not new and key not in self.without:
                 yield self._at(key), old, new
 
-    def put_back(self) -> None:
-        """Restore the stored values, unless the holder does not allow assignments."""
-        if isinstance(self.holder, list | deque | set):
-            self.holder.clear()
-            put = self.holder.update if isinstance(self.holder, set) else self.holder.extend
-            put(self._values)
+    def put_back(self, before: Mapping[Any, Any]) -> None:
+        """Restore the values, unless the holder does not allow assignments."""
+        holder = self.holder
+        if isinstance(holder, list | deque | set):
+            holder.clear()
+            put = holder.update if isinstance(holder, set) else holder.extend
+            put(before.values())
             return
-        is_closed = isinstance(self.holder, _CLOSED) or is_iterator(self.holder)
-        if is_closed or self._keys == [_POSITION]:
+        is_closed = isinstance(holder, _CLOSED) or is_iterator(holder)
+        if is_closed or self.keys == (_POSITION,):
             return
-        if self._keys is None:
-            for key in [key for key in self.holder if key not in self._held]:
-                del self.holder[key]
-        for key, value in zip(self._held, self._values, strict=True):
-            if _read(self.holder, key) is not value:
-                _write(self.holder, key, value)
+        if self.keys is None:
+            for key in [key for key in holder if key not in before]:
+                del holder[key]
+        for key, value in before.items():
+            if _read(holder, key) is not value:
+                _write(holder, key, value)
 
 
 _ATTRIBUTE, _ITEM, _NAME, _WHOLE = "{path}.{key}", "{path}[{key!r}]", "{key}", "{path}"
@@ -320,7 +326,9 @@ _CLOSED: tuple[type, ...] = (types.GeneratorType, functools._lru_cache_wrapper, 
 def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
     if isinstance(value, torch.optim.Optimizer):
         for index, group in enumerate(value.param_groups):
-            yield _Place(f"{path}.param_groups[{index}]", _ITEM, group, group.keys() - {"params"})
+            yield _Place(
+                f"{path}.param_groups[{index}]", _ITEM, group, [*group.keys() - {"params"}]
+            )
     if isinstance(value, torch.jit.ScriptModule):
         pass
     elif isinstance(value, torch.Tensor):
@@ -354,7 +362,7 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
         yield _Place(path, _WHOLE, value, (_POSITION,))
     elif isinstance(value, (set, *_CLOSED)):
         yield _Place(path, _WHOLE, value)
-    elif is_context(value):
+    elif isinstance(value, contextvars.ContextVar):
         yield _Place(value.name, _WHOLE, value, (_CELL,))
     elif isinstance(value, random.Random) or _is_generator_of_numpy(value):
         yield _Place(path, _WHOLE, value, (_POSITION,))
@@ -362,7 +370,8 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
         yield _Place(path, _ATTRIBUTE, vars(value))
     elif isinstance(value, type):
         if not is_machinery_module(value.__module__):
-            state = [n for n, child in vars(value).items() if n[:2] != "__" and _is_state(child)]
+            held = ((name, child) for name, child in vars(value).items() if name[:2] != "__")
+            state = [name for name, child in held if isinstance(child, _STATE)]
             yield _Place(value.__name__, _ATTRIBUTE, value, state)
     elif not isinstance(value, _PASSIVE) and has_state(value):
         yield _Place(path, _ATTRIBUTE, getattr(value, "__dict__", {}))
@@ -410,6 +419,7 @@ def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 _HOLDERS = (set, weakref.ref, contextvars.ContextVar, threading.local, *_CLOSED)
 _PASSIVE = (types.ModuleType, types.MethodType, functools.partial, tuple, *PLAIN)
+_STATE = (torch.Tensor, torch.Generator, list, dict, tuple, deque, *PLAIN)
 _BUILTINS = frozenset(vars(builtins))
 
 
@@ -436,10 +446,6 @@ def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
 def _is_generator_of_numpy(value: Any) -> bool:
     kind = type(value)
     return hasattr(kind, "bit_generator") and kind.__module__.startswith("numpy.")
-
-
-def is_context(value: Any) -> bool:
-    return isinstance(value, contextvars.ContextVar)
 
 
 def is_array(value: Any) -> bool:
@@ -488,10 +494,6 @@ def _is_of_user(tensor: torch.Tensor) -> bool:
 
 def _is_users(module: types.ModuleType) -> bool:
     return not is_machinery_module(module.__name__)
-
-
-def _is_state(child: Any) -> bool:
-    return isinstance(child, (torch.Tensor, torch.Generator, list, dict, tuple, deque, *PLAIN))
 
 
 def _read(holder: Any, key: Any) -> Any:
@@ -570,7 +572,8 @@ class Named:
         places: the places, except those that hold Python modules of libraries. Places inside module
             containers (``torch.nn.Sequential``, ...) come last.
         leaves: the ``id`` of each tensor and plain value that the search found.
-        spaces: mappings, and the ``__dict__`` of torch modules and of user objects.
+        spaces: mappings, and the ``__dict__`` of torch modules and of user objects, each with its
+            length.
         inner: pairs (id of the holder, key) of the places that are inside module containers; for
             ``spaces`` the key is None.
         whole: the mappings that the step iterates over.
@@ -592,13 +595,11 @@ class Named:
         self._search(roots, _INSTANCE)
         if not self._is_complete:
             self._search(roots, frozenset())
-        held = [entry.value for entry in self.places if isinstance(entry.value, list | deque)]
-        self._sizes = [(holder, len(holder)) for holder in (*self.spaces, *held)]
 
     def is_current(self) -> bool:
         """Whether all places, and their number in each object, are as the search found them."""
-        return all(entry.now() is entry.value for entry in self.places) and all(
-            len(holder) == size for holder, size in self._sizes
+        return all(e.now() is e.value and not e.is_modified for e in self.places) and all(
+            len(space) == size for space, size in self.spaces
         )
 
     def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
@@ -614,7 +615,7 @@ class Named:
         while count < len(self.names) + len(self.texts):  # a name can lead to more names
             count = len(self.names) + len(self.texts)
             self.places: list[Entry] = []
-            self.spaces: list[dict[Any, Any]] = []
+            self.spaces: list[tuple[dict[Any, Any], int]] = []
             self.leaves = set[int]()
             self.tables: list[dict[str, Any]] = []
             self.inner = set[tuple[int, Any]]()
@@ -641,8 +642,9 @@ class Named:
             seen.add(id(value))
             is_open = isinstance(value, torch.nn.Module) or has_state(value)
             for space in (value, getattr(value, "__dict__", None) if is_open else None):
-                if isinstance(space, dict) and (is_first or len(self.spaces) < _MOST_SPACES):
-                    self.spaces.append(space)
+                is_compared = is_first or space is value or len(self.spaces) < _MOST_SPACES
+                if isinstance(space, dict) and is_compared:
+                    self.spaces.append((space, len(space)))
                     if not is_first:
                         self.inner.add((id(space), None))
             for entry in entries:
@@ -655,7 +657,7 @@ class Named:
                     and entry.now() is entry.value
                 ):
                     places.add(entry.place)
-                    self.places.append(entry)
+                    self.places.append(entry.noted())
                     if not is_first:
                         self.inner.add(entry.place)
                 if is_leaf:
@@ -925,6 +927,8 @@ class Change(NamedTuple):
     path: str
     tensors: list[tuple[str, torch.Tensor]]
     """The tensors that the place holds now, as pairs with their paths."""
+    before: list[torch.Tensor]
+    """The tensors that it held before."""
 
 
 def rebinding(verb: str, path: str) -> str:
@@ -944,12 +948,13 @@ class Watch:
     """A comparison of all places that a step can reach, before and after a run."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
-        self._places: list[_Place] = []
+        places: list[_Place] = []
         for path, value in walk(roots, True):
-            self._places += _places(path, value, True)
+            places += _places(path, value, True)
             if gradients:
                 leaves = (e for e in _members(path, value, True) if _has_gradient(e.value))
-                self._places += [_Place(e.path, _ATTRIBUTE, e.value, ("grad",)) for e in leaves]
+                places += [_Place(e.path, _ATTRIBUTE, e.value, ("grad",)) for e in leaves]
+        self._held = [(place, place.values()) for place in places]
 
     def changes(
         self,
@@ -964,14 +969,15 @@ class Watch:
             empty: whether plain values that were added or deleted count as changed.
         """
         changes, plain = [], (_Absent, *PLAIN) if empty else PLAIN
-        for place in self._places:
-            for path, old, new in place.changes():
-                before, after = tensors_below(path, old), tensors_below(path, new)
-                if [id(tensor) for _, tensor in before] != [id(tensor) for _, tensor in after]:
+        for place, values in self._held:
+            for path, old, new in place.changes(values):
+                before = [tensor for _, tensor in tensors_below(path, old)]
+                after = tensors_below(path, new)
+                if [*map(id, before)] != [id(tensor) for _, tensor in after]:
                     verb = "adds" if not before else "replaces" if after else "removes"
                     if is_iterator(place.holder) and not isinstance(place.holder, _CLOSED):
                         verb = "advances"
-                    changes.append(Change(verb, path, after))
+                    changes.append(Change(verb, path, after, before))
                 elif isinstance(old, plain) and isinstance(new, plain) and old != new:
                     note_state(path, old, new)
         return changes
@@ -979,19 +985,18 @@ class Watch:
     def put_back(self, *, plain: bool = False) -> None:
         """Restore every place whose tensors changed; with ``plain``, restore plain values too."""
         kinds = (_Absent, *PLAIN)
-        for place in self._places:
+        for place, values in self._held:
             if any(
                 tensors_below(path, old)
                 or tensors_below(path, new)
                 or (plain and isinstance(old, kinds) and isinstance(new, kinds))
-                for path, old, new in place.changes()
+                for path, old, new in place.changes(values)
             ):
-                place.put_back()
+                place.put_back(values)
 
     def settle(self) -> None:
         """Store the current values for later comparisons."""
-        for place in self._places:
-            place.settle()
+        self._held = [(place, place.values()) for place, _ in self._held]
 
 
 def tensors_below(path: str, value: Any) -> list[tuple[str, torch.Tensor]]:

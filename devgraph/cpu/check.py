@@ -153,7 +153,7 @@ class _CheckedRun(Scope):
         held += [vars(module).get(name) for module in modules for name in set_by_hooks(module)]
         escaping = self._recorder.escaping(tensors_in((outputs, held)))
         where = line_of(self._fn)
-        for verb, path, tensors in self._changes:
+        for verb, path, tensors, _ in self._changes:
             memories = [memory_of(tensor) for _, tensor in tensors if has_place(tensor)]
             allocated = [escaping[memory] for memory in memories if memory in escaping]
             if verb == "adds" and allocated:
