@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import operator
 import threading
 import weakref
@@ -457,22 +458,27 @@ class CausalModel:
             torch.randint(self.shape.vocabulary, (n,), generator=generator, device="cpu").tolist()
             for n in (7, 6)[: self.max_requests]
         ]
+        exact = self.dtype == torch.float32
         cause: Exception | None = None
+        differences = {True: math.inf, False: math.inf}
         for carries in (True, False) if self.states else (True,):
             self.states.carries = carries
             try:
                 with torch.no_grad(), replaced(overriding(self.model, pad_token_id=None)):
                     alone = [self._alone(torch.tensor([t], device=self.device)) for t in texts]
                 want = torch.stack([logits[at] for at in (0, 1) for logits in alone]).float()
-                # Rounding in half precision changes all logits of a deep model by a few percent.
-                limit = 1e-3 if self.dtype == torch.float32 else 0.1
                 spread = (want - want.mean(-1, keepdim=True)).norm()
-                if (self._logits(texts).float() - want).norm() <= limit * spread:
+                differences[carries] = float((self._logits(texts) - want).norm() / spread)
+                if exact and differences[carries] <= 1e-3:
                     return
                 failure, cause = "gives different logits on whole slots", None
             except Exception as error:
                 failure, cause = f"fails on whole slots ({error})", error
-        raise refusal(self.model, f"{own} {failure}") from cause
+        # Rounding in half precision changes all logits of a deep model by a few percent, and a
+        # mixer that drops the state of a chunk changes them by several times as much.
+        self.states.carries = differences[True] <= 2 * differences[False]
+        if exact or not differences[self.states.carries] <= 0.1:
+            raise refusal(self.model, f"{own} {failure}") from cause
 
     def _alone(self, ids: Tensor) -> Tensor:
         """Return the logits of the last two tokens of a text from the unchanged model."""

@@ -87,6 +87,7 @@ class ModelShape:
     """Maximum length at which steps reproduce ``model.generate``; None means no limit."""
     vocabulary: int
     dtype: torch.dtype
+    """Dtype of keys and values, or of the weights in a model without attention."""
     device: torch.device
     body: torch.nn.Module
     """Module that computes hidden states: the base model or a part of it."""
@@ -364,6 +365,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         self.model = model
         self.mixers = mixers
         self.own = own
+        self.dtype = model.dtype
         self.length = 0
         self.uses_length = False
         """Whether the model read the length of the cache."""
@@ -432,6 +434,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
     def _add(self, index: int, heads: int, key: Tensor, value: Tensor, **scoring: Any) -> None:
         sizes = {"kv_heads": key.shape[1], "key_dim": key.shape[3], "value_dim": value.shape[3]}
         self.shapes[index] = LayerShape(heads=heads, **sizes, **scoring)
+        self.dtype = key.dtype
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
         """Record the window of a mask and return a placeholder that ``attention`` recognises."""
@@ -611,7 +614,7 @@ def _probe_attention(
         mixers=mixers,
         positions=_positions(model, cache_layers, layers, probe.functions),
         vocabulary=int(model.get_output_embeddings().weight.shape[0]),
-        dtype=probe.output.last_hidden_state.dtype,
+        dtype=probe.dtype,
         device=model.device,
         output_type=type(probe.output),
         uses_length=probe.uses_length or own is not None,
