@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class InputArena:
         self.device = self.buffers.device
         self.is_shared = share is not None
         """Whether another runner uses the same buffers."""
-        self.staging = StagingMemory(backend, self.device)
+        self.staging = Staging(backend, self.device)
         offsets = [name for name, slot in self.given.items() if slot.start is not None]
         self.token_offsets = offsets[0] if divides_tokens and len(offsets) == 1 else None
         """The slot that divides the tokens among the requests; None if several have offsets."""
@@ -249,60 +249,50 @@ def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[st
     return f"{' and '.join(faults)}; the runner has the slots {', '.join(slots)}.{hint}"
 
 
-class StagingMemory:
-    """A block of memory on the host and one on the device, for all transfers of a runner.
+class Staging:
+    """A block of memory on the host and one on the device, for transfers of host tensors.
 
     Transfers may reuse the blocks: the device block is written and read in stream order, and the
     host block is copied into pinned memory before a transfer starts.
     """
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
-        self.backend = backend
+        self._backend = backend
         self._device = device
         with torch.inference_mode(False):
             self._host = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._twin = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def blocks(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first ``nbytes`` of both blocks, which grow if necessary."""
-        if self._host.numel() < nbytes:
-            self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            self._twin = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._host[:nbytes], self._twin[:nbytes]
+    def transfer(
+        self, layouts: Sequence[tuple[Sequence[int], torch.dtype]]
+    ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+        """Return a function that copies host tensors of these layouts to the device at once.
 
-
-class Staging:
-    """A transfer of host tensors of fixed shapes and dtypes to the device in one copy.
-
-    Each separate copy would take about 25 us of host time.
-    """
-
-    def __init__(
-        self, memory: StagingMemory, layouts: Sequence[tuple[Sequence[int], torch.dtype]]
-    ) -> None:
-        self._memory = memory
+        Each separate copy would take about 25 us of host time. The returned tensors are valid until
+        the next transfer.
+        """
         offsets, total = [], 0
         for shape, dtype in layouts:
             offsets.append(total)
             total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         with torch.inference_mode(False):  # Inference tensors could not be written later.
-            self._host, self._twin = memory.blocks(total)
-            self._packed = _cut(self._host, offsets, layouts)
-            self._sent = _cut(self._twin, offsets, layouts)
+            if self._host.numel() < total:
+                self._host = torch.empty(total, dtype=torch.uint8, device="cpu")
+                self._twin = torch.empty(total, dtype=torch.uint8, device=self._device)
+            host, twin = self._host[:total], self._twin[:total]
+            packed, sent = (
+                [
+                    block[at : at + math.prod(shape) * dtype.itemsize]
+                    .view(dtype)
+                    .view(tuple(shape))
+                    for at, (shape, dtype) in zip(offsets, layouts, strict=True)
+                ]
+                for block in (host, twin)
+            )
 
-    def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return ``tensors`` on the device, valid until the next ``send`` of this memory."""
-        torch._foreach_copy_(self._packed, tensors)
-        self._twin.copy_(self._memory.backend.pin(self._host), non_blocking=True)
-        return self._sent
+        def send(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            torch._foreach_copy_(packed, tensors)
+            twin.copy_(self._backend.pin(host), non_blocking=True)
+            return sent
 
-
-def _cut(
-    block: torch.Tensor,
-    offsets: Sequence[int],
-    layouts: Sequence[tuple[Sequence[int], torch.dtype]],
-) -> list[torch.Tensor]:
-    return [
-        block[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-        for at, (shape, dtype) in zip(offsets, layouts, strict=True)
-    ]
+        return send

@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from devgraph.api.tensors import alike_to
-from devgraph.runners.inputs import InputArena, Staging
+from devgraph.runners.inputs import InputArena
 from devgraph.runners.slots import InputSlot, Pad, Scalar, Size, raw, raw_dtype, raw_value
 
 _WORD = torch.int32
@@ -77,7 +77,7 @@ class CopyPlan:
             for index, slot in enumerate(self._order)
             if slot.dtype is not copy_dtype(slot)
         ]
-        self._stagings: dict[tuple[int, ...], Staging] = {}
+        self._transfers: dict[tuple[int, ...], Callable[[list[torch.Tensor]], Any]] = {}
         """Transfers by the indices of inputs that come from the host; created on first use."""
         self._groups: list[_Group] = []
         self._fills: list[tuple[torch.Tensor, Scalar]] = []
@@ -187,12 +187,12 @@ class CopyPlan:
     def _send(self, sources: list[torch.Tensor]) -> None:
         """Replace sources on the host with copies at fixed addresses on the device."""
         on_host = self._on_host
-        staging = self._stagings.get(on_host)
-        if staging is None:
+        transfer = self._transfers.get(on_host)
+        if transfer is None:
             slots = [self._order[index] for index in on_host]
             layouts = [(slot.shape(self._real), slot.dtype) for slot in slots]
-            staging = self._stagings[on_host] = Staging(self._arena.staging, layouts)
-        sent = staging.send([sources[index] for index in on_host])
+            transfer = self._transfers[on_host] = self._arena.staging.transfer(layouts)
+        sent = transfer([sources[index] for index in on_host])
         for index, tensor in zip(on_host, sent, strict=True):
             sources[index] = tensor
 

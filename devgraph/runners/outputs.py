@@ -238,7 +238,9 @@ class OutputStore:
             if leaf is not None and view is not None and leaf.slot.rows is not None:
                 view = view.narrow(leaf.slot.dim, 0, real.rows(leaf.slot.rows))
             leaves.append(view)
-        return _returning(pytree.tree_unflatten(leaves, layout.spec), leaves, layout.spec)
+        if layout.spec.is_leaf():
+            return lambda: leaves[0]
+        return lambda: pytree.tree_unflatten(leaves, layout.spec)
 
     def poison(self, fill: Callable[[torch.Tensor], None]) -> None:
         """Call ``fill`` with every output buffer of every variant, in the dtype of its output."""
@@ -273,20 +275,6 @@ def slots_by_leaf(slots: Any, result: Any) -> list[OutputSlot]:
             f"the step returned {returned}, but outputs is declared as {declared}; they must have "
             f"the same structure"
         ) from None
-
-
-def _returning(tree: Any, leaves: list[torch.Tensor | None], spec: Any) -> Callable[[], Any]:
-    """Return a callable that returns ``tree``, each time with new mutable containers."""
-    children = tree.values() if type(tree) is dict else tree
-    if spec.is_leaf() or (type(tree) is tuple and _same(children, leaves)):
-        return lambda: tree
-    if type(tree) is dict and _same(children, leaves):
-        return tree.copy
-    return lambda: pytree.tree_unflatten(leaves, spec)
-
-
-def _same(children: Iterable[Any], leaves: Sequence[Any]) -> bool:
-    return [id(child) for child in children] == [id(leaf) for leaf in leaves]
 
 
 def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:

@@ -11,7 +11,7 @@ import torch
 import devgraph as dg
 from devgraph.api.backend import poison
 from devgraph.runners import InputSlot, Pad, Size
-from devgraph.runners.inputs import InputArena, Staging, StagingMemory
+from devgraph.runners.inputs import InputArena, Staging
 from devgraph.runners.load import CopyPlan
 
 SCRATCH = 63
@@ -205,27 +205,27 @@ def test_staged_tensors_arrive_in_one_transfer(devgraph_backend, monkeypatch):
     pins = []
     real = devgraph_backend.pin
     monkeypatch.setattr(devgraph_backend, "pin", lambda t: (pins.append(t), real(t))[1])
-    memory = StagingMemory(devgraph_backend, devgraph_backend.device)
+    staging = Staging(devgraph_backend, devgraph_backend.device)
     layouts = [((3,), torch.int64), ((2, 5), torch.bfloat16), ((), torch.bool), ((4,), torch.int8)]
     tensors = [torch.ones(shape).to(dtype) for shape, dtype in layouts]
     strided = torch.arange(6)[::2]
     tensors[0] = strided
-    staging = Staging(memory, layouts)
+    transfer = staging.transfer(layouts)
     for _ in range(2):
-        sent = staging.send(tensors)
+        sent = transfer(tensors)
         assert all(s.device == devgraph_backend.device for s in sent)
         assert [s.tolist() for s in sent] == [t.tolist() for t in tensors]
     assert len(pins) == 2
 
 
 def test_staging_memory_grows_and_older_users_stay_right(devgraph_backend):
-    memory = StagingMemory(devgraph_backend, devgraph_backend.device)
-    small = Staging(memory, [((2,), torch.int32)])
-    large = Staging(memory, [((200,), torch.int32)])
-    again = Staging(memory, [((3,), torch.int32)])
-    assert large.send([torch.full((200,), 5, dtype=torch.int32)])[0].eq(5).all()
-    assert small.send([torch.full((2,), 6, dtype=torch.int32)])[0].eq(6).all()
-    assert again.send([torch.full((3,), 7, dtype=torch.int32)])[0].eq(7).all()
+    staging = Staging(devgraph_backend, devgraph_backend.device)
+    small = staging.transfer([((2,), torch.int32)])
+    large = staging.transfer([((200,), torch.int32)])
+    again = staging.transfer([((3,), torch.int32)])
+    assert large([torch.full((200,), 5, dtype=torch.int32)])[0].eq(5).all()
+    assert small([torch.full((2,), 6, dtype=torch.int32)])[0].eq(6).all()
+    assert again([torch.full((3,), 7, dtype=torch.int32)])[0].eq(7).all()
 
 
 @pytest.mark.parametrize("join", [False, True])

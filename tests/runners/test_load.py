@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import devgraph as dg
 from devgraph.runners import InputSlot, Pad, Size
 from devgraph.runners import inputs as inputs_module
-from devgraph.runners.inputs import InputArena, Staging, StagingMemory
+from devgraph.runners.inputs import InputArena, Staging
 from devgraph.runners.load import CopyPlan
 from devgraph.runners.slots import raw_dtype
 from tests.support.runner_steps import OFFSETS, tokens
@@ -198,9 +198,9 @@ def test_a_plan_that_was_made_in_inference_mode_serves_outside_of_it():
         plan.load({"ids": tokens(1, 2, 3), "scale": torch.ones(3)})
         cpu = dg.get_backend("cpu")
         layouts = [((3,), torch.int64), ((2,), torch.float32)]
-        staging = Staging(StagingMemory(cpu, cpu.device), layouts)
+        transfer = Staging(cpu, cpu.device).transfer(layouts)
     load_in_place(plan, views, tokens(1, 2, 3), torch.ones(3), times=3)
-    sent = staging.send([tokens(4, 5, 6), torch.ones(2)])
+    sent = transfer([tokens(4, 5, 6), torch.ones(2)])
     assert [one.tolist() for one in sent] == [[4, 5, 6], [1, 1]]
 
 

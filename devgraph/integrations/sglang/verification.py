@@ -22,7 +22,7 @@ from devgraph.integrations.engine.ledger import EagerReason
 from devgraph.integrations.engine.steps import tensors
 from devgraph.integrations.sglang.backends import MODEL, _OnDevgraph, shared
 from devgraph.integrations.sglang.segments import undifferentiated
-from devgraph.runners.inputs import Staging, StagingMemory
+from devgraph.runners.inputs import Staging
 
 _CONTEXTS = (5, 23)
 """Context lengths of the requests in the two batches of each shape."""
@@ -107,9 +107,9 @@ def _batch(runner: Any, prefixes: list[int], news: list[int] | None) -> Any:
             names = ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc")
             host.update(zip(names, of_prefill, strict=True))
     # Separate copies and a loop over requests would take more time than the step.
-    memory = StagingMemory(shared().memory.backend, table.device)
-    staging = Staging(memory, [(tensor.shape, tensor.dtype) for tensor in host.values()])
-    sent = dict(zip(host, staging.send([*host.values()]), strict=True))
+    staging = Staging(shared().memory.backend, table.device)
+    transfer = staging.transfer([(tensor.shape, tensor.dtype) for tensor in host.values()])
+    sent = dict(zip(host, transfer([*host.values()]), strict=True))
     rows = sent.pop("table")
     table[first : first + count, : rows.shape[1]] = rows
     extend: dict[str, Any] = {}
