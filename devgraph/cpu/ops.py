@@ -73,29 +73,25 @@ class OpPlan:
         return kwargs.get(self.func._schema.arguments[position].name)
 
 
-def _aten(names: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in names.split())
-
-
-# These return aliases, although their schemas declare none.
-_VIEWS = _aten("_unsafe_view lift alias detach")
-
-_RESIZES = _aten("resize_ resize_as_ _resize_output_ resize_as_sparse_")
-
-_ALLOCATIONS = _aten("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
-
-# These return no tensor and read no tensor data.
-_METADATA = _aten(
-    """
-    _fused_sdp_choice is_same_size is_pinned size stride numel sym_size sym_stride sym_numel
-    sym_storage_offset _has_compatible_shallow_copy_type result_type is_complex
-    is_floating_point is_signed is_inference _debug_has_internal_overlap is_set_to
-    """
-)
+_KINDS = {
+    f"aten::{name}": kind
+    for kind, names in (
+        # These return aliases, although their schemas declare none.
+        (Kind.VIEW, "_unsafe_view lift"),
+        (Kind.RESIZE, "resize_ resize_as_ _resize_output_ resize_as_sparse_"),
+        (Kind.ALLOCATE, "empty empty_like empty_strided empty_permuted"),
+        (Kind.ALLOCATE, "new_empty new_empty_strided"),
+        # These return no tensor and read no tensor data.
+        (Kind.METADATA, "_fused_sdp_choice is_pinned is_same_size is_set_to"),
+        (Kind.BOOLEAN_INDEX, "index index_put index_put_ _index_put_impl_"),
+        (Kind.BOOLEAN_INDEX, "_unsafe_index _unsafe_index_put"),
+        (Kind.CONSTANT, "lift_fresh"),
+    )
+    for name in names.split()
+}
+"""Kinds that schemas and tags do not show."""
 
 _PLAIN = frozenset({"int", "float", "bool", "str", "number", "Device"})
-
-_INDEXING = _aten("index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put")
 
 # Collectives on the host return handles and finish in other threads.
 _HOST_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -151,22 +147,15 @@ def _position(item: Any, positions: Mapping[str, int]) -> int | None:
 
 
 def _kind(func: OpOverload, writes: frozenset[int]) -> Kind:
-    name = func._schema.name
     if func.namespace in _HOST_NAMESPACES:
         return Kind.HOST
     if _is_composite(func):
         return Kind.DECOMPOSE
-    for kind, names in (
-        (Kind.RESIZE, _RESIZES),
-        (Kind.ALLOCATE, _ALLOCATIONS),
-        (Kind.METADATA, _METADATA),
-        (Kind.BOOLEAN_INDEX, _INDEXING),
-    ):
-        if name in names and not (kind is Kind.ALLOCATE and writes):
-            return kind
-    if name == "aten::lift_fresh":
-        return Kind.CONSTANT
-    if func.is_view or torch.Tag.inplace_view in func.tags or name in _VIEWS:
+    listed = _KINDS.get(func._schema.name)
+    # The overloads with outputs write, although their names are in the table.
+    if listed is not None and not (writes and listed in (Kind.VIEW, Kind.ALLOCATE)):
+        return listed
+    if func.is_view or torch.Tag.inplace_view in func.tags:
         return Kind.VIEW
     if writes:
         return Kind.MUTATE

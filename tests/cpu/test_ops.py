@@ -67,7 +67,8 @@ def out_arguments(x: torch.Tensor, y: torch.Tensor) -> Any:
     torch.add(x, y, alpha=2, out=into)
     values, indices = torch.empty(3), torch.empty(3, dtype=torch.int64)
     torch.max(x, 1, out=(values, indices))
-    return into, values, indices
+    lifted = torch.ops.aten.lift.out(x, out=torch.empty(3, 4))
+    return into, values, indices, lifted
 
 
 def constants(x: torch.Tensor) -> Any:
