@@ -171,8 +171,11 @@ class Metadata:
 
     def _ask(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         odd = next((t for t in tensors_in((args, kwargs)) if not _is_plain(t)), None)
-        if odd is not None:
-            return _ask_odd(plan, args, kwargs, _odd(odd, "an argument is "))
+        if odd is not None:  # The operation may still read such a tensor of the caller.
+            refusal = _odd(odd, "an argument is ")
+            if plan.writes:
+                raise refusal
+            return _try(plan, args, kwargs, refusal)
         if plan.name in _UNFAITHFUL or (_is_pointwise(plan) and _has_expanded_half(args, kwargs)):
             return _try(plan, args, kwargs)
         if plan.name in _FAST or _is_pointwise(plan):
@@ -182,15 +185,10 @@ class Metadata:
                 logger.debug("%s has no result on the device meta: %s", plan.name, error)
         try:
             return self._ask_fakes(plan, args, kwargs)
-        except (UnknownMetadataError, RuntimeError) as error:
-            try:
-                return _try(plan, args, kwargs)
-            except (DataDependentError, UnrecordableError, OtherDeviceError):
-                raise
-            except Exception as failure:
-                if not isinstance(error, UnknownMetadataError):
-                    raise error from None  # The arguments are invalid.
-                raise UnrecordableError(str(error)) from failure
+        except UnknownMetadataError as error:
+            return _try(plan, args, kwargs, UnrecordableError(str(error)))
+        except RuntimeError as error:  # The arguments are invalid unless the operation runs.
+            return _try(plan, args, kwargs, error)
 
     def reads_data(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> bool:
         """Whether an operation that returns no tensor needs the data of its arguments."""
@@ -278,10 +276,11 @@ def _infer(plan: OpPlan, args: Args, kwargs: Kwargs, device: str) -> Any:
     return map_tensors(result, functools.partial(_layout, plan, device=device))
 
 
-def _try(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
+def _try(plan: OpPlan, args: Args, kwargs: Kwargs, refusal: Exception | None = None) -> Any:
     """Run an operation on scratch data and return the layouts of its results.
 
-    Raise DataDependentError if a second run on other data returns other layouts.
+    Raise ``refusal`` if the operation fails, and DataDependentError if a second run on other data
+    returns other layouts.
     """
     answers = []
     random = torch.get_rng_state()
@@ -293,7 +292,9 @@ def _try(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
                     *map_tensors(args, scratch),
                     **{name: map_tensors(value, scratch) for name, value in kwargs.items()},
                 )
-            except Exception:
+            except Exception as error:
+                if fill == 1 and refusal is not None:
+                    raise refusal from error
                 if fill == 1:
                     raise
                 continue  # The operation does not accept such data.
@@ -303,18 +304,6 @@ def _try(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
     if answers[0] != answers[-1]:
         raise DataDependentError(f"sizes of the results of {plan.name} depend on data")
     return answers[0]
-
-
-def _ask_odd(plan: OpPlan, args: Args, kwargs: Kwargs, refusal: UnrecordableError) -> Any:
-    """Return the layouts of an operation that reads sparse or quantized tensors of the caller."""
-    if plan.writes:
-        raise refusal
-    try:
-        return _try(plan, args, kwargs)
-    except (DataDependentError, UnrecordableError, OtherDeviceError):
-        raise
-    except Exception as error:  # the operation does not accept such tensors
-        raise refusal from error
 
 
 def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
