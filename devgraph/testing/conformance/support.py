@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -167,6 +168,15 @@ class Kit:
         if not self.backend.capabilities.streams:
             return contextlib.nullcontext()
         return cast(contextlib.AbstractContextManager[Any], self.streams.stream(self.side_stream()))
+
+
+@contextlib.contextmanager
+def beside(act: Callable[[], Any]) -> Iterator[None]:
+    """Run ``act`` on another thread during the block, then raise its error, if any."""
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(act)
+        yield
+        done.result()
 
 
 VOCAB, WIDTH, ROWS = 32, 8, 48

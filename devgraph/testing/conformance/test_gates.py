@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import random
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import POLICIES, WIDTH, Kit, declares, runner_of
+from devgraph.testing.conformance.support import POLICIES, WIDTH, Kit, beside, declares, runner_of
 from devgraph.testing.conformance.test_memory import require_flat
 
 pytestmark = declares("gates")
@@ -29,25 +26,6 @@ def layers(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         x = x * 2 + cache[layer]
         dg.signal(name)
     return x
-
-
-@contextmanager
-def beside(act: Callable[[], Any]) -> Iterator[None]:
-    """Run ``act`` on another thread during the block, then raise its error, if any."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 def open_all(gates: dg.Gates, epoch: int | None = None) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, declares, runner_of, same
+from devgraph.testing.conformance.support import Kit, beside, declares, runner_of, same
 
 pytestmark = declares("region_update")
 
@@ -341,8 +341,7 @@ def test_replay_between_updates_of_another_thread_is_never_half_updated(kit: Kit
             n, m = pairs[turn % len(pairs)]
             graph.update(n=n, m=m)
 
-    with ThreadPoolExecutor(1) as threads:
-        updating = threads.submit(update)
+    with beside(update):
         try:
             for _ in range(60):
                 graph.replay()
@@ -350,7 +349,6 @@ def test_replay_between_updates_of_another_thread_is_never_half_updated(kit: Kit
                 assert any(torch.equal(y, one) for one in legal), "half an update was replayed"
         finally:
             stop.set()
-        updating.result(60)
 
 
 def test_random_numbers_in_an_updatable_region_are_refused(kit: Kit, pool: dg.Pool) -> None:
