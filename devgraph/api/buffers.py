@@ -288,19 +288,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def require_same(entries: Iterable[Entry]) -> None:
     """Raise StateError if a place holds a different tensor or plain value than its entry."""
     for entry in entries:
-        now, holder = entry.now(), entry.holder
+        now = entry.now()
         if now is entry.value:
             continue
         if isinstance(entry.value, tuple) and is_equal(entry.value, now):
             continue
         if isinstance(entry.value, torch.Tensor) or tensors_in(entry.value):
-            what = (
-                f"entry {entry.key!r} of a {type(holder).__name__}"
-                if isinstance(holder, list | dict) and entry.path.endswith("]")
-                else entry.path
-            )
             raise StateError(
-                f"{what} among the bound tensors is no longer the captured tensor, but the "
+                f"{entry.path} among the bound tensors is no longer the captured tensor, but the "
                 f"graph uses the old tensor. Write new data into the old tensor with copy_(), "
                 f"or {AGAIN}."
             )

@@ -777,7 +777,7 @@ class Weights:
             raise StateError(
                 "a module of the step was captured in training mode and is in evaluation mode "
                 "now, or vice versa, but the graph uses the captured mode. Call train() or "
-                "eval() on the module, or capture again."
+                f"eval() on the module, or {AGAIN}."
             )
         if self._hooks_now() != self._hooks:
             raise StateError(
@@ -812,7 +812,7 @@ _TURN = 4
 
 _OLD = (
     ", but the graph uses the old state. Write new data into the old tensors with copy_() (as "
-    "load_state_dict() without assign=True does), or capture again."
+    f"load_state_dict() without assign=True does), or {AGAIN}."
 )
 
 _assignments = [0]
@@ -848,7 +848,7 @@ class _Arrays:
                 raise StateError(
                     f"{path} is a NumPy array whose values changed since the capture, but the "
                     f"graph uses the old values. Pass a tensor to the step instead "
-                    f"(torch.from_numpy), or capture again."
+                    f"(torch.from_numpy), or {AGAIN}."
                 )
 
 

@@ -275,8 +275,8 @@ class HostArgs:
         missing = sorted(self.declared.keys() - given.keys())
         if missing:
             raise HostArgumentError(
-                f"missing host arguments: {', '.join(missing)}. Each run needs all declared ones: "
-                f"{', '.join(sorted(self.declared))}."
+                f"missing host arguments: {', '.join(missing)}. Each run needs all declared ones "
+                f"in host_args=: {', '.join(sorted(self.declared))}."
             )
 
 

@@ -206,6 +206,11 @@ class ByRequests(ByTokens):
             requests = tokens // width
         elif tokens is None:
             tokens = requests * width
+        elif "width" in options and tokens != requests * width:
+            raise InputError(
+                f"variant {dict(options)} needs requests of {width}, but the batch has "
+                f"{Size(requests, tokens)}; leave width out to derive it from the batch"
+            )
         elif tokens < requests:
             raise InputError(
                 f"only {counted(tokens, 'token')} for {counted(requests, 'request')}, but every "
@@ -219,7 +224,7 @@ class ByRequests(ByTokens):
         self, size: Size, options: Mapping[str, Any], declared: Mapping[Variant, Mapping[str, Any]]
     ) -> Variant | Reason:
         width = options.get("width", size.width)
-        if width is None or size.tokens != size.requests * width:
+        if width is None:
             return Reason.UNKNOWN_WIDTH
         variant = canonical_variant({**options, "width": width})
         if variant in declared:

@@ -31,6 +31,7 @@ from devgraph.api.errors import (
     brief,
     counted,
     format_bytes,
+    note,
 )
 from devgraph.api.executable import EXHAUSTED
 from devgraph.api.policy import compiles
@@ -360,6 +361,11 @@ class CaptureScheduler:
             if runs >= _RETRY_RUNS or is_refusal or not isinstance(error, Exception):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
                 self._ranks.post(f"{tag}/outcome", RankOutcome.of_error(error).encoded())
+                note(
+                    error,
+                    f"in the capture of {self._name}, bucket {graph.key}, which calls the step with "
+                    f"one Batch of pad values",
+                )
                 raise
             logger.info("%s %s is retried after warm-up runs: %s", self._name, graph.key, error)
             mine, error.__traceback__ = RankOutcome(Outcome.RETRY), None

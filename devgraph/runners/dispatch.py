@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import ExecutableError, InputError, InputTypeError, UpdateError
+from devgraph.api.errors import ExecutableError, InputError, InputTypeError, UpdateError, note
 from devgraph.runners.capturing import CaptureScheduler
 from devgraph.runners.decisions import (
     UNLAUNCHED,
@@ -136,7 +136,11 @@ class Dispatcher:
                 "capture='lazy' in the configuration to capture buckets while serving",
                 self._name,
             )
-        outputs = self._step.run_eagerly(inputs, size, host_args, options)
+        try:
+            outputs = self._step.run_eagerly(inputs, size, host_args, options)
+        except Exception as error:
+            note(error, f"in an eager step of {self._name} ({decision.reason}), {size}")
+            raise
         self._counters.reasons[decision.reason] += 1
         graph = self._scheduler.want(decision)
         if graph is not None:

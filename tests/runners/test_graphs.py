@@ -90,7 +90,6 @@ def shared_runner() -> dg.DecodeRunner:
         (3, 6, {"width": 2}, Reason.GRAPH),
         (3, 9, {}, Reason.UNKNOWN_WIDTH),
         (3, 7, {}, Reason.UNKNOWN_WIDTH),
-        (3, 6, {"width": 1}, Reason.UNKNOWN_WIDTH),
         (3, 6, {"lora": True}, Reason.UNKNOWN_WIDTH),
         (3, 3, {"lora": True}, Reason.GRAPH),
         (3, 3, {"lora": False}, Reason.UNKNOWN_VARIANT),
@@ -111,12 +110,14 @@ def test_width_and_variant_are_part_of_the_graph_key(requests, total, variant, r
         (lambda r: r.can_run(True), dg.InputTypeError),
         (lambda r: r.can_run("3"), dg.InputTypeError),
         (lambda r: r.can_run(3, None, {"lora": [1]}), dg.InputTypeError),
+        (lambda r: r.can_run(4, 4, {"width": 2}), dg.InputError),
+        (lambda r: r.can_run(3, 6, {"width": 1}), dg.InputError),
     ],
 )
 def test_a_size_that_is_no_count_is_refused(call, kind):
     """FAULTS 5."""
     with pytest.raises(kind) as caught:
-        call(double_runner(captured=False, variants=[{}, {"lora": True}]))
+        call(double_runner(captured=False, variants=[{}, {"width": 2}, {"lora": True}]))
     assert isinstance(caught.value, ValueError)
 
 

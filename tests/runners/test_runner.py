@@ -63,6 +63,21 @@ def test_eager_steps_run_without_grad():
     assert set(modes) == {False}
 
 
+def test_errors_of_the_step_tell_eager_runs_from_captures():
+    def step(batch):
+        if batch.requests != 8:
+            raise KeyError("step")
+        return batch.x * 1
+
+    runner = decode_of(step, (X,), captured=False)
+    with pytest.raises(KeyError) as eager:
+        runner.run({"x": rows_of_x(3)})
+    assert "in an eager step of decode (not_captured), 3 requests" in eager.value.__notes__[0]
+    with pytest.raises(KeyError) as captured:
+        runner.capture()
+    assert "in the capture of decode, bucket 4, which calls" in captured.value.__notes__[0]
+
+
 @pytest.mark.parametrize("sizes", [{}, {"buckets": [3, 999], "align": 5}])
 def test_disabled_is_eager_by_choice_and_captures_nothing(sizes):
     runner = double_runner(config={"policy": "disabled", **sizes}, strict=True)
