@@ -23,6 +23,7 @@ from devgraph.api.errors import (
     did_you_mean,
 )
 from devgraph.api.marks.host_values import same_value
+from devgraph.api.marks.source import warn
 from devgraph.api.named import LAYOUT, attributes_of
 from devgraph.api.owned import Owned, require_place
 from devgraph.api.reach import PLAIN, Named, is_array
@@ -31,6 +32,7 @@ from devgraph.api.tensors import (
     effective_strides,
     fits,
     has_place,
+    memory_of,
     overlaps_itself,
     overwrite,
     share_memory,
@@ -52,7 +54,7 @@ class Inputs:
         self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
         self._written, self._roots, self._moved = owned.written, owned.roots, owned.moved
-        self._asked = owned.asked
+        self._asked, self._owned = owned.asked, owned
         self._has_warned = False
 
     def taken(
@@ -82,6 +84,7 @@ class Inputs:
                     f"the bound tensor {brief(target)} is passed as several arguments of the step, "
                     f"and different data was given for them. Capture with separate tensors."
                 )
+        self._require_apart_from_state(pairs)
         if len(new) > 1:
             self._require_agreement([target for target, _ in pairs], new)
             self._require_apart(pairs)
@@ -156,6 +159,37 @@ class Inputs:
                         DeviceGraphWarning,
                         stacklevel=4,
                     )
+
+    @functools.cached_property
+    def _state(self) -> dict[int, list[tuple[str, torch.Tensor]]]:
+        """The tensors that the step can reach beside its arguments, by storage."""
+        state: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in [*self._owned.changing, *self._owned.reached()[0]]:
+            if has_place(tensor):
+                state.setdefault(memory_of(tensor), []).append((name, tensor))
+        return state
+
+    def _require_apart_from_state(self, pairs: Sequence[Pair]) -> None:
+        """Refuse an input that would overwrite state; warn once if the step writes an input."""
+        for target, source in pairs:
+            near = [self._state.get(memory_of(tensor), ()) for tensor in (target, source)]
+            if source is target or not any(near) or _window(source) == _window(target):
+                continue
+            if held := next((name for name, t in near[0] if share_memory(target, t)), None):
+                raise InputError(
+                    f"the bound tensor {brief(target)} shares memory with {held}, which the step "
+                    f"also uses, so a copy of the input {brief(source)} would overwrite it. Capture "
+                    f"with a clone()."
+                )
+            changed = (pair for pair in near[1] if id(pair[1]) in self._owned.changed)
+            written = next((name for name, t in changed if share_memory(source, t)), None)
+            if written and not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"the input {brief(source)} shares memory with {written}, which the step "
+                    f"writes. A replay copies the input before the step begins, so later writes of "
+                    f"the step do not change it. Pass a clone() if this is intended."
+                )
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:
         """Raise InputError if inputs share written memory but their bound tensors do not.

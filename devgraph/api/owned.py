@@ -124,6 +124,11 @@ class Owned:
         self.roots = [*self._inner, *roots_of(fn)]
         """Names and objects from which the search for state of the step starts."""
         self.written: set[int] = set()
+        """The ``id`` of each argument tensor that the step writes."""
+        self.changing: list[tuple[str, torch.Tensor]] = []
+        """State beside arguments and weights, such as ``bound`` and named tensors."""
+        self.changed: set[int] = set()
+        """The ``id`` of each tensor of ``changing`` that the step writes."""
         self._state: dict[str, tuple[Any, Any]] = {}
         self._added: dict[str, Any] = {}
         """Plain values that the first run added."""
@@ -211,7 +216,8 @@ class Owned:
         self._settings.clear()
         before_bodies: list[Change] = []
         self._refuse = raise_rebinding if captured else before_bodies.extend
-        versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
+        counted = [t for t in (*self.given, *dict(self.changing).values()) if not t.is_inference()]
+        versions = [tensor._version for tensor in counted]
         before = optimizer_state(self.roots) if captured and is_first else []
         try:
             yield args, kwargs
@@ -224,10 +230,10 @@ class Owned:
                 self._require_settings(watch)
         finally:
             self._watch = outer
-        seen = (tensor for tensor in self.given if not tensor.is_inference())
-        for tensor, version in zip(seen, versions, strict=True):
+        given = {*map(id, self.given)}
+        for tensor, version in zip(counted, versions, strict=True):
             if tensor._version != version:
-                self.written.add(id(tensor))
+                (self.written if id(tensor) in given else self.changed).add(id(tensor))
         self._is_first_captured |= captured and is_first
         if captured and is_first and len(made := optimizer_state(self.roots)) > len(before):
             raise CaptureError(
@@ -401,7 +407,8 @@ class Owned:
         a tensor.
         """
         tensors, generators = self.reached()
-        changing = ((path, tensor) for path, tensor in tensors if not _is_weight(tensor))
+        changing = [(path, tensor) for path, tensor in tensors if not _is_weight(tensor)]
+        self.changing = [*self.tensors[self._given :], *changing]
         snapshot = Snapshot(backend, self.tensors, generators, limit=limit, optional=changing)
         watch = Watch(self.roots, gradients=True)
         self._before = {id(tensor) for _, tensor in tensors}

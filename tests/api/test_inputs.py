@@ -181,6 +181,33 @@ def test_step_that_asks_about_its_inputs_gets_inputs_with_the_same_answers(kit: 
         captured.replay(y.as_subclass(Tagged))
 
 
+def test_input_that_would_overwrite_state_is_refused(kit: Kit) -> None:
+    """In eager code, an argument is no copy, so it does not overwrite what the step holds."""
+    memory = kit.tensor(3, 4)
+    captured = kit.capture(lambda x: x + memory.sum(), memory[0])
+    for _ in range(2):  # new views of the same memory
+        kit.same(captured.replay(memory[0]), memory[0] + memory.sum())
+        memory.add_(1)
+    before = memory.clone()
+    with pytest.raises(dg.InputError, match=r"shares memory with memory, .*Capture with a clone"):
+        captured.replay(memory[1])
+    kit.same(memory, before)
+
+
+def test_input_that_the_step_writes_as_state_is_warned_of(kit: Kit) -> None:
+    memory, read = kit.tensor(3, 4), kit.tensor(3, 4)
+
+    def step(x: Any) -> Any:
+        memory[0].add_(1)
+        return x + read[0]
+
+    captured = kit.capture(step, kit.tensor(4))
+    for row in (memory[1].clone(), read[1]):
+        kit.same(captured.replay(row), row + read[0])
+    with pytest.warns(dg.DeviceGraphWarning, match="shares memory with memory, which the step wr"):
+        captured.replay(memory[0])
+
+
 def test_input_that_is_another_window_over_a_bound_tensor_keeps_its_contents(kit: Kit) -> None:
     """As in eager code, only the step writes the memory of the caller."""
     memory = kit.tensor(12)
