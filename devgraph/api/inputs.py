@@ -178,8 +178,8 @@ class Inputs:
             if held := next((name for name, t in near[0] if share_memory(target, t)), None):
                 raise InputError(
                     f"the bound tensor {brief(target)} shares memory with {held}, which the step "
-                    f"also uses, so a copy of the input {brief(source)} would overwrite it. Capture "
-                    f"with a clone()."
+                    f"also uses, so a copy of the input {brief(source)} would overwrite it. "
+                    f"Capture with a clone()."
                 )
             changed = (pair for pair in near[1] if id(pair[1]) in self._owned.changed)
             written = next((name for name, t in changed if share_memory(source, t)), None)

@@ -363,8 +363,8 @@ class CaptureScheduler:
                 self._ranks.post(f"{tag}/outcome", RankOutcome.of_error(error).encoded())
                 note(
                     error,
-                    f"in the capture of {self._name}, bucket {graph.key}, which calls the step with "
-                    f"one Batch of pad values",
+                    f"in the capture of {self._name}, bucket {graph.key}, which calls the step "
+                    f"with one Batch of pad values",
                 )
                 raise
             logger.info("%s %s is retried after warm-up runs: %s", self._name, graph.key, error)

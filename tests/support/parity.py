@@ -15,7 +15,7 @@ Generate = Callable[[Sequence[list[int]], int], list[list[int]]]
 
 @attrs.frozen
 class Tie:
-    """A token where two devices may differ: the reference's logits of both lie close to its best."""
+    """A token where two devices may differ: both have nearly the reference's best logits."""
 
     prompt: int
     at: int
