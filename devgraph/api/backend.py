@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import time
@@ -28,6 +27,7 @@ class Backend(Device):
     """
 
     graph_type: type[DeviceGraph] = DeviceGraph  # type: ignore[type-abstract]
+    """Class of the graphs that ``make_graph`` returns."""
 
     compiled_piece_type: type[Any] | None = None
     """Class that wraps a compiled piece so that a capture can record it; None if not needed.
@@ -46,9 +46,9 @@ class Backend(Device):
     extensions: Mapping[str, Callable[..., Any]] = {}
     """Functions that only some vendors provide, by name."""
 
-    @abc.abstractmethod
     def make_graph(self, pool: Pool | None = None) -> DeviceGraph:
         """Return an empty graph in ``pool``, or in a new pool if ``pool`` is None."""
+        return self.graph_type(self, own_pool(self, pool))
 
     def fence(self, stream: Any = None) -> Callable[[], bool]:
         """Return a callable that reports, without blocking, whether the work so far has finished.

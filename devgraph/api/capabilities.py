@@ -6,6 +6,8 @@ from typing import Any
 
 import attrs
 
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
+
 
 def _optional(*hooks: str) -> Any:
     """Declare a capability, off by default; ``hooks`` are the methods that implement it."""
@@ -63,6 +65,18 @@ class Capabilities:
     """
     max_streams: int | None = None
     """Maximum number of streams that all captured graphs together can hold; None if unlimited."""
+
+    def __new__(cls, **declared: Any) -> Capabilities:
+        defaults = {field.name: field.default for field in attrs.fields(cls)}
+        for name, value in declared.items():
+            if name not in defaults:
+                raise ConfigError(f"no capability {name!r}. {did_you_mean(name, defaults)}")
+            kind = int if name == "max_streams" and value is not None else type(defaults[name])
+            if type(value) is not kind:
+                raise ConfigTypeError(
+                    f"capability {name} must be of type {kind.__name__}, got {brief(value)}"
+                )
+        return object.__new__(cls)
 
 
 def hooks(capability: str) -> tuple[str, ...]:

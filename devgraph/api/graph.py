@@ -297,7 +297,7 @@ class DeviceGraph(Subclassed, abc.ABC):
 
     def info(self) -> GraphInfo:
         """Return nodes, regions, bytes and capture seconds."""
-        nodes, size = (None, 0) if self._state is GraphState.CLOSED else self._size()
+        nodes, size = (None, 0) if self._state is GraphState.CLOSED else self._sized()
         return GraphInfo(
             state=self._state.value,
             nodes=nodes,
@@ -349,7 +349,10 @@ class DeviceGraph(Subclassed, abc.ABC):
     @property
     def recorded_nothing(self) -> bool:
         """Whether the capture is known to have recorded no device work."""
-        return self._size()[0] == 0
+        return self._sized()[0] == 0
+
+    def _sized(self) -> tuple[int | None, int]:
+        return require_result(self._size(), tuple, self, "_size")
 
     def use_pool(self, pool: Pool) -> None:
         """Move an empty graph to ``pool``."""

@@ -23,6 +23,7 @@ from devgraph.api.errors import (
     UnknownBackendError,
     brief,
     did_you_mean,
+    require_result,
 )
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ def _make(name: str, factory: Callable[[], Backend]) -> Backend:
             f"backend {name!r} failed to start: {type(error).__name__}: {error}"
         ) from error
     from devgraph.api.backend import Backend  # deferred, because it imports torch
+    from devgraph.api.marks.source import add_machinery
 
     if not isinstance(backend, Backend):
         raise BackendUnavailableError(
@@ -175,6 +177,8 @@ def _make(name: str, factory: Callable[[], Backend]) -> Backend:
     if backend.name != name:
         raise BackendUnavailableError(_other_name(name, type(backend), backend.name))
     _require_update_hooks(backend)
+    if (module := type(backend).__module__) != "__main__":  # this module may define steps too
+        add_machinery(module)
     return backend
 
 
@@ -188,17 +192,18 @@ def _other_name(name: str, kind: type, own: str) -> str:
 
 
 def _require_update_hooks(backend: Backend) -> None:
-    from devgraph.api.capabilities import hooks
+    from devgraph.api.capabilities import Capabilities, hooks
     from devgraph.api.graph import DeviceGraph
 
+    require_result(backend.capabilities, Capabilities, backend, "capabilities")
     graph_type = backend.graph_type
     names = [hook.rpartition(".")[2] for hook in hooks("region_update")]
     missing = [name for name in names if getattr(graph_type, name) is getattr(DeviceGraph, name)]
     if backend.capabilities.region_update and missing:
         raise CapabilityError(
-            f"backend {backend.name!r} declares region_update, but its {graph_type.__name__} "
-            f"does not implement {' and '.join(missing)}. Implement these methods as described in "
-            f"docs/backends.md, or do not declare region_update."
+            f"backend {backend.name!r} declares region_update, but its graph_type "
+            f"{graph_type.__name__} does not implement {' and '.join(missing)}. Implement these "
+            f"methods as described in docs/backends.md, or do not declare region_update."
         )
 
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
-from devgraph.api.errors import InputTypeError
+from devgraph.api.errors import BackendError, InputTypeError
 
 
 class Subclassed:
-    """Refuses subclasses that define or set an attribute that a direct subclass sets itself."""
+    """Refuses subclasses that lack a required member, or that set an attribute of their base."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+            raise BackendError(
+                f"{cls.__qualname__} does not implement {', '.join(missing)}. Implement every "
+                f"required member in a subclass, as described in docs/backends.md#other-devices."
+            )
+        return super().__new__(cls)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

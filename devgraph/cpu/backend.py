@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from devgraph.api.backend import Backend, own_pool
+from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import CaptureError, ResourceError
 from devgraph.api.executable import Call, EvictableExecutable, Executable, Recording
@@ -225,11 +225,6 @@ class CpuBackend(Backend):
 
     def make_pool(self, *, releasable: bool = False) -> CpuPool:
         return CpuPool(self, releasable=releasable)
-
-    def make_graph(self, pool: Pool | None = None) -> CpuGraph:
-        pool = own_pool(self, pool)
-        assert isinstance(pool, CpuPool)
-        return self.graph_type(self, pool)
 
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:

@@ -32,7 +32,7 @@ class DecodeRunner(Runner):
         max_requests: maximum number of requests in a step.
         loop: take several steps in one launch, see ``Loop``. ``run`` then returns a ``LoopResult``,
             and the batch has an additional slot ``running``.
-        **options: see ``Options``.
+        **options: see ``devgraph.runners.options.Options``.
 
     Raises:
         ConfigError: the declaration is invalid, or ``facts`` contradict an explicit choice.

@@ -50,7 +50,7 @@ class PrefillRunner(Runner):
         max_requests: number of requests that static buffers hold. A step of more requests runs
             eagerly under ``full``. Under the other policies it runs in the graph, and its slots
             with a row per request use new tensors.
-        **options: see ``Options``.
+        **options: see ``devgraph.runners.options.Options``.
 
     Raises:
         ConfigError: the declaration is invalid, or ``facts`` contradict an explicit choice.

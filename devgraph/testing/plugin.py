@@ -311,7 +311,7 @@ class _Plugin:
                 own = (one["faults"] for one in failures if name in one["capabilities"])
                 if numbers := sorted({number for faults in own for number in faults}):
                     links = ", ".join(f"#row-{number}" for number in numbers)
-                    write(f"{'':<20} likely causes: docs/faults.md {links}")
+                    write(f"{'':<20} faults that they test: docs/faults.md {links}")
             elif not row.declared and row.proved and not row.skipped:
                 write(f"{'':<20} passes all of its tests: consider declaring {name}")
 

@@ -28,6 +28,11 @@ class _Endless(CpuGraph):
         super()._end()
 
 
+class _Sizeless(CpuGraph):
+    def _size(self):
+        return 3
+
+
 @pytest.mark.parametrize(
     ("members", "said"),
     [
@@ -40,6 +45,7 @@ class _Endless(CpuGraph):
             "Odd.make_pool returned None; expected: Pool",
         ),
         ({"graph_type": _Endless}, "_Endless._end returned None; expected: Executable"),
+        ({"graph_type": _Sizeless}, "_Sizeless._size returned 3; expected: tuple"),
     ],
 )
 @pytest.mark.parametrize("policy", ["full", "breakable"])

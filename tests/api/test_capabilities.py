@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+import devgraph as dg
 from devgraph.api import backend, device, graph, pool
 from devgraph.api.capabilities import Capabilities, hooks
 from devgraph.api.torchlike import base
@@ -18,6 +19,25 @@ def test_capabilities_are_frozen_and_their_defaults_declare_nothing():
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         capabilities.rng = True  # type: ignore[misc]
     assert not any(value is True for value in attrs.asdict(capabilities).values())
+
+
+@pytest.mark.parametrize(
+    ("declared", "kind", "said"),
+    [
+        ({"rgn": True}, dg.ConfigError, "no capability 'rgn'.*Did you mean 'rng'"),
+        ({"rng": 1}, dg.ConfigTypeError, "capability rng must be of type bool, got 1"),
+        (
+            {"compilers": "eager"},
+            dg.ConfigTypeError,
+            "compilers must be of type tuple, got 'eager'",
+        ),
+        ({"max_streams": True}, dg.ConfigTypeError, "max_streams must be of type int, got True"),
+    ],
+)
+def test_an_invalid_declaration_is_refused(declared, kind, said):
+    with pytest.raises(kind, match=said):
+        Capabilities(**declared)
+    assert attrs.evolve(Capabilities(max_streams=3), rng=True).max_streams == 3
 
 
 @pytest.mark.parametrize("name", NAMES)

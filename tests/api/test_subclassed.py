@@ -16,6 +16,10 @@ def _begin(self: Any, mode: str) -> None:
     self.mode, self.calls = mode, []
 
 
+def _begin_only(self: Any, mode: str) -> None:
+    pass
+
+
 def _free(self: Any) -> None:
     self.mode = None
     self.mode.key = 3  # an attribute of another object
@@ -42,6 +46,16 @@ def test_an_attribute_of_the_base_class_is_refused_when_the_class_is_made(
 ) -> None:
     with pytest.raises(dg.InputTypeError, match=said):
         type("Mine", (base,), members)
+
+
+def test_a_class_without_a_required_member_is_refused_when_it_is_used() -> None:
+    backend = type("Mine", (Backend,), {"name": "mine"})
+    with pytest.raises(dg.BackendError, match=r"Mine does not implement device, synchronize\."):
+        backend()
+    cpu = type(dg.get_backend("cpu"))
+    graph = type("Graph", (DeviceGraph,), {"_begin": _begin_only})
+    with pytest.raises(dg.BackendError, match="Graph does not implement _abort, _end, _free, _s"):
+        type("Mine", (cpu,), {"graph_type": graph})().make_graph()
 
 
 def test_other_attributes_and_hooks_are_free() -> None:

@@ -6,19 +6,21 @@ A conformance run loads this module with ``-p``; it registers the backend as ``o
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import devgraph as dg
-from devgraph.api.backend import own_pool
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.executable import Call
+from devgraph.api.executable import Call, Recording
 from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks.source import user_line
+from devgraph.api.modes import OwnMode
 
 PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
 _DRAWS = torch.Tag.nondeterministic_seeded
@@ -34,7 +36,7 @@ def _of_page() -> dict[str, Any]:
     return space
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(OwnMode):
     """Records operations without running them."""
 
     def __init__(self, pool: Any) -> None:
@@ -43,14 +45,13 @@ class _Recorder(TorchDispatchMode):
         self.operations: list[Any] = []
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device.type for tensor in tensors}
         if "meta" in devices or torch.device("meta") == kwargs.get("device"):
             return func(*args, **kwargs)
         if _DRAWS in func.tags and "scaled_dot" not in str(func):
-            raise dg.CaptureError(f"{func} draws random numbers in a capture")
+            raise dg.CaptureError(f"{func} draws random numbers in a capture, at {user_line()}")
         schema = func._schema
         is_view = not schema.is_mutable and any(one.alias_info for one in schema.returns)
         if is_view or func._overloadpacket.__name__ in _IN_PLACE:
@@ -66,7 +67,9 @@ class _Recorder(TorchDispatchMode):
             )
             shapes = func(*there[0], **there[1])
         result = tree_map_only(torch.Tensor, self._placed, shapes)
-        self.operations.append((func, *kept, tree_map_only(torch.Tensor, self.pool.alias, result)))
+        if "empty" not in func._overloadpacket.__name__:
+            places = tree_map_only(torch.Tensor, self.pool.alias, result)
+            self.operations.append((func, *kept, places))
         return result
 
     def _placed(self, like: torch.Tensor) -> Any:
@@ -93,6 +96,27 @@ def _single(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(ends)] if tensor.dim() else tensor
 
 
+def _launch_of(operations: Sequence[Any]) -> Call:
+    def launch() -> None:
+        with torch.no_grad(), torch._C._DisableAutocast():
+            for func, args, kwargs, places in operations:
+                results = tree_leaves(func(*args, **kwargs))
+                for place, result in zip(tree_leaves(places), results, strict=False):
+                    if isinstance(place, torch.Tensor):
+                        _single(place).copy_(_single(result))
+
+    return Call(launch)
+
+
+@attrs.define
+class _Operations(Recording):
+    operations: Sequence[Any]
+
+    @property
+    def bytes(self) -> int:
+        return 64 * len(self.operations)
+
+
 class OtherGraph(DeviceGraph):
     recorder: _Recorder | None = None
     operations: tuple[Any, ...] = ()
@@ -109,17 +133,7 @@ class OtherGraph(DeviceGraph):
 
     def _end(self) -> Any:
         self._stop()
-        operations = self.operations
-
-        def launch() -> None:
-            with torch.no_grad(), torch._C._DisableAutocast():
-                for func, args, kwargs, places in operations:
-                    results = tree_leaves(func(*args, **kwargs))
-                    for place, result in zip(tree_leaves(places), results, strict=False):
-                        if isinstance(place, torch.Tensor):
-                            _single(place).copy_(_single(result))
-
-        return Call(launch)
+        return _launch_of(self.operations)
 
     def _abort(self) -> None:
         self._stop()
@@ -131,17 +145,37 @@ class OtherGraph(DeviceGraph):
     def _size(self) -> tuple[int, int]:
         return len(self.operations), 0
 
+    def _region_begin(self, call: Any) -> None:
+        assert self.recorder is not None
+        call.note = len(self.recorder.operations)
+
+    def _region_end(self, call: Any) -> None:
+        assert self.recorder is not None
+        call.note = slice(call.note, len(self.recorder.operations))
+
+    def _record(self, host: Any) -> Recording:
+        operations = list(self.operations)
+        for call in reversed(self.calls):
+            with _Recorder(self.pool) as recorder:
+                call.run(host[call.mark])
+            new, old = recorder.operations, self.operations[call.note]
+            if [func for func, *_ in new] != [func for func, *_ in old]:
+                raise dg.UpdateTopologyError(f"{call.mark.name} needs other operations")
+            operations[call.note] = new
+        return _Operations(operations)
+
+    def _apply(self, recording: Any) -> None:
+        self.use(_launch_of(recording.operations))
+
 
 class PageBackend(_of_page()["OtherBackend"]):  # type: ignore[misc]
     name = "other"
     device = torch.device("cpu")
-    capabilities = Capabilities(node_counts=True, shared_pool=True)
+    graph_type = OtherGraph
+    capabilities = Capabilities(node_counts=True, shared_pool=True, region_update=True)
 
     def synchronize(self) -> None:
         """Nothing runs asynchronously."""
-
-    def make_graph(self, pool: Any = None) -> DeviceGraph:
-        return OtherGraph(self, own_pool(self, pool))
 
 
 dg.register("other", PageBackend, replace=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import devgraph.testing.conformance
-from tests.support.mutants import MUTANTS, SOUND, Mutant
+from devgraph.cpu.backend import CpuBackend
+from devgraph.testing.conformance.support import Kit
+from tests.support.mutants import MUTANTS, SOUND, Mutant, ReplayDoesNothing
 from tests.support.suite import SUITE, run_suite
 
 NAMES = sorted({mutant.caught_by for mutant in MUTANTS})
@@ -42,6 +46,17 @@ def test_backend_without_a_fault_passes_every_test_that_catches_a_mutant(tmp_pat
     passed = {name.split("[")[0] for name, outcome in outcomes.items() if outcome == "passed"}
     # Undeclared streams: the only tests that this backend may skip.
     assert set(NAMES) - passed <= {"test_side_stream_that_is_not_joined_is_refused"}
+
+
+def test_a_difference_names_its_likely_cause(monkeypatch):
+    kit = Kit(type("Stuck", (CpuBackend,), {"graph_type": ReplayDoesNothing})())
+    x = kit.tensor(4)
+    captured = kit.capture(torch.exp, x)
+    with pytest.raises(pytest.fail.Exception, match="does not run the recorded work"):
+        kit.check(captured, torch.exp, x)
+    late = torch.zeros(2)
+    monkeypatch.setattr(time, "sleep", lambda seconds: late.fill_(1))
+    assert "It is correct 0.1 s later, so synchronize()" in kit.difference(late, torch.ones(2))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -17,9 +17,9 @@ def _failed(cwd: Path, modules: tuple[str, ...], *options: str) -> list[str]:
     return [name for name, outcome in result.outcomes.items() if outcome == "failed"]
 
 
-def test_backend_of_the_page_passes_the_tests_of_pools(tmp_path: Path) -> None:
-    modules = (f"{SUITE}.test_pool", f"{SUITE}.test_capture")
-    chosen = "test_pool or gradient_mode"
+def test_backend_of_the_page_passes_the_tests_of_pools_and_updates(tmp_path: Path) -> None:
+    modules = (f"{SUITE}.test_pool", f"{SUITE}.test_capture", f"{SUITE}.test_update")
+    chosen = "test_pool or gradient_mode or own_argument or other_nodes or random_numbers"
     assert _failed(tmp_path, modules, "-k", chosen) == []
 
 

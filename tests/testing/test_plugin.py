@@ -250,7 +250,7 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
     options = ("--devgraph-backend", "fake", "--devgraph-report", str(path))
     result = run(source, *options, conftest=conftest)
     result.assert_outcomes(passed=1, failed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*likely causes: docs/faults.md #row-12, #row-13"])
+    result.stdout.fnmatch_lines(["*faults that they test: docs/faults.md #row-12, #row-13"])
     report = json.loads(path.read_text())
     assert report["backend"] == "fake" and report["devgraph"] == dg.__version__
     found = {
@@ -288,7 +288,10 @@ def test_declared_update_without_its_hooks_is_one_error_that_names_them(run):
     result = run(_capabilities(), "--devgraph-backend", "fake", conftest=HOOKLESS)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     said = result.stderr.str()
-    assert said.count("declares region_update, but its Graph does not implement _record and") == 1
+    assert (
+        said.count("declares region_update, but its graph_type Graph does not implement _record")
+        == 1
+    )
     assert "docs/backends.md" in said
 
 

@@ -242,7 +242,12 @@ def test_namespace_without_device_or_graphs_is_unavailable_with_the_way_to_fix_i
 
 def test_build_of_torch_without_the_namespace_is_unavailable():
     """FAULTS 32."""
-    kind = type("Absent", (TorchBackend,), {"name": "absent", "device_type": "absent_device"})
+    members = {"name": "absent", "device_type": "absent_device"}
+    with pytest.raises(
+        dg.BackendError, match="Absent has no graph_class_name; set it in the class"
+    ):
+        type("Absent", (TorchBackend,), members)()
+    kind = type("Absent", (TorchBackend,), {**members, "graph_class_name": "Graph"})
     with pytest.raises(dg.BackendUnavailableError, match=r"has no torch\.absent_device: install"):
         kind()
 

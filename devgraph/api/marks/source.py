@@ -61,15 +61,16 @@ def _is_machinery_file(file: str) -> bool:
     return False
 
 
-def add_machinery(package: str) -> None:
-    """Treat a vendor's torch extension as machinery."""
-    _MACHINERY.add(package)
+def add_machinery(module: str) -> None:
+    """Treat a vendor's torch extension, or the module of a backend, as machinery."""
+    _MACHINERY.add(module)
     is_machinery_module.cache_clear()
 
 
 @functools.cache
 def is_machinery_module(module: str) -> bool:
-    return module.partition(".")[0] in _MACHINERY and not module.startswith(_ON_TOP)
+    is_ours = module in _MACHINERY or module.partition(".")[0] in _MACHINERY
+    return is_ours and not module.startswith(_ON_TOP)
 
 
 def user_line() -> SourceLine:

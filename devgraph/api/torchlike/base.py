@@ -18,10 +18,15 @@ from typing import Any, Protocol
 
 import torch
 
-from devgraph.api.backend import Backend, own_pool
+from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.device import raise_if_lost, require_alive
-from devgraph.api.errors import BackendUnavailableError, ResourceError, UnjoinedStreamError
+from devgraph.api.errors import (
+    BackendError,
+    BackendUnavailableError,
+    ResourceError,
+    UnjoinedStreamError,
+)
 from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
@@ -418,6 +423,9 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         super().__init__()
+        for name in ("device_type", "graph_class_name"):
+            if not getattr(self, name):
+                raise BackendError(f"{type(self).__name__} has no {name}; set it in the class")
         self.namespace: Any = getattr(torch, self.device_type, None)
         self.check_available()
         assert self.namespace is not None
@@ -475,11 +483,6 @@ class TorchBackend(Backend):
         raise NotImplementedError(
             f"backend {self.name!r} declares releasable_memory but does not implement make_pages"
         )
-
-    def make_graph(self, pool: Pool | None = None) -> TorchGraph:
-        pool = own_pool(self, pool)
-        assert isinstance(pool, TorchPool)
-        return self.graph_type(self, pool)
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
         """Begin the capture of ``native`` into ``pool``; a failure changes nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -26,18 +27,24 @@ BREAKING = ("breakable", pytest.param("piecewise", marks=declares("piecewise")))
 POLICIES = ("full", *BREAKING)
 
 
-def same(got: Any, want: Any, what: str = "the result") -> None:
-    """Fail unless all tensors in ``got`` equal those in ``want`` bit for bit."""
+def difference(got: Any, want: Any) -> str:
+    """Return the first difference between two trees, or "" if they are equal bit for bit."""
     ours, theirs = pytree.tree_leaves(got), pytree.tree_leaves(want)
     if len(ours) != len(theirs):
-        pytest.fail(f"{what} has {len(ours)} leaves, but should have {len(theirs)}")
+        return f"has {len(ours)} leaves, but should have {len(theirs)}"
     for a, b in zip(ours, theirs, strict=True):
         if isinstance(b, torch.Tensor):
-            message = compare(b, a)
-            if message:
-                pytest.fail(f"{what} {message}")
+            if message := compare(b, a):
+                return message
         elif a != b:
-            pytest.fail(f"{what} is {a!r}, but should be {b!r}")
+            return f"is {a!r}, but should be {b!r}"
+    return ""
+
+
+def same(got: Any, want: Any, what: str = "the result") -> None:
+    """Fail unless all tensors in ``got`` equal those in ``want`` bit for bit."""
+    if message := difference(got, want):
+        pytest.fail(f"{what} {message}")
 
 
 def copied(tree: Any) -> Any:
@@ -105,12 +112,26 @@ class Kit:
 
         ``fn`` must not write its arguments.
         """
-        for index, leaf in enumerate(pytree.tree_leaves(args)):
-            if isinstance(leaf, torch.Tensor):
-                self.refill(leaf, seed + index)
+
+        def refill(seed: int) -> None:
+            for index, leaf in enumerate(pytree.tree_leaves(args)):
+                if isinstance(leaf, torch.Tensor):
+                    self.refill(leaf, seed + index)
+
+        refill(seed)
         want = copied(fn(*args, **host_args))
         got = captured.replay(**host_args)
-        self.same(got, want, f"the replay with {host_args}" if host_args else "the replay")
+        if message := self.difference(got, want):
+            stale = copied(got)
+            refill(seed + 1000)
+            if not self.difference(captured.replay(**host_args), stale):
+                message += (
+                    ". A replay with other inputs has the same result, so launch() of the "
+                    "executable does not run the recorded work, or the work writes other memory "
+                    "than in the capture"
+                )
+            what = f"the replay with {host_args}" if host_args else "the replay"
+            pytest.fail(f"{what} {message}")
 
     def works(self, pool: dg.Pool) -> None:
         """Fail unless eager work, random numbers and new captures in ``pool`` work."""
@@ -128,8 +149,21 @@ class Kit:
 
     def same(self, got: Any, want: Any, what: str = "the result") -> None:
         """Wait for the device, then fail unless the tensors are equal bit for bit."""
+        if message := self.difference(got, want):
+            pytest.fail(f"{what} {message}")
+
+    def difference(self, got: Any, want: Any) -> str:
+        """Wait for the device and return the first difference, or "" if there is none."""
         self.backend.synchronize()
-        same(got, want, what)
+        message = difference(got, want)
+        if message:
+            time.sleep(0.1)
+            if not difference(got, want):
+                message += (
+                    ". It is correct 0.1 s later, so synchronize() returned before the work of the "
+                    "replay had finished, or a stream did not wait for that work"
+                )
+        return message
 
     def usable(self, policy: str, values: Sequence[Any]) -> Sequence[Any]:
         """Return the ``values`` that replays may use; the first is the value at capture.
