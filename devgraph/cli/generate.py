@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import secrets
 import statistics
@@ -12,10 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
-from devgraph.api.backend import Backend
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
@@ -66,18 +65,14 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     logging.disable_progress_bar()
     with working(f"loading {args.model}"):
         network, tokenizer = load(args.model, dtype=dtype, device=backend.device)
-    task = Task(
-        args=args,
-        backend=backend,
-        config=resolution.effective,
-        network=network,
-        tokenizer=tokenizer,
-        prompts=[_encode(tokenizer, prompt, chat=args.chat) for prompt in prompts],
-        sampling=sampling,
-    )
+    ids = [_encode(tokenizer, prompt, chat=args.chat) for prompt in prompts]
+    config = resolution.effective
+    sizes = _engine_sizes(args, config, [len(prompt) for prompt in ids])
+    make = functools.partial(Engine, network, tokenizer, backend=backend, fuse=args.fuse, **sizes)
+    ask = {"prompts": ids, "max_new_tokens": args.max_new_tokens, "sampling": sampling}
     gap = "\n" if args.chat else ""
     text = OrderedText([f"[{index + 1}] {prompt}{gap}" for index, prompt in enumerate(prompts)])
-    runs = run_all(task, None if args.json else text.add)
+    runs = _run_all(make, config, ask, args, None if args.json else text.add)
     difference = _difference(*runs) if args.compare else None
     report = {
         "mode": resolution.to_dict(),
@@ -178,88 +173,65 @@ class OrderedText:
         sys.stdout.flush()
 
 
-@attrs.frozen(kw_only=True)
-class Task:
-    """The prompts to run, and the arguments for creating an engine."""
-
-    args: argparse.Namespace
-    """Options of the command line. Sizes are None if the prompts determine them."""
-    backend: Backend
-    config: DeviceGraphConfig
-    network: Any
-    tokenizer: Any
-    prompts: list[list[int]]
-    """Token ids."""
-    sampling: list[SamplingParams]
-
-    def engine(self, config: DeviceGraphConfig) -> Engine:
-        """Create the smallest engine for the task, because every bucket has a cost."""
-        args = self.args
-        lengths = [len(ids) for ids in self.prompts]
-        requests = args.max_requests or max(
-            min(len(lengths), MOST_REQUESTS), *(self.config.decode.buckets or (1,))
-        )
-        whole = -(-sum(lengths) // 16) * 16
-        step_tokens = args.max_step_tokens or max(
-            min(whole, MOST_STEP_TOKENS), requests, *(self.config.prefill.buckets or (1,))
-        )
-        return Engine(
-            self.network,
-            self.tokenizer,
-            config=config,
-            backend=self.backend,
-            max_requests=requests,
-            max_len=max(lengths) + args.max_new_tokens,
-            max_step_tokens=step_tokens,
-            steps_per_launch=min(args.steps_per_launch, args.max_new_tokens),
-            fuse=args.fuse,
-        )
+def _engine_sizes(
+    args: argparse.Namespace, config: DeviceGraphConfig, lengths: Sequence[int]
+) -> dict[str, Any]:
+    """Return the sizes of the smallest engine for the prompts, because every bucket has a cost."""
+    requests = args.max_requests or max(
+        min(len(lengths), MOST_REQUESTS), *(config.decode.buckets or (1,))
+    )
+    whole = -(-sum(lengths) // 16) * 16
+    step_tokens = args.max_step_tokens or max(
+        min(whole, MOST_STEP_TOKENS), requests, *(config.prefill.buckets or (1,))
+    )
+    return {
+        "max_requests": requests,
+        "max_len": max(lengths) + args.max_new_tokens,
+        "max_step_tokens": step_tokens,
+        "steps_per_launch": min(args.steps_per_launch, args.max_new_tokens),
+    }
 
 
 _Repeat = tuple[list[Completion], EngineStats]
 
 
-def run_all(
-    task: Task, on_event: Callable[[TokenEvent], None] | None = None
+def _run_all(
+    make: Callable[..., Engine],
+    config: DeviceGraphConfig,
+    ask: dict[str, Any],
+    args: argparse.Namespace,
+    on_event: Callable[[TokenEvent], None] | None,
 ) -> list[dict[str, Any]]:
-    """Run the task with graphs and, with ``--compare``, eagerly; return both as JSON values.
+    """Run the prompts with graphs and, with ``--compare``, eagerly; return both as JSON values.
 
-    Graph and eager runs alternate, so that changes in the speed of the machine affect both.
+    ``ask`` has the arguments of ``Engine.generate``. Graph and eager runs alternate, so that
+    changes in the speed of the machine affect both.
     """
+
+    def run(engine: Engine, **more: Any) -> _Repeat:
+        engine.reset_stats()
+        return engine.generate(**ask, **more), engine.stats()
+
     with contextlib.ExitStack() as stack:
-        graphs = stack.enter_context(task.engine(task.config))
-        graphs.capture()
-        engines, repeats = {"graphs": graphs}, {"graphs": [run_engine(graphs, task, on_event)]}
+        engines = {"graphs": stack.enter_context(make(config=config))}
+        engines["graphs"].capture()
+        repeats = {"graphs": [run(engines["graphs"], on_event=on_event)]}
         status = stack.enter_context(working("running again"))
-        if task.args.compare:
-            engines["eager"], repeats["eager"] = stack.enter_context(_eager_engine(task)), []
-        total = task.args.repeats
-        for number in range(1, total + 1):
+        if args.compare:
+            off = PhaseConfig(policy="disabled")
+            eager = stack.enter_context(make(config=DeviceGraphConfig(decode=off, prefill=off)))
+            # Initialise libraries before the timing, as the captures of the other engine have done.
+            eager.generate(ask["prompts"][:1], max_new_tokens=2)
+            engines["eager"], repeats["eager"] = eager, []
+        for number in range(1, args.repeats + 1):
             if number > 1:
-                repeats["graphs"].append(run_engine(graphs, task))
-            if "eager" in engines:
-                status.update(f"comparing with eager ({number} of {total})")
-                repeats["eager"].append(run_engine(engines["eager"], task))
+                repeats["graphs"].append(run(engines["graphs"]))
+            if args.compare:
+                status.update(f"comparing with eager ({number} of {args.repeats})")
+                repeats["eager"].append(run(engines["eager"]))
         runs = [_summary(name, engine, repeats[name]) for name, engine in engines.items()]
     runs[0]["capture_seconds"] = sum(phase["capture_seconds"] for phase in runs[0]["phases"])
     return runs
-
-
-def _eager_engine(task: Task) -> Engine:
-    off = PhaseConfig(policy="disabled")
-    engine = task.engine(DeviceGraphConfig(decode=off, prefill=off))
-    # Initialise libraries before the timing, as the captures of the other engine have done.
-    engine.generate([task.prompts[0]], max_new_tokens=2)
-    return engine
-
-
-def run_engine(
-    engine: Engine, task: Task, on_event: Callable[[TokenEvent], None] | None = None
-) -> _Repeat:
-    engine.reset_stats()
-    options: dict[str, Any] = {"sampling": task.sampling, "on_event": on_event}
-    done = engine.generate(task.prompts, max_new_tokens=task.args.max_new_tokens, **options)
-    return done, engine.stats()
 
 
 def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str, Any]:
