@@ -80,35 +80,37 @@ class StateViews:
             token into ``history.<name>[token]``. The last of these tensors is the current state.
     """
 
-    history: StateViews | None
-
     def __init__(self, tensors: Mapping[str, Any], history: StateViews | None = None) -> None:
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
-        self.history = history
+        self._history = history
+        self._is_read = False
+
+    @property
+    def history(self) -> StateViews | None:
+        if not torch.compiler.is_compiling():
+            self._is_read = True
+        return self._history
 
     def must_read_history(self, step: Callable[[], Any]) -> Any:
         """Call ``step``, and raise ConfigError if it does not read ``history``."""
-        views = vars(self)
-        views["_unread"] = views.pop("history")
-        try:
-            result = step()
-            if "_unread" in views:
-                names = ", ".join(f"batch.state.history.{name}[t]" for name in [*views][:-1])
-                raise ConfigError(
-                    f"a step of several tokens must also write the state after each token t, which "
-                    f"accepted= restores: {names}"
-                )
-            return result
-        finally:
-            views.setdefault("history", views.pop("_unread", None))
+        self._is_read = False
+        result = step()
+        if not self._is_read:
+            names = ", ".join(f"batch.state.history.{name}[t]" for name in self._names())
+            raise ConfigError(
+                f"a step of several tokens must also write the state after each token t, which "
+                f"accepted= restores: {names}"
+            )
+        return result
+
+    def _names(self) -> list[str]:
+        return [name for name in vars(self) if name[0] != "_"]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "history" and "_unread" in vars(self):
-            self.history = self.__dict__.pop("_unread")
-            return self.history
-        names = [declared for declared in vars(self) if declared != "history"]
-        raise AttributeError(f"the batch has no state {name!r}. {did_you_mean(name, names)}")
+        raise AttributeError(
+            f"the batch has no state {name!r}. {did_you_mean(name, self._names())}"
+        )
 
 
 class Batch:

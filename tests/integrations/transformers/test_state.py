@@ -129,13 +129,13 @@ def test_wide_decode_keeps_the_state_after_each_token(adapter: Any) -> None:
     packed(adapter, state, text[:, :4], 0, 0, 4)
     earlier = [adapter.states.zeros(4, torch.device("cpu")) for _ in range(3)]
     names = [slot.name for slot in adapter.states.slots]
-    state.history = StateViews(
-        {name: (*(getattr(e, name) for e in earlier), getattr(state, name)) for name in names}
+    versions = {name: [getattr(e, name) for e in (*earlier, state)] for name in names}
+    wide = StateViews(
+        {name: tensors[-1] for name, tensors in versions.items()}, StateViews(versions)
     )
-    out = decoded(adapter, state, text[:, 4:], [0], 4)
+    out = decoded(adapter, wide, text[:, 4:], [0], 4)
     torch.testing.assert_close(out, alone(mixer, text)[:, 4:])
-    for kept, version in enumerate([*earlier, StateViews(vars(state))], 1):
-        version.history = None
+    for kept, version in enumerate([*earlier, state], 1):
         out = decoded(adapter, version, rest, [0], 1)
         want = alone(mixer, torch.cat([text[:, : 4 + kept], rest], 1))
         torch.testing.assert_close(out, want[:, -1:])
