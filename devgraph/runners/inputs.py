@@ -28,6 +28,10 @@ TEMPLATE_BYTES = 2**20
 additional launch. Larger padding is filled in place, which needs no memory."""
 
 
+Parts = tuple[torch.Tensor, torch.Tensor | None]
+"""The real and the padded rows of a view; None without padded rows."""
+
+
 class InputArena:
     """The static buffers of a runner's input slots."""
 
@@ -90,16 +94,16 @@ class InputArena:
             if names is None or name in names
         }
 
-    def real_views(
-        self, padded: Size, real: Size, names: frozenset[str]
-    ) -> dict[str, torch.Tensor]:
-        """Return the real rows of each static view of a graph of size ``padded``."""
-        return {
-            name: view
-            if (axis := self.slots[name].axis) is None
-            else view.narrow(axis, 0, self.slots[name].shape(real)[axis])
-            for name, view in self.views(padded, names).items()
-        }
+    def split(self, padded: Size, real: Size, names: frozenset[str]) -> dict[str, Parts]:
+        """Return the real and the padded rows of each static view of a graph of size ``padded``."""
+        parts: dict[str, Parts] = {}
+        for name, view in self.views(padded, names).items():
+            axis, padding = self.slots[name].axis, None
+            if axis is not None and (rows := self.slots[name].shape(real)[axis]) < view.shape[axis]:
+                padding = view.narrow(axis, rows, view.shape[axis] - rows)
+                view = view.narrow(axis, 0, rows)
+            parts[name] = view, padding
+        return parts
 
     def holds(self, size: Size) -> bool:
         """Whether the static buffers are large enough for a batch of ``size``."""

@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from devgraph.api.tensors import alike_to
-from devgraph.runners.inputs import InputArena
+from devgraph.runners.inputs import InputArena, Parts
 from devgraph.runners.slots import InputSlot, Pad, Scalar, Size, raw, raw_dtype, raw_value
 
 _WORD = torch.int32
@@ -53,8 +53,8 @@ class CopyPlan:
     ) -> None:
         self._arena = arena
         self._real = real
-        self._padded = padded
-        self._run_tensors = run_tensors
+        parts = arena.split(padded, real, arena.graph_slots)
+        parts |= {name: (tensor, None) for name, tensor in run_tensors.items()}
         if join is None:
             join = arena.device.type != "cpu"
         joined = _joined(list(arena.given.values())) if join else set()
@@ -86,12 +86,14 @@ class CopyPlan:
         """Padding that repeats the last real row; ``_repeated`` has that row at the same index."""
         self._repeated: list[torch.Tensor] = []
         for dtype, group in itertools.groupby(slots, copy_dtype):
-            self._add_group(list(group), dtype)
+            self._add_group(list(group), dtype, parts)
 
-    def _add_group(self, slots: Sequence[InputSlot], dtype: torch.dtype) -> None:
+    def _add_group(
+        self, slots: Sequence[InputSlot], dtype: torch.dtype, rows_of: Mapping[str, Parts]
+    ) -> None:
         heads, parts, pads = [], [], []
         for slot in slots:
-            head, tail = self._split(slot)
+            head, tail = rows_of[slot.name]
             rules = [(tail, slot.pad)]
             if slot.real is None:
                 heads.append(head)
@@ -117,20 +119,6 @@ class CopyPlan:
         pads = [_as(pad, dtype) for pad in pads]
         if targets:
             self._groups.append(_Group(targets, first, first + len(heads), pads))
-
-    def _split(self, slot: InputSlot) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the real rows of the slot's view, and its padded rows or None."""
-        view = self._run_tensors.get(slot.name)
-        if view is None:
-            view = self._arena.buffers.view(slot.name, slot.shape(self._padded))
-        axis = slot.axis
-        if axis is None:
-            return view, None
-        rows = slot.shape(self._real)[axis]
-        missing = view.shape[axis] - rows
-        if not missing:
-            return view, None
-        return view.narrow(axis, 0, rows), view.narrow(axis, rows, missing)
 
     def load(self, inputs: Mapping[str, Any]) -> None:
         """Copy ``inputs`` into the static buffers on the current stream, and pad the other rows.

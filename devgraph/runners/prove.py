@@ -458,11 +458,8 @@ class _CaseRun:
     def _padding(self) -> Iterator[tuple[InputSlot, torch.Tensor]]:
         """Yield the padded rows of each slot of the graph."""
         inputs = self._step.inputs
-        for name, view in inputs.views(self._graph.size, inputs.graph_slots).items():
-            slot = inputs.slots[name]
-            if slot.axis is not None:
-                rows = slot.shape(self._real)[slot.axis]
-                yield slot, view.narrow(slot.axis, rows, view.shape[slot.axis] - rows)
+        parts = inputs.split(self._graph.size, self._real, inputs.graph_slots)
+        return ((inputs.slots[name], rows) for name, (_, rows) in parts.items() if rows is not None)
 
     def _shared_values(self) -> tuple[list[_Pad], list[_Pad]]:
         """Return the pad values of several rows, and those of them that no real row uses."""

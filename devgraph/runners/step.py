@@ -377,8 +377,9 @@ class GraphStep:
             self.replay = graph.timing.over(self.replay)
         if step.options.prepare is not None:
             self.replay = self._planning(self.replay)
+        parts = inputs.split(graph.size, real, inputs.graph_slots)
         self.tensors: Mapping[str, torch.Tensor] = {
-            **inputs.real_views(graph.size, real, inputs.graph_slots),
+            **{name: rows for name, (rows, _) in parts.items()},
             **self._run_tensors,
         }
 
