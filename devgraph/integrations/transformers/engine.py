@@ -200,10 +200,16 @@ class Engine:
         self._exports: set[int] = set()
         """Ids of requests with a layer-wise handoff whose prompt has not run."""
         facts = EngineFacts(debug_hooks=has_hooks(model)) if facts is None else facts
-        self._facts = attrs.evolve(facts, traceable=False)
-        self._named = model if switch(DEBUG_VARIABLE) else False
         releasable = self.config.prefill.releasable or self.config.decode.releasable
         self.pool = own_pool(self.backend, None, releasable=releasable)
+        self._options: dict[str, Any] = {
+            "backend": self.backend,
+            "pool": self.pool,
+            "name_nodes": model if switch(DEBUG_VARIABLE) else False,
+            "facts": attrs.evolve(facts, traceable=False),
+            "state": self.model.states.slots,
+        }
+        """Options of all runners."""
         self._make_runners(max_requests, max_step_tokens)
 
     def _make_runners(self, max_requests: int, max_step_tokens: int) -> None:
@@ -216,13 +222,9 @@ class Engine:
             outputs=OutputSlot(rows="requests"),
             host_args=model.packed_host_args,
             config=_with_defaults(self.config.prefill, model.model),
-            backend=self.backend,
-            pool=self.pool,
-            name_nodes=self._named,
-            facts=self._facts,
-            state=model.states.slots,
             max_tokens=max_step_tokens,
             max_requests=max_requests,
+            **self._options,
         )
         decode = self.config.decode
         shared = self.prefill if model.states else None
@@ -253,11 +255,7 @@ class Engine:
             outputs=OutputSlot(rows="tokens"),
             host_args=model.decode_host_args,
             config=_with_defaults(config, self.model.model),
-            backend=self.backend,
-            pool=self.pool,
-            name_nodes=self._named,
-            facts=self._facts,
-            state=model.states.slots,
+            **self._options,
             **options,
         )
 

@@ -188,11 +188,7 @@ class Request:
     slot: int | None = None
     """Request slot; None while waiting."""
     finish_reason: FinishReason | None = None
-    prompt_length: int = -1
-
-    def __attrs_post_init__(self) -> None:
-        if self.prompt_length < 0:
-            self.prompt_length = len(self.tokens)
+    prompt_length: int = attrs.Factory(lambda self: len(self.tokens), takes_self=True)
 
     @property
     def to_go(self) -> int:
