@@ -120,24 +120,21 @@ class OperationTrace:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the operations of the model inside the block."""
-        hooks = []
         rotations = {}
-        for parent in self._model.modules():
-            home = sys.modules[type(parent).__module__]
-            if hasattr(home, _ROTARY):
-                rotations[home] = functools.partial(self._record_rotary, home)
-            if "RMSNorm" in type(parent).__name__ and "forward" not in parent.__dict__:
-                hooks.append(parent.register_forward_pre_hook(self._record_norm, with_kwargs=True))
-            record = functools.partial(self._record_linear, parent)
-            for child in parent.children():
-                if type(child) is nn.Linear:
-                    hooks.append(child.register_forward_pre_hook(record))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for parent in self._model.modules():
+                home = sys.modules[type(parent).__module__]
+                if hasattr(home, _ROTARY):
+                    rotations[home] = functools.partial(self._record_rotary, home)
+                if "RMSNorm" in type(parent).__name__ and "forward" not in parent.__dict__:
+                    hook = parent.register_forward_pre_hook(self._record_norm, with_kwargs=True)
+                    hooks.enter_context(hook)
+                record = functools.partial(self._record_linear, parent)
+                for child in parent.children():
+                    if type(child) is nn.Linear:
+                        hooks.enter_context(child.register_forward_pre_hook(record))
             with replaced(_rotary_changes(rotations)):
                 yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _record_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plain = len(args) == 1 and not kwargs

@@ -227,17 +227,16 @@ def _body_of(model: PreTrainedModel) -> torch.nn.Module:
         called.append(module)
         raise _BodyFound
 
-    hooks = [m.register_forward_pre_hook(stop) for m in model.modules() if m is not model]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as hooks:
+            for module in model.modules():
+                if module is not model:
+                    hooks.enter_context(module.register_forward_pre_hook(stop))
             model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device))
     except _BodyFound:
         pass
     except Exception as error:
         raise _Refused(f"its forward failed with {type(error).__name__}: {error}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     parameters = parameters_of(called[0]) if called else set()
     if "input_ids" not in parameters or NAMES.name_in(parameters) is None:
         raise _Refused("its forward does not begin with a base model that has a cache")
@@ -288,15 +287,11 @@ class _StateProbe(DynamicCache):  # type: ignore[misc]
         self._outputs: dict[torch.nn.Module, Any] = {}
 
     def run(self, model: PreTrainedModel, body: torch.nn.Module) -> tuple[Mixer, ...]:
-        hooks = []
-        for module in body.modules():
-            hooks.append(module.register_forward_pre_hook(self._enter))
-            hooks.append(module.register_forward_hook(self._leave))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for module in body.modules():
+                hooks.enter_context(module.register_forward_pre_hook(self._enter))
+                hooks.enter_context(module.register_forward_hook(self._leave))
             _first_run(model, body, self, overriding(model, pad_token_id=None))
-        finally:
-            for hook in hooks:
-                hook.remove()
         return tuple(
             Mixer(module=m, layer=i, output=self._outputs[m], forward=m.forward)
             for m, i in self._writers.items()
