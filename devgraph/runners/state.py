@@ -288,8 +288,7 @@ class StateStore:
     def clear(self, slot: int) -> None:
         self._unassigned.discard(slot)
         self.note([slot], 0)
-        for buffer in self.buffers.values():
-            raw(buffer)[slot].zero_()
+        torch._foreach_zero_([raw(buffer)[slot] for buffer in self.buffers.values()])
 
     def export(self, slot: int, accepted: int | None) -> dict[str, torch.Tensor]:
         """Return copies of the state of a request slot, by name."""
@@ -320,8 +319,8 @@ class StateStore:
                 )
         self._unassigned.discard(slot)
         self.note([slot], 0)
-        for name, buffer in self.buffers.items():
-            raw(buffer)[slot].copy_(raw(rows[name].detach()))
+        targets = [raw(buffer)[slot] for buffer in self.buffers.values()]
+        torch._foreach_copy_(targets, [raw(rows[name].detach()) for name in self.buffers])
 
 
 def _integers(values: Any) -> tuple[int, ...]:

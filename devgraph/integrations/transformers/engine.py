@@ -546,10 +546,11 @@ class Engine:
         self._expire()
         for request in self._scheduler.admit():
             assert request.slot is not None
-            self.clear(request.slot)
             handoff = self._handoffs.get(request.id)
             if handoff is None or request.id in self._exports:
+                self.clear(request.slot)
                 continue
+            self.model.cache.release(request.slot)
             try:
                 self._fill(request.slot, handoff)
             except BaseException as error:

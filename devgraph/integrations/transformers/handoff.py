@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import threading
 import time
 import typing
@@ -197,15 +198,18 @@ class Handoff:
         start = 0
         # One operation makes the views of consecutive equal tensors.
         for (size, dtype, shape), run in itertools.groupby(
-            self._layout(), key=lambda place: place[2:]
+            self._layout(), key=operator.itemgetter(2, 3, 4)
         ):
-            places = list(run)
-            end = start + size * len(places)
-            rows = data[start:end].view(dtype).view(len(places), size // dtype.itemsize)
-            views = rows[:, : math.prod(shape)].view(len(places), *shape).unbind(0)
-            for (layer, name, *_), view in zip(places, views, strict=True):
+            places, flat, item = list(run), data.view(dtype), dtype.itemsize
+            strides = [math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
+            rows = flat.as_strided(
+                (len(places), *shape),
+                (size // item, *strides),
+                flat.storage_offset() + start // item,
+            )
+            for (layer, name, *_), view in zip(places, rows.unbind(0), strict=True):
                 layers[layer][name] = view
-            start = end
+            start += size * len(places)
         return layers
 
     @property
@@ -219,17 +223,24 @@ class Handoff:
     def _layout(self) -> Iterator[tuple[int, str, int, torch.dtype, tuple[int, ...]]]:
         """Yield layer, name, aligned size, dtype and shape of each tensor, in their order."""
         columns = (self.kv_heads, self.head_dim, self.value_dim, self.states)
-        for layer, (heads, key_dim, value_dim, states) in enumerate(zip(*columns, strict=True)):
+        kinds = enumerate(zip(*columns, strict=True))
+        for (heads, key_dim, value_dim, states), run in itertools.groupby(
+            kinds, operator.itemgetter(1)
+        ):
             named: dict[str, tuple[str, tuple[int, ...]]] = {}
             if heads is not None:
                 for name, dim in (("k", key_dim), ("v", value_dim)):
                     named[name] = (self.dtype, (self.cached, heads, dim or 0))
+            places = []
             for name, (dtype_name, shape) in (named | states).items():
                 dtype = getattr(torch, dtype_name, None)
                 if not isinstance(dtype, torch.dtype):
                     raise HandoffError(f"the header of a handoff has an unknown dtype {dtype_name}")
                 size = math.prod(shape) * dtype.itemsize
-                yield layer, name, -(-size // _ALIGNMENT) * _ALIGNMENT, dtype, shape
+                places.append((name, -(-size // _ALIGNMENT) * _ALIGNMENT, dtype, shape))
+            for layer, _ in run:
+                for place in places:
+                    yield (layer, *place)
 
     @classmethod
     def allocated(cls, device: torch.device | str = "cpu", **header: Any) -> Handoff:
@@ -376,10 +387,7 @@ def check_fit(
     if found:
         can_convert = can_convert and not convert and not differing(True)
         advice = "; pass convert=True to convert the dtype" if can_convert else ""
-        lines = [
-            f"\n  {name}: {brief(there)} in the handoff, {brief(here)} here"
-            for name, (there, here) in found.items()
-        ]
+        lines = [f"\n  {name}: {_differing(*pair)}" for name, pair in found.items()]
         raise HandoffError(
             f"the handoff does not fit this engine{advice}:{''.join(lines)}", fields=tuple(found)
         )
@@ -391,6 +399,16 @@ def check_fit(
             f"bytes",
             fields=("data",),
         )
+
+
+def _differing(there: Any, here: Any) -> str:
+    """Return the text of two unequal values; of columns, only the first unequal layer."""
+    where = ""
+    if isinstance(there, tuple) and len(there) == len(here):
+        layers = [at for at, pair in enumerate(zip(there, here, strict=True)) if pair[0] != pair[1]]
+        there, here = there[layers[0]], here[layers[0]]
+        where = f" in layer {layers[0]}" + (f" and {len(layers) - 1} more" if layers[1:] else "")
+    return f"{brief(there)} in the handoff, {brief(here)} here{where}"
 
 
 class LayerStream:

@@ -190,6 +190,32 @@ def test_other_dtype_is_admitted_with_conversion_only() -> None:
         assert set(raised.value.fields) == {"model", "kv_heads"}
 
 
+@pytest.mark.parametrize("name", ["Mamba2ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize(
+    ("there", "here"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
+def test_recurrent_state_is_converted(name: str, there: str, here: str) -> None:
+    with quiet():
+        models = [build(name).to(getattr(torch, dtype)) for dtype in (there, here)]
+    text = [token % 40 for token in TEXT]
+    options: dict[str, Any] = {"backend": "cpu", "max_len": 64, "config": EAGER}
+    with Engine(models[0], **options) as first, Engine(models[1], **options) as second:
+        handoff = travelled(first.export(begin(first, text)[0]))
+        assert handoff.dtype == there
+        with pytest.raises(dg.HandoffError, match="pass convert=True") as raised:
+            second.admit(handoff)
+        assert {"model", "dtype", "states"} == set(raised.value.fields)
+        assert "\n  states: {" in str(raised.value)
+        assert f"'{here}'" in str(raised.value)
+        assert len(str(raised.value)) < 600  # One layer stands for all.
+        continued = second.admit(handoff, convert=True)
+        exported = second.export(continued)
+        for key, tensor in exported.tensors.items():
+            assert torch.equal(tensor, handoff.tensors[key].to(tensor.dtype))
+        second.release(continued)
+        assert len(rest(second, second.admit(handoff, convert=True))) > 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
