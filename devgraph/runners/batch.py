@@ -82,7 +82,7 @@ class StateViews:
 
     def __init__(self, tensors: Mapping[str, Any], history: StateViews | None = None) -> None:
         for name, tensor in tensors.items():
-            setattr(self, name, tensor)
+            object.__setattr__(self, name, tensor)
         self._history = history
         self._is_read = False
 
@@ -111,6 +111,16 @@ class StateViews:
         raise AttributeError(
             f"the batch has no state {name!r}. {did_you_mean(name, self._names())}"
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # ``state.name += 1`` writes in place and then assigns the same tensor.
+        if name[0] != "_" and value is not getattr(self, name):
+            raise CaptureError(
+                f"batch.state.{name} was replaced at {user_line()}, but the state stays in the old "
+                f"tensor. Write the rows of the batch in place: "
+                f"batch.state.{name}.index_copy_(0, batch.state_slots, new)"
+            )
+        object.__setattr__(self, name, value)
 
 
 class Batch:

@@ -47,6 +47,25 @@ def test_a_step_of_several_tokens_that_keeps_no_history_is_refused():
         decode_of(step, (X,), outputs=dg.OutputSlot(rows="tokens"), **options)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_replaces_the_tensor_of_a_state_is_refused(policy: str):
+    def step(batch: Any) -> torch.Tensor:
+        batch.state.total += 0  # assigns the same tensor
+        if replaces:
+            batch.state.total = batch.state.total + 1
+        return batch.x * 1
+
+    replaces = policy == "disabled"
+    options = {"state": STATE[:1], "max_requests": 2, "config": {"policy": policy}}
+    runner = decode_of(step, (X,), **options)
+    runner.assign(0)
+    with pytest.raises(dg.CaptureError, match="state.total was replaced at .*test_state.py"):
+        if replaces:
+            runner.run({"x": rows_of(1)}, state_slots=[0])
+        replaces = True
+        decode_of(step, (X,), **options)
+
+
 def runner_of(**options: Any) -> dg.DecodeRunner:
     options.setdefault("max_requests", 4)
     options.setdefault("outputs", dg.OutputSlot(rows="tokens"))

@@ -273,6 +273,9 @@ class Handoff:
             )
         values, wrong = {}, {}
         for name, kind in _FIELDS.items():
+            if name not in given:
+                wrong[name] = "missing"
+                continue
             try:
                 values[name] = _read(kind, given[name])
             except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -241,6 +241,8 @@ def test_header_that_cannot_be_read_is_refused(change: dict[str, Any], message: 
         Handoff.from_json(json.dumps(header | change))
     with pytest.raises(dg.HandoffError, match="not readable"):
         Handoff.from_json(b"\x80\x04K\x01.")  # a pickle
+    with pytest.raises(dg.HandoffError, match="wrong fields:\n  backend: missing"):
+        Handoff.from_json('{"version": 1}')
 
 
 @pytest.mark.parametrize(
