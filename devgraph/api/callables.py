@@ -322,7 +322,7 @@ class Graphed:
         ):
             return None
         lock, run, count, state = graph.lock, graph.run, len(flat), entry.state
-        alike, same_settings = alike_to(tensors), call.settings.hold
+        alike, same_settings = alike_to(tensors), call.settings.are_active
         required = [tensor.requires_grad for tensor in tensors]
         training, named = self._watched.training(), self._named_constants()
         grad = call.with_gradients

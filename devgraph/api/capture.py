@@ -238,7 +238,7 @@ class Captured:
         try:
             if plan.marks:
                 plan.bind({mark: mark.host_kwargs(host) for mark in plan.marks})
-            if self._broken and not self.settings.hold():
+            if self._broken and not self.settings.are_active():
                 with self.settings.restored():
                     plan.run()
             else:

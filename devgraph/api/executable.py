@@ -1,6 +1,6 @@
 """Executable: the launch target of a graph, and the byte budget of all targets in a pool.
 
-A graph holds one executable at a time and replaces it with ``use``. An executable must not hold a
+A graph holds one executable at a time, chosen by ``DeviceGraph.use``. An executable must not hold a
 strong reference to its graph, because the cycle would keep device memory until the next garbage
 collection. An executable that can be evicted has these states::
 

@@ -176,7 +176,7 @@ class Settings:
     switches: tuple[Any, ...]
     stacks: tuple[tuple[Any, ...], ...]
     _same: Callable[[], bool] = _unknown
-    """A faster ``hold``, set after the first call of ``hold`` that returned True."""
+    """A faster ``are_active``, set after the first call of ``are_active`` that returned True."""
 
     @staticmethod
     def current() -> Settings:
@@ -206,7 +206,7 @@ class Settings:
         switches = (tuple(v) if isinstance(v, list) else v for v in self.switches)
         return self.modes, *switches, *(mode.device for mode in self.stacks[0])
 
-    def hold(self) -> bool:
+    def are_active(self) -> bool:
         """Whether these settings are active now."""
         if self._same():  # the fast path of replays with breaks
             return True

@@ -683,9 +683,9 @@ def host_sets(
     given: Sequence[Mapping[str, Any]] | None,
     further: Iterable[Mapping[str, Any]],
 ) -> list[tuple[dict[str, Any], bool, bool]]:
-    """Return the sets of host arguments of the cases, each with ``Case.changed`` and ``updated``.
+    """Return host arguments, ``Case.changed`` and ``Case.updated`` for each case of a proof.
 
-    The sets are ``given``; if that is None, the values ``captured`` and the ``further`` sets.
+    The host arguments are those in ``given``, or else ``captured`` and those in ``further``.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)

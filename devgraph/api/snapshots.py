@@ -32,8 +32,8 @@ RowPlace = tuple[int, tuple[int, ...]]
 """A row of a tensor: a dimension, and an index in it and perhaps in the next one."""
 
 RowsOf = Callable[[torch.Tensor, "torch.Tensor | None"], Iterable[RowPlace]]
-"""A function that returns rows of a tensor. If the tensor has only the saved rows of some state,
-the second argument has their numbers."""
+"""A function that returns rows of a saved copy. If only some rows of the tensor were saved, the
+second argument has their numbers, else it is None."""
 
 _restores: Counter[int] = Counter()
 """Number of calls of ``Snapshot.restore`` by thread."""

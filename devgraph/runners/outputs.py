@@ -208,7 +208,7 @@ class OutputStore:
             remedy="The structure must not depend on the size of the batch, apart from the rows.",
         )
 
-        # Outside of ``write``, because older versions of Dynamo cannot trace number formatting.
+        # Older versions of Dynamo cannot trace number formatting, so ``write`` must not format.
         checks = [
             step if leaf is None else attrs.evolve(step, before=_declared(leaf))
             for leaf in layout.leaves

@@ -14,7 +14,7 @@ from devgraph.api.errors import InputError, InputTypeError, brief, note
 from devgraph.api.gates import Gates
 from devgraph.api.guard import Guard
 from devgraph.api.marks.gates import in_tail
-from devgraph.api.marks.host_values import exact_types_checked
+from devgraph.api.marks.host_values import exact_types_allowed
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.named import NamedState
 from devgraph.api.owned import roots_of, watched_in
@@ -93,7 +93,7 @@ class Step:
             captured = self.engine if self.function not in self.engine else [self.function]
             roots = (root for function in captured for root in roots_of(function))
             self.named = NamedState(roots, regions=self.options.config.policy == "full")
-        with exact_types_checked(variant in self.types_checked):
+        with exact_types_allowed(variant in self.types_checked):
             yield
         self.types_checked.add(variant)
         self.named.require_kept()

@@ -345,7 +345,7 @@ class MarkedCall:
         """Run the body again with other host values, writing the same result addresses."""
         self._settle()
         try:
-            if self.settings.hold():
+            if self.settings.are_active():
                 self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
             else:
                 with self.settings.restored():
@@ -399,7 +399,7 @@ class MarkedCall:
         assert self._spec is not None
         target = self._known[0] if self._spec.is_leaf() and not self._returned_none else None
         is_plain = isinstance(target, torch.Tensor) and unexpanded(target) is target
-        if not self.settings.hold() or not (is_plain or self._returned_none):
+        if not self.settings.are_active() or not (is_plain or self._returned_none):
             return functools.partial(self.run, host)
         fn, args, kwargs, owned = self.mark.fn, self.args, self.kwargs, self._owned
         deliver, returned_none = self._deliver_all, self._returned_none

@@ -151,20 +151,20 @@ class _Watched(Tracked):
         return type(self._devgraph_value)
 
 
-_types_checked: ContextVar[bool] = ContextVar("devgraph_types_checked", default=False)
+_types_allowed: ContextVar[bool] = ContextVar("devgraph_types_allowed", default=False)
 
 
 @contextlib.contextmanager
-def exact_types_checked(checked: bool) -> Iterator[None]:
-    """If ``checked``, turn ``exact_types_refused`` off in the block.
+def exact_types_allowed(allowed: bool) -> Iterator[None]:
+    """If ``allowed``, turn ``exact_types_refused`` off in the block.
 
     That check slows down all Python calls, so a runner runs it once for all sizes of a step.
     """
-    token = _types_checked.set(checked)
+    token = _types_allowed.set(allowed)
     try:
         yield
     finally:
-        _types_checked.reset(token)
+        _types_allowed.reset(token)
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def exact_types_refused() -> Iterator[None]:
     contain the wrong branch. Each function is checked when it is called. Nothing is checked while
     a debugger or a coverage tool traces the thread.
     """
-    if _types_checked.get() or sys.gettrace() is not None:
+    if _types_allowed.get() or sys.gettrace() is not None:
         yield
         return
     # Not a profile function: Python would call it after ``__enter__`` of a lock, and an interrupt

@@ -28,7 +28,7 @@ from devgraph.integrations.engine.steps import (
 )
 from devgraph.integrations.engine.verification import StartCheck
 from devgraph.integrations.sglang.segments import segment_classes, undifferentiated
-from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, require_updatable
+from devgraph.integrations.sglang.updated import WholeCapture, is_torch_native, require_updatable
 
 MODEL = "sglang.srt.model_executor"
 
@@ -222,7 +222,7 @@ def full_backend() -> Any:
         def __new__(cls, cuda_graph_runner: Any = None, **options: Any) -> Any:
             model_runner = getattr(cuda_graph_runner, "model_runner", None)
             # SGLang expects a shared output buffer for prefill only.
-            if options.pop("reuse_output_buffer", False) and planned_on_host(model_runner):
+            if options.pop("reuse_output_buffer", False) and is_torch_native(model_runner):
                 return updated_backend()(cuda_graph_runner, **options)
             return super().__new__(cls)
 

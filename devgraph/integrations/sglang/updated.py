@@ -23,7 +23,7 @@ from devgraph.api.process import several_ranks
 from devgraph.integrations.sglang.segments import BREAKS
 
 
-def planned_on_host(model_runner: Any) -> bool:
+def is_torch_native(model_runner: Any) -> bool:
     """Whether the prefill attention is torch-native, without overridden methods for prefill."""
     chosen = getattr(model_runner, "attn_backend", None)
     attention = type(getattr(chosen, "prefill_backend", chosen))

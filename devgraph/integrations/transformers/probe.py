@@ -494,7 +494,7 @@ def mask_of(
     none = rows[:1] * 0
     shown = function(none, none, positions[:, None, :, None], rows)
     shown = shown.expand(positions.shape[0], 1, positions.shape[1], rows.shape[0])
-    # As in transformers: some models test masks for the lowest number of the dtype.
+    # Some models of transformers compare masks with the lowest number of the dtype.
     hide = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
 

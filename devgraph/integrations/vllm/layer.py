@@ -196,7 +196,7 @@ class Layer:
         return 0 if count is None else count()
 
     @contextlib.contextmanager
-    def writing(self, replay: Callable[[], object]) -> Iterator[None]:
+    def filling_caches(self, replay: Callable[[], object]) -> Iterator[None]:
         """Capture a step in the block; call ``replay`` if it allocated without a warm-up run.
 
         vLLM caches tensors by size. The first run of a step writes them, and later runs only read

@@ -51,7 +51,7 @@ def _recording(
     layer.prepare(memory, settle=True)
     is_separate = threads or not _is_current(stream)
     within = engine_session(memory, stream=stream) if is_separate else layer.within(memory)
-    with layer.writing(lambda: graph.step and graph.step.launch()):
+    with layer.filling_caches(lambda: graph.step and graph.step.launch()):
         with recorded(layer.memory.backend, memory, count, within=within) as captured:
             yield
         graph.step = CapturedStep(captured, count)
@@ -126,7 +126,7 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
 
                 def run(mode: Any) -> Any:
                     if mode == CUDAGraphMode.PIECEWISE:
-                        with layer.writing(lambda: forward(mode)), layer.one_step():
+                        with layer.filling_caches(lambda: forward(mode)), layer.one_step():
                             forward(mode)
                         return None
                     return forward(mode) if is_capturing() or made.wants_run(desc) else None
@@ -164,7 +164,7 @@ def sparing_step(capture: Callable[..., Any]) -> Callable[..., Any]:
         if layer.round is not None and not layer.round.wants_run(desc):
             kwargs["num_warmups"] = 0
         again = functools.partial(capture, self, desc, *args, **kwargs)
-        with layer.writing(again), layer.one_step():
+        with layer.filling_caches(again), layer.one_step():
             again()
 
     return capture_sparingly
