@@ -13,7 +13,6 @@ import itertools
 import math
 import numbers
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,16 @@ from devgraph.api.errors import (
 )
 from devgraph.api.guard import Guard, Term
 from devgraph.api.marks.host_values import same_value
-from devgraph.api.reach import ABSENT, PLAIN, Entry, containers, entries, entries_of
+from devgraph.api.reach import (
+    ABSENT,
+    CONTAINERS,
+    PLAIN,
+    Entry,
+    containers,
+    content_of,
+    entries,
+    entries_of,
+)
 from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, tensors_in
 from devgraph.api.trees import leaves_of
 
@@ -234,8 +242,8 @@ class Bound:
             if entry.holder is not None and isinstance(entry.value, kind)
             if not (entry.key == "grad" and isinstance(entry.holder, torch.Tensor))
         ]
-        sized = [pair for pair in nodes if isinstance(pair[1], _CONTAINERS)]
-        self._sizes = [(holder, len(holder), path) for path, holder in sized]
+        sized = (Entry(path, None, None, node) for path, node in nodes)
+        self._entries += [entry.noted() for entry in sized if isinstance(entry.value, CONTAINERS)]
         self.terms = [*self._compared()]
 
     def _compared(self) -> Iterator[Term]:
@@ -247,7 +255,6 @@ class Bound:
             yield from (("{}({}) == {}", (_layout_of, t, layout)) for _, t, layout in self._known)
         yield from addressed(self._placed, self._places)
         yield from map(term_of, self._entries)
-        yield from (("len({}) == {}", (holder, size)) for holder, size, _ in self._sizes)
         yield from (("{}({}, {}, {})", (_returns, *source[1:])) for source in self._sources)
 
     def check(self) -> None:
@@ -255,12 +262,6 @@ class Bound:
         if self.tensors:
             self._check_each()
         require_same(self._entries)
-        for holder, size, path in self._sizes:
-            if len(holder) != size:
-                raise StateError(
-                    f"{path} has {counted(len(holder), 'entry')} and had {size} at capture, and "
-                    f"the graph uses the old entries. Capture again."
-                )
         for name, *source in self._sources:
             if not _returns(*source):
                 raise StateError(
@@ -286,9 +287,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def require_same(entries: Iterable[Entry]) -> None:
-    """Raise StateError if a place holds a different tensor or plain value than its entry."""
+    """Raise StateError if a place holds a different tensor, plain value or number of entries."""
     for entry in entries:
         now = entry.now()
+        if entry.is_modified:
+            raise StateError(
+                f"{entry.path} {entry.modification}, and the graph uses the old entries. Capture "
+                f"again."
+            )
         if now is entry.value:
             continue
         if isinstance(entry.value, tuple) and is_equal(entry.value, now):
@@ -308,8 +314,14 @@ def require_same(entries: Iterable[Entry]) -> None:
 
 
 def term_of(entry: Entry) -> Term:
-    """Return a guard term: the entry's place still holds its value or an equal plain value."""
+    """Return a guard term: the entry's place still holds its value or an equal plain value.
+
+    Of an entry without a holder, the contents of the value are compared.
+    """
     holder, key, value = entry.holder, entry.key, entry.value
+    if holder is None:
+        read_content = len if isinstance(entry.content, int) else content_of
+        return "{}({}) == {}", (read_content, value, entry.content)
     read, place = "{}()", tuple[Any, ...]((entry.now,))
     if value is ABSENT:
         if type(holder) is dict:
@@ -320,7 +332,7 @@ def term_of(entry: Entry) -> Term:
         read, place = "{}[{}]", (holder, key)
     elif isinstance(holder, type) and key in vars(holder):
         read, place = "{}[{}]", (vars(holder), key)
-    elif not isinstance(holder, _CONTAINERS) and getattr(holder, key, ABSENT) is value:
+    elif not isinstance(holder, CONTAINERS) and getattr(holder, key, ABSENT) is value:
         read, place = "getattr({}, {})", (holder, key)
     if isinstance(value, _RENEWED):
         text = f"({read} is {{}} or {{}}({{}}, {read}))"
@@ -328,7 +340,6 @@ def term_of(entry: Entry) -> Term:
     return f"{read} is {{}}", (*place, value)
 
 
-_CONTAINERS = (Mapping, list, deque)
 _RENEWED = (numbers.Number, str, tuple)
 """Types whose equal values are often distinct objects."""
 

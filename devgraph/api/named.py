@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from devgraph.api.buffers import AGAIN, is_equal, require_same, term_of
-from devgraph.api.errors import CaptureError, StateError, brief, counted
+from devgraph.api.errors import CaptureError, StateError, brief
 from devgraph.api.guard import Term, by_turns
 from devgraph.api.marks.host_values import exact
 from devgraph.api.reach import (
@@ -166,20 +166,17 @@ class NamedState:
         generators = [entry for entry in seeded if isinstance(entry.value, torch.Generator)]
         self._seeds = [(entry, entry.value.initial_seed()) for entry in generators]
         self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= SMALL]
+        self._tables = named.tables
         terms: dict[str, list[Term]] = {"each": [], "outer": [], "inner": []}
         for entry in self._held:
-            if entry.holder is not None:
-                kind = "outer" if isinstance(entry.holder, dict) else "each"
-                terms["inner" if entry.place in named.inner else kind].append(term_of(entry))
-        for space, size in self._spaces:
-            kind = "inner" if (id(space), None) in named.inner else "each"
-            terms[kind].append(("len({}) == {}", (space, size)))
-        for entry in self._held:
+            kind = "outer" if isinstance(entry.holder, dict) else "each"
+            terms["inner" if entry.place in named.inner else kind].append(term_of(entry))
             if entry.content is not None:
-                read = len if isinstance(entry.content, int) else content_of
-                terms["each"].append(("{}({}) == {}", (read, entry.value, entry.content)))
-        self._tables = [(table, len(table)) for table in named.tables]
-        terms["inner"] += [("len({}) == {}", pair) for pair in self._tables]
+                terms["each"].append(term_of(entry._replace(holder=None)))
+        for space in self._spaces:
+            is_inner = (id(space.value), None) in named.inner
+            terms["inner" if is_inner else "each"].append(term_of(space))
+        terms["inner"] += map(term_of, self._tables)
         self.terms: list[Term] = [
             *(("[*{}] == {}", order) for order in self._orders),
             *terms["each"],
@@ -201,7 +198,7 @@ class NamedState:
                     f"{brief([*mapping])} and had {brief(keys)} at capture, and the graph uses the "
                     f"old keys in their order. Restore the keys, or {AGAIN}."
                 )
-        if any(len(table) != size for table, size in self._tables):
+        if any(table.is_modified for table in self._tables):
             raise StateError(
                 f"a module whose tensors the step iterates over has other parameters or buffers "
                 f"than at capture, but the graph uses the old ones. Remove new ones, or {AGAIN}."
@@ -211,29 +208,15 @@ class NamedState:
         except StateError:
             self._renew()
             require_same(self._held)
-        if self._has_new_sizes():
+        if any(space.is_modified for space in self._spaces):
             self._renew()
         if not self._memory.is_kept():
             moved = {*map(id, self._memory.moved())}
             path = next((e.path for e in self._held if id(e.value) in moved), "a named tensor")
             raise StateError(_stale(f"{path} no longer has its captured memory"))
-        self._require_contents()
         for entry, seed in self._seeds:
             if (now := entry.value.initial_seed()) != seed:
                 _refuse(entry, f"has the initial seed {now} and had {seed} at capture")
-
-    def _has_new_sizes(self) -> bool:
-        return any(len(space) != size for space, size in self._spaces)
-
-    def _require_contents(self) -> None:
-        """Raise StateError if the contents of a container differ from the capture."""
-        for entry in (entry for entry in self._held if entry.is_modified):
-            value = entry.value
-            if isinstance(value, list | deque):
-                _refuse(
-                    entry, f"has {counted(len(value), 'entry')} and had {entry.content} at capture"
-                )
-            _refuse(entry, f"has different contents than at capture ({brief(value)})")
 
     def constants(self) -> tuple[Any, ...]:
         """Return the current plain values in hashable form, or raise StateError."""
@@ -264,7 +247,7 @@ class NamedState:
             for entry in self._held
             if entry.is_modified or not is_equal(entry.value, entry.now())
         }
-        if changed or self._has_new_sizes():
+        if changed or any(space.is_modified for space in self._spaces):
             named = self._walk()
             added = {entry.place for entry in named.places} - self._keys
             self._added |= added
@@ -284,8 +267,9 @@ class NamedState:
                 raise StateError(_stale(f"{entry.path} is no longer the captured tensor"))
             if not is_alike(entry.value, now):
                 _refuse(entry, f"is {brief(now)} and was {brief(entry.value)} at capture")
-        self._require_contents()
-        spaces = {id(space) for space, _ in named.spaces}
+            if entry.is_modified:
+                _refuse(entry, entry.modification)
+        spaces = {id(space.value) for space in named.spaces}
         for entry in itertools.chain(*after.values()):
             is_read = named.is_named(entry) or entry.key in named.texts
             if id(entry.holder) in spaces and is_read:

@@ -34,7 +34,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from devgraph.api.errors import brief
+from devgraph.api.errors import brief, counted
 from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.tensors import has_place
 from devgraph.api.trees import children_of, fields_of, slots_of
@@ -85,7 +85,7 @@ class Entry(NamedTuple):
 
     def now(self) -> Any:
         """Return the value that the place holds now."""
-        return _read(self.holder, self.key)
+        return self.value if self.holder is None else _read(self.holder, self.key)
 
     def noted(self) -> Entry:
         """Return the entry with the current contents of its value."""
@@ -94,7 +94,14 @@ class Entry(NamedTuple):
     @property
     def is_modified(self) -> bool:
         """Whether the contents of the value changed since they were noted."""
-        return bool(content_of(self.value) != self.content)
+        return self.content is not None and content_of(self.value) != self.content
+
+    @property
+    def modification(self) -> str:
+        """A text about changed contents."""
+        if isinstance(self.value, CONTAINERS):
+            return f"has {counted(len(self.value), 'entry')} and had {self.content} at capture"
+        return f"has different contents than at capture ({brief(self.value)})"
 
     def put_back(self) -> None:
         """Restore the value of the place."""
@@ -102,11 +109,11 @@ class Entry(NamedTuple):
 
 
 def content_of(value: Any) -> Any:
-    """Return the length of a list or large set, or the contents of a small set or array.
+    """Return the length of a list, mapping or large set, or the contents of a small set or array.
 
     Return None for all other values.
     """
-    if isinstance(value, list | deque):
+    if isinstance(value, CONTAINERS):
         return len(value)
     if isinstance(value, set):
         return frozenset(value) if len(value) <= SMALL else len(value)
@@ -116,6 +123,7 @@ def content_of(value: Any) -> Any:
     return None
 
 
+CONTAINERS = (Mapping, list, deque)
 SMALL = 1024
 """Maximum size of an array (bytes), a set or a mapping (elements) whose content is compared."""
 
@@ -572,8 +580,8 @@ class Named:
         places: the places, except those that hold Python modules of libraries. Places inside module
             containers (``torch.nn.Sequential``, ...) come last.
         leaves: the ``id`` of each tensor and plain value that the search found.
-        spaces: mappings, and the ``__dict__`` of torch modules and of user objects, each with its
-            length.
+        spaces: mappings, and the ``__dict__`` of torch modules and of user objects, as entries with
+            their lengths.
         inner: pairs (id of the holder, key) of the places that are inside module containers; for
             ``spaces`` the key is None.
         whole: the mappings that the step iterates over.
@@ -599,7 +607,7 @@ class Named:
     def is_current(self) -> bool:
         """Whether all places, and their number in each object, are as the search found them."""
         return all(e.now() is e.value and not e.is_modified for e in self.places) and all(
-            len(space) == size for space, size in self.spaces
+            not space.is_modified for space in self.spaces
         )
 
     def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
@@ -615,9 +623,9 @@ class Named:
         while count < len(self.names) + len(self.texts):  # a name can lead to more names
             count = len(self.names) + len(self.texts)
             self.places: list[Entry] = []
-            self.spaces: list[tuple[dict[Any, Any], int]] = []
+            self.spaces: list[Entry] = []
             self.leaves = set[int]()
-            self.tables: list[dict[str, Any]] = []
+            self.tables: list[Entry] = []
             self.inner = set[tuple[int, Any]]()
             self.whole: list[dict[Any, Any]] = []
             self.modules: list[torch.nn.Module] = []
@@ -644,7 +652,7 @@ class Named:
             for space in (value, getattr(value, "__dict__", None) if is_open else None):
                 is_compared = is_first or space is value or len(self.spaces) < _MOST_SPACES
                 if isinstance(space, dict) and is_compared:
-                    self.spaces.append((space, len(space)))
+                    self.spaces.append(Entry("", None, None, space).noted())
                     if not is_first:
                         self.inner.add((id(space), None))
             for entry in entries:
@@ -657,7 +665,8 @@ class Named:
                     and entry.now() is entry.value
                 ):
                     places.add(entry.place)
-                    self.places.append(entry.noted())
+                    is_space = isinstance(entry.value, dict)
+                    self.places.append(entry if is_space else entry.noted())
                     if not is_first:
                         self.inner.add(entry.place)
                 if is_leaf:
@@ -710,7 +719,8 @@ class Named:
                     self._use(getattr(type(value), name, None))
             if not self.names.isdisjoint(_OF_TENSORS):
                 tables = (t for m in value.modules() for t in (m._parameters, m._buffers))
-                self.tables += [table for table in tables if isinstance(table, dict)]
+                dicts = (table for table in tables if isinstance(table, dict))
+                self.tables += [Entry("", None, None, table).noted() for table in dicts]
             called = (m for m in value.modules() if id(m) not in self._inside)
             own = ((m._forward_pre_hooks, m._forward_hooks) for m in called)
             for table in itertools.chain(_OF_ALL_MODULES, *own):
