@@ -224,6 +224,7 @@ def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` into ``target`` as ``rewrite`` does, under any grad or inference mode."""
-    # Leaving inference mode enables gradients, so no_grad must be entered last.
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
+    # Leaving inference mode enables gradients, so no_grad must be entered last. An interrupt could
+    # skip the exit of torch.inference_mode, which is a Python function.
+    with torch._C._InferenceMode(target.is_inference()), torch.no_grad():
         rewrite(target, source)
