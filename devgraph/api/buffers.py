@@ -37,7 +37,6 @@ from devgraph.api.reach import (
     containers,
     content_of,
     entries,
-    entries_of,
 )
 from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, tensors_in
 from devgraph.api.trees import leaves_of
@@ -232,14 +231,12 @@ class Bound:
         held = {**owners, **trees}
         kept = (torch.Tensor, tuple, *PLAIN) if values else (torch.Tensor, tuple)
         nodes = [pair for name, owner in held.items() for pair in containers(name, owner)]
-        leaves = [entry for path, node in nodes for entry in entries_of(path, node)]
-        objects = (leaf for name, owner in held.items() for leaf in leaves_of(name, owner))
-        inner = entries(objects, weights=weights)
+        own = {id(space) for _, node in nodes for space in (node, getattr(node, "__dict__", None))}
         self._entries = [
             entry
-            for group, kind in ((leaves, kept), (inner, torch.Tensor))
-            for entry in group
-            if entry.holder is not None and isinstance(entry.value, kind)
+            for entry in entries(held.items(), weights=weights)
+            if entry.holder is not None
+            if isinstance(entry.value, kept if id(entry.holder) in own else torch.Tensor)
             if not (entry.key == "grad" and isinstance(entry.holder, torch.Tensor))
         ]
         sized = (Entry(path, None, None, node) for path, node in nodes)

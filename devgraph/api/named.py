@@ -220,7 +220,13 @@ class NamedState:
 
     def constants(self) -> tuple[Any, ...]:
         """Return the current plain values in hashable form, or raise StateError."""
-        return tuple([_constant(entry, entry.now()) for entry in self.plain])
+        values = []
+        for entry in self.plain:
+            value = entry.now()
+            if not isinstance(value, PLAIN):
+                _refuse(entry, f"is {brief(value)} and was {brief(entry.value)} at capture")
+            values.append(exact(value))
+        return tuple(values)
 
     def require_kept(self) -> None:
         """Raise CaptureError if the step replaced a tensor, after restoring the tensor.
@@ -275,14 +281,6 @@ class NamedState:
             if id(entry.holder) in spaces and is_read:
                 _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
         self._settle(named)
-
-
-def _constant(entry: Entry, value: Any) -> Any:
-    if isinstance(value, float):
-        return value.hex()  # The text differs for -0.0 and 0.0, and is equal for NaN.
-    if not isinstance(value, PLAIN):
-        _refuse(entry, f"is {brief(value)} and was {brief(entry.value)} at capture")
-    return type(value), value
 
 
 def changed_contents(held: Iterable[Entry]) -> Iterator[tuple[str, Any, Any]]:

@@ -86,6 +86,8 @@ class Owned:
     Attributes:
         arguments: the arguments by name.
         tensors: the tensors in arguments and in ``bound``, each with its name.
+        given: the argument tensors, into which a replay can copy new inputs.
+        in_objects: the tensors inside modules and other objects in arguments, with their names.
         written: the ``id`` of each argument tensor that the step writes.
     """
 
@@ -116,9 +118,9 @@ class Owned:
                     self._inner.append((path, leaf))
         self.count = len(args)
         """Number of positional arguments."""
-        self._given = len(self.tensors)
-        self.tensors += reached(self._inner, weights=False)[0]
-        self._in_arguments = len(self.tensors)
+        self.given = [tensor for _, tensor in self.tensors]
+        self.in_objects = reached(self._inner, weights=False)[0]
+        self.tensors += self.in_objects
         self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
         self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
         self.roots = [*self._inner, *roots_of(fn)]
@@ -129,7 +131,8 @@ class Owned:
         """State beside arguments and weights, such as ``bound`` and named tensors."""
         self.changed: set[int] = set()
         """The ``id`` of each tensor of ``changing`` that the step writes."""
-        self._state: dict[str, tuple[Any, Any]] = {}
+        self.moved: dict[str, tuple[Any, Any]] = {}
+        """Old and new values of plain values that the step changed, by path."""
         self._added: dict[str, Any] = {}
         """Plain values that the first run added."""
         self._watch: Watch | None = None
@@ -164,16 +167,6 @@ class Owned:
         """Named places with their contents after the first run."""
         self.is_unsettled = False
         """Whether the next warm-up run must check the tensors that the first run made."""
-
-    @property
-    def given(self) -> list[torch.Tensor]:
-        """The argument tensors, into which a replay can copy new inputs."""
-        return [tensor for _, tensor in self.tensors[: self._given]]
-
-    @property
-    def in_objects(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors inside modules and other objects in arguments, each with its name."""
-        return self.tensors[self._given : self._in_arguments]
 
     def reached(self) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
         """Return the tensors (including parameters) and generators that the step reaches now."""
@@ -375,18 +368,13 @@ class Owned:
         if old is ABSENT:  # a value that the first run added may change in later runs
             old = self._added.setdefault(path, new)
         if new is not ABSENT and not same_value(old, new):
-            self._state[path] = (self._state.get(path, (old,))[0], new)
+            self.moved[path] = (self.moved.get(path, (old,))[0], new)
 
     @property
     def _owner(self) -> torch.nn.Module | None:
         """The module that is the step, or whose method is the step."""
         owner = getattr(self._fn, "__self__", self._fn)
         return owner if isinstance(owner, torch.nn.Module) else None
-
-    @property
-    def moved(self) -> Collection[str]:
-        """The paths of plain values that the step changed."""
-        return self._state
 
     def renewed(self, arguments: Mapping[str, Any]) -> Owned:
         """Return the current state of the step, with some ``arguments`` replaced, by name."""
@@ -408,7 +396,7 @@ class Owned:
         """
         tensors, generators = self.reached()
         changing = [(path, tensor) for path, tensor in tensors if not _is_weight(tensor)]
-        self.changing = [*self.tensors[self._given :], *changing]
+        self.changing = [*self.tensors[len(self.given) :], *changing]
         snapshot = Snapshot(backend, self.tensors, generators, limit=limit, optional=changing)
         watch = Watch(self.roots, gradients=True)
         self._before = {id(tensor) for _, tensor in tensors}
@@ -472,9 +460,9 @@ class Owned:
         for name, state in host_random().items():
             if numbers.get(name, state) != state:
                 self._note_state(name, numbers[name][-1], state[-1])
-        changes = [(path, *values) for path, values in self._state.items()]
-        changes += [c for c in changed_contents(self._after_run) if c[0] not in self._state]
-        if self._state:
+        changes = [(path, *values) for path, values in self.moved.items()]
+        changes += [c for c in changed_contents(self._after_run) if c[0] not in self.moved]
+        if self.moved:
             warn(text_of_changes(changes))
         elif changes:  # Steps may append to a list for a purpose outside of the step.
             logger.warning(text_of_changes(changes))
@@ -512,7 +500,7 @@ class Owned:
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Only functions in ``bound`` return trees. The step calls functions in its arguments.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
-        count = self._in_arguments
+        count = len(self.given) + len(self.in_objects)
         named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
         given: list[Watched] = [Bound(named[:count], owners, values=True, weights=False)]
         found: list[Watched] = []

@@ -463,10 +463,6 @@ class State:
         self.constant |= dict.fromkeys(constant)
         return changed
 
-    def end(self) -> None:
-        """Restore all state from before the proof."""
-        self.snapshot.end_cases()
-
     def draws(self) -> bool:
         """Whether a run drew from the default random generator of the backend."""
         now = self._backend.get_rng_state()
@@ -861,7 +857,7 @@ def prove(captured: Any, job: Job, terms: Terms) -> Report:
                 with in_case(case, prover.inputs):
                     failures += comparison.failures(case, *runs, exact=captured.exact)[-1]
     finally:
-        prover.state.end()
+        prover.state.snapshot.end_cases()
     prover.state.snapshot.require_unwritten("a case of the proof")
     fixed = [name for name in declared if len({str(host[name]) for host, *_ in sets}) < 2]
     return Report(

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch._library.custom_ops import CustomOpDef
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from devgraph.api.errors import brief, counted
@@ -139,35 +140,14 @@ def containers(path: str, node: Any) -> Iterator[tuple[str, Any]]:
             yield from containers(path + suffix, child)
 
 
-def entries_of(path: str, node: Any) -> Iterator[Entry]:
-    """Yield the assignable places of a container that hold leaves or tuples."""
-    children = children_of(node) or []
-    keys: Iterable[Any]
-    holder, keys = node, range(len(children))
-    if isinstance(node, Mapping):
-        keys = [*node.keys()]
-    elif names := fields_of(node):
-        keys = [name for name in names if hasattr(node, name)]
-        held = getattr(node, "__dict__", {})
-        holder = held if all(name in held for name in keys) else node  # slots and properties
-    elif not isinstance(node, list | deque):
-        holder = None
-    for key, (suffix, child) in zip(keys, children, strict=True):
-        if holder is not None and (isinstance(child, tuple) or children_of(child) is None):
-            yield Entry(path + suffix, holder, key, child)
-    if holder is None:  # a class registered with pytree, whose attributes can be assigned
-        held = getattr(node, "__dict__", {})
-        yield from (Entry(f"{path}.{name}", held, name, value) for name, value in held.items())
-
-
 def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterator[Entry]:
-    """Yield every place below ``roots`` that holds a tensor, a generator or a plain value.
+    """Yield every place below ``roots`` with a tensor, a generator, a tuple or a plain value.
 
     This includes the gradients of tensors.
     """
     for path, value in walk(roots, weights):
         for entry in _members(path, value, weights):
-            if isinstance(entry.value, (torch.Tensor, torch.Generator, *PLAIN)):
+            if isinstance(entry.value, (torch.Tensor, torch.Generator, tuple, *PLAIN)):
                 yield entry
                 gradient = entry.value.grad if _has_gradient(entry.value) else None
                 if gradient is not None:
@@ -432,12 +412,12 @@ _BUILTINS = frozenset(vars(builtins))
 
 
 def has_state(value: Any) -> bool:
-    """Whether the class of ``value`` is the user's, so that its attributes are searched.
+    """Whether the class of ``value`` is the user's or a container, whose attributes are searched.
 
     The user's subclasses of devgraph classes (backends, runners, ...) do not count, because a
     capture changes their attributes.
     """
-    if fields_of(value):
+    if fields_of(value) or type(value) in pytree.SUPPORTED_NODES:
         return True
     if any(kind.__module__.startswith("devgraph.") for kind in type(value).__mro__):
         return False

@@ -410,9 +410,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of equal shape and dtype have equal bytes, compared on their device."""
-    plain = [t.resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (one, other)]
-    left, right = (t.view(torch.uint8) if t.numel() else t for t in plain)
-    return torch.equal(left, right)
+    return not differs(one, other)
 
 
 def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,7 @@ class Proof:
             self._ranks.post(f"{self._tag}/case", f"raised {type(error).__name__}: {error}")
             raise
         finally:
-            state.end()
+            state.snapshot.end_cases()
         state.snapshot.require_unwritten("a case of the proof")
         fixed = [n for n, s in step.inputs.slots.items() if s.fixed_in_proofs]
         return Report(
