@@ -185,6 +185,27 @@ class InputArena:
         plain = value if type(value) is torch.Tensor else value.as_subclass(torch.Tensor)
         return _copy(plain) if self.buffers.overlaps(plain) else plain
 
+    def require_ranges(self, inputs: Mapping[str, Any]) -> None:
+        """Raise InputError for a value outside the range of its slot that is not its pad value.
+
+        This waits for the device.
+        """
+        for name, slot in self.given.items():
+            value = inputs.get(name)
+            if slot.high is None or not isinstance(value, torch.Tensor):
+                continue
+            value = released(value) if isinstance(value, LeasedTensor) else value
+            low = slot.low or 0
+            wrong = (value < low) | (value >= slot.high)
+            if slot.pad.kind == "fill":
+                wrong &= value != slot.pad.value
+            if wrong.any():
+                raise InputError(
+                    f"input {name!r} has the value {value[wrong][0].item()}, but its slot declares "
+                    f"the range {low} to {slot.high - 1} (low= and high=). On a device, an invalid "
+                    f"index would stop the process."
+                )
+
     def require_offsets(self, slot: InputSlot, tensor: torch.Tensor, real: Size) -> None:
         """Raise InputError for cumulative offsets on the host that no batch of ``real`` can have.
 

@@ -92,8 +92,8 @@ class Options:
     """Raise an error instead of running eagerly; None takes the value of the configuration."""
     debug: bool | None = None
     """Return leased outputs, which detect reads after the next run, and synchronize with the device
-    after every segment, so that errors name the segment. None takes the environment variable
-    DEVGRAPH_DEBUG."""
+    after every segment, so that errors name the segment. Check inputs against the ranges of their
+    slots. None takes the environment variable DEVGRAPH_DEBUG."""
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), by name: trees of tensors, modules,
     and functions that return trees (``lambda: model.cache``). The runner keeps the tensors alive. A

@@ -294,6 +294,8 @@ class Runner:
                 slots: tuple[int, ...] = ()
                 if self.state is not None or state_slots is not None or accepted is not None:
                     inputs, slots = self._with_state(inputs, state_slots, accepted)
+                if self._options.debug and isinstance(inputs, Mapping):
+                    self._step.inputs.require_ranges(inputs)
                 step = None
                 if decision is None and not self._decide_always and inputs is not None:
                     step = self._steps.find(inputs, variant)

@@ -228,3 +228,23 @@ def test_offsets_on_the_host_do_not_decrease_and_end_within_the_tokens(where):
                 runner.run({"x": x, "starts": tokens(*wrong)})
     pages = {"starts": tokens(0, 4), "other": tokens(0, 9)}  # ``other`` may count pages
     assert prefill_of(starts, other).run({"x": x, **pages}).shape == x.shape
+
+
+@pytest.mark.parametrize("where", ["graph", "eager"])
+def test_debug_mode_refuses_values_outside_the_range_of_a_slot(where: str):
+    ids = InputSlot("ids", ("tokens",), torch.int64, pad=Pad.fill(9), low=1, high=5)
+
+    def runner_of(*, debug: bool) -> dg.DecodeRunner:
+        runner = decode_of(lambda batch: batch.ids * 2, (ids,), debug=debug)
+        if where == "eager":
+            runner.suspend()
+        return runner
+
+    runner = runner_of(debug=True)
+    for _ in range(2):  # checked, then recognised
+        assert runner.run({"ids": tokens(1, 4, 9)}).tolist() == [2, 8, 18]  # 9 is the pad value
+        for wrong in (0, 5, -1):
+            message = f"'ids' has the value {wrong}, but its slot declares the range 1 to 4"
+            with pytest.raises(dg.InputError, match=message):
+                runner.run({"ids": tokens(1, wrong)})
+    assert runner_of(debug=False).run({"ids": tokens(7)}).tolist() == [14]
