@@ -268,11 +268,8 @@ class CaptureScheduler:
         """Determine the outputs of the step on all ranks, in a round without captures."""
         self._begin(())
         tag = f"{self._name}/outputs{self.rounds}"
-        try:
+        with self._ranks.reporting(f"{tag}/outcome"):
             self._learn_outputs(self._barrier(tag))
-        except BaseException as error:
-            self._ranks.post(f"{tag}/outcome", RankOutcome.of_error(error).text)
-            raise
 
     def _learn_outputs(self, barrier: Callable[[], None]) -> None:
         """Determine the outputs of the step once, together with all ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -163,7 +163,7 @@ class EncoderRunner(Runner):
             StateError, DeviceGraphError, DeviceLost: As in ``Runner.run``.
         """
         shares, results = self._shares, dict[int, Any]()
-        with contextlib.nullcontext() if shares is None else shares.reporting():
+        with contextlib.nullcontext() if shares is None else shares.ranks.reporting(_ENCODED):
             data = self._admitted(items)
             lengths = [length for length, _ in data]
             options = self.graphs.checked_variant(variant)
@@ -341,7 +341,7 @@ class _Shares:
         store = store_of(group)
         number = store.add(f"devgraph/encoders of {self.rank}", 1)
         own = PrefixStore(f"devgraph/encoder {number}", store)
-        self._ranks = RankGroup(own, self.rank, size=self._size, timeout_s=_TIMEOUT_S)
+        self.ranks = RankGroup(own, self.rank, size=self._size, timeout_s=_TIMEOUT_S)
 
     def of(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the items of each rank: longest first, each to the rank with the fewest tokens.
@@ -358,20 +358,11 @@ class _Shares:
             tokens[rank] += lengths[item]
         return [share or order[-1:] for share in shares]
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Report an error in the block to the other ranks."""
-        try:
-            yield
-        except BaseException as error:
-            self._ranks.post(_ENCODED, f"raised {type(error).__name__}: {error}")
-            raise
-
     def gathered(
         self, own: Mapping[int, Any], lengths: Sequence[int], outputs: OutputStore
     ) -> list[Any]:
         """Return the output of every item; the ranks exchange each tensor with one all-gather."""
-        texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
+        texts = self.ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
         odd = [rank for rank, text in enumerate(texts) if text != texts[self.rank]]
         if odd:
             # The collective would hang or mix the bytes of different items.

@@ -101,14 +101,12 @@ class Proof:
         autocast = current_autocast() if step.autocast is None else step.autocast
         failures: list[Failure] = []
         try:
-            with torch.no_grad(), autocast_of(autocast):
+            reporting = self._ranks.reporting(f"{self._tag}/case")
+            with reporting, torch.no_grad(), autocast_of(autocast):
                 for graph in chosen:
                     for run in self._runs(graphs, graph):
                         with in_case(run.case, run.inputs.items()):
                             failures += run.failures()
-        except BaseException as error:
-            self._ranks.post(f"{self._tag}/case", f"raised {type(error).__name__}: {error}")
-            raise
         finally:
             state.snapshot.end_cases()
         state.snapshot.require_unwritten("a case of the proof")

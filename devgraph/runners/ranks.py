@@ -290,6 +290,15 @@ class RankGroup:
             with contextlib.suppress(Exception):
                 self._post(tag, value)
 
+    @contextlib.contextmanager
+    def reporting(self, tag: str) -> Iterator[None]:
+        """Post an error of the block to ``tag``, as ``raised TYPE: TEXT``."""
+        try:
+            yield
+        except BaseException as error:
+            self.post(tag, f"raised {type(error).__name__}: {error}")
+            raise
+
     def minimum(self, tag: str, values: Sequence[int]) -> list[int]:
         """Return the element-wise minimum over all ranks.
 
@@ -473,7 +482,7 @@ class RankGroup:
                 self._store.delete_key(f"devgraph/{tag}/{done}/{self.rank}")
 
     @contextlib.contextmanager
-    def _reachable(self, tag: str) -> Any:
+    def _reachable(self, tag: str) -> Iterator[None]:
         try:
             yield
         except AgreementError:
