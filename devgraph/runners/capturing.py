@@ -45,7 +45,7 @@ from devgraph.runners.checks import GraphChecks
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, EmulatedGraph, Graphs
 from devgraph.runners.ranks import PeerFailed, RankGroup
-from devgraph.runners.report import Counters, ReplayPace
+from devgraph.runners.report import ReplayPace
 from devgraph.runners.step import BoundSteps, StaticBatch, Step
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,6 @@ class CaptureScheduler:
         step: Step,
         steps: BoundSteps,
         graphs: Graphs,
-        counters: Counters,
         checks: GraphChecks,
         *,
         ranks: RankGroup,
@@ -122,7 +121,6 @@ class CaptureScheduler:
         self._step = step
         self._steps = steps
         self._graphs = graphs
-        self._counters = counters
         self._checks = checks
         self._ranks = ranks
         self._options = step.options
@@ -405,7 +403,7 @@ class CaptureScheduler:
         held, self._held = self._held, self._pool.bytes
         graph.bytes = captured.info().bytes + max(0, self._held - held)
         graph.detail = ""
-        self._counters.captures += not isinstance(captured, EmulatedGraph)
+        self._graphs.counters.captures += not isinstance(captured, EmulatedGraph)
         graph.reason = Reason.NOT_CAPTURED
 
     def _captured(

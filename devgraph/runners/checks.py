@@ -17,7 +17,6 @@ from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.prove import Implied, Proof
 from devgraph.runners.ranks import RankGroup
-from devgraph.runners.report import Counters
 from devgraph.runners.step import Step
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,6 @@ class GraphChecks:
 
     _step: Step
     _graphs: Graphs
-    _counters: Counters
     _ranks: RankGroup
     _implied: Implied | None
     _proofs: int = attrs.field(default=0, init=False)
@@ -80,12 +78,12 @@ class GraphChecks:
 
     @property
     def _steps_so_far(self) -> int:
-        return sum(graph.hits for graph in self._graphs) + self._counters.reasons.total()
+        return sum(graph.hits for graph in self._graphs) + self._graphs.counters.reasons.total()
 
     def _check(self, chosen: Sequence[BucketGraph], cases: int) -> None:
         report, proof = self.proof(Terms(cases=cases, quick=True), chosen)
         self._checked_at = self._steps_so_far
-        self._counters.checks += report.cases
+        self._graphs.counters.checks += report.cases
         own = {
             str(graph.key): causes
             for graph in chosen
@@ -103,7 +101,7 @@ class GraphChecks:
             else:
                 continue
             dropped.append(graph)
-            self._counters.failed_checks += 1
+            self._graphs.counters.failed_checks += 1
             text = "%s: dropped bucket %s, because its graph differs from eager: %s"
             logger.warning(text, self._name, key, graph.detail)
         if dropped and self._step.options.config.strict:

@@ -22,7 +22,6 @@ from devgraph.runners.decisions import (
 )
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.outputs import copied, lease
-from devgraph.runners.report import Counters
 from devgraph.runners.slots import Size
 from devgraph.runners.step import BoundSteps, GraphStep, Step
 
@@ -36,7 +35,6 @@ class Dispatcher:
     _step: Step
     _steps: BoundSteps
     _graphs: Graphs
-    _counters: Counters
     _scheduler: CaptureScheduler
     _warned: bool = attrs.field(default=False, init=False)
     """Whether the warning about a run before ``capture`` was logged."""
@@ -141,7 +139,7 @@ class Dispatcher:
         except Exception as error:
             note(error, f"in an eager step of {self._name} ({decision.reason}), {size}")
             raise
-        self._counters.reasons[decision.reason] += 1
+        self._graphs.counters.reasons[decision.reason] += 1
         graph = self._scheduler.want(decision)
         if graph is not None:
             outputs = copied(outputs)  # Warm-up runs may overwrite the originals.
@@ -165,7 +163,7 @@ class Dispatcher:
     def _handle_empty_batch(self, options: Mapping[str, Any]) -> Any:
         """Return an empty result. With ``idle_dummy``, run the smallest graph on pad values."""
         if not self._step.options.idle_dummy:
-            self._counters.reasons[Reason.EMPTY_BATCH] += 1
+            self._graphs.counters.reasons[Reason.EMPTY_BATCH] += 1
             return self._empty(options)
         options = self._graphs.pad_variant(options)
         variant = canonical_variant(options)
@@ -188,7 +186,7 @@ class Dispatcher:
         if decision.ok:
             self._graphs.require_fit(decision, self._graphs.counting.some(1, options), options)
         if decision.reason is Reason.EMPTY_BATCH:
-            self._counters.reasons[decision.reason] += 1
+            self._graphs.counters.reasons[decision.reason] += 1
             return
         if self._config.strict and self._graphs and not decision.ok:
             # The ranks with requests raise the same error.
@@ -205,8 +203,8 @@ class Dispatcher:
             except UNLAUNCHED as error:
                 decision = self._fallback(graph, error)
             else:
-                self._counters.idle += 1
+                self._graphs.counters.idle += 1
                 return
         self._step.clock.tick()
         self._step.run_pads(self._step.whole, self._graphs.counting.some(1, options), options)
-        self._counters.reasons[decision.reason] += 1
+        self._graphs.counters.reasons[decision.reason] += 1

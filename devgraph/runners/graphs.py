@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
+
+import attrs
 
 from devgraph.api.capture import Captured
 from devgraph.api.errors import InputError, StateError, brief, did_you_mean
@@ -118,6 +121,18 @@ class BucketGraph:
         return self.reason.value if self.dropped else "pending"
 
 
+@attrs.define
+class Counters:
+    """Counters of a runner, in addition to the counters of its graphs."""
+
+    reasons: collections.Counter[Reason] = attrs.field(factory=collections.Counter)
+    """Number of steps outside a graph, by reason."""
+    idle: int = 0
+    captures: int = 0
+    checks: int = 0
+    failed_checks: int = 0
+
+
 class Graphs:
     """All graphs of a runner, and the rule that chooses one for a batch.
 
@@ -128,6 +143,7 @@ class Graphs:
         self._pool = pool
         self._name = options.name
         self.suspended = False
+        self.counters = Counters()
         self.buckets = buckets
         self.variants = variants = dict(options.variants)
         self.counting = counting

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import attrs
 from devgraph.api import html
 from devgraph.api.errors import counted, format_bytes
 from devgraph.api.executable import Residency
-from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import Graphs
 from devgraph.runners.timing import BOUNDS, ReplayTimes
 
@@ -34,18 +32,6 @@ class ReplayPace:
     def slow(self) -> bool:
         """Whether graphs ran faster earlier in this process."""
         return self.microseconds > _SLOW * self.fastest
-
-
-class Counters:
-    """Live counters of a runner, in addition to the counters of its graphs."""
-
-    def __init__(self) -> None:
-        self.reasons = collections.Counter[Reason]()
-        """Number of steps outside a graph, by reason."""
-        self.idle = 0
-        self.captures = 0
-        self.checks = 0
-        self.failed_checks = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -126,7 +112,6 @@ class RunnerStats:
     def of(
         cls,
         graphs: Graphs,
-        counters: Counters,
         *,
         emulated: bool,
         per_request: bool,
@@ -155,6 +140,7 @@ class RunnerStats:
             )
             for index, graph in enumerate(graphs)
         )
+        counters = graphs.counters
         hits = sum(bucket.hits for bucket in buckets)
         eager = {reason.value: count for reason, count in counters.reasons.items()}
         captured = [graph.captured for graph in graphs if graph.captured is not None]

@@ -43,7 +43,7 @@ from devgraph.runners.inputs import InputArena
 from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore
 from devgraph.runners.ranks import ranks_of
-from devgraph.runners.report import Counters, RunnerStats
+from devgraph.runners.report import RunnerStats
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size
 from devgraph.runners.state import StateStore
 from devgraph.runners.step import BoundSteps, Step
@@ -143,22 +143,18 @@ class Runner:
         )
         self.graphs = Graphs(options, buckets, counting, pool)
         self._steps = BoundSteps(self._step, self.graphs)
-        self._counters = Counters()
         self._ranks = ranks_of(options.group)
-        self._checks = GraphChecks(self._step, self.graphs, self._counters, self._ranks, implied)
+        self._checks = GraphChecks(self._step, self.graphs, self._ranks, implied)
         self._scheduler = CaptureScheduler(
             self._step,
             self._steps,
             self.graphs,
-            self._counters,
             self._checks,
             ranks=self._ranks,
             facts=_common_facts(self),
             share=lender and lender._scheduler,
         )
-        self._dispatcher = Dispatcher(
-            self._step, self._steps, self.graphs, self._counters, self._scheduler
-        )
+        self._dispatcher = Dispatcher(self._step, self._steps, self.graphs, self._scheduler)
         self._process = identity.token
         self._busy: list[Runner] = [] if share is None else share._busy
         """The runner that is running a step, if any, among those that share buffers."""
@@ -674,7 +670,6 @@ class Runner:
     def _stats(self, estimates: Sequence[int]) -> RunnerStats:
         return RunnerStats.of(
             self.graphs,
-            self._counters,
             emulated=self._config.emulate,
             per_request=not self._step.inputs.run_slots,
             estimates=estimates,
