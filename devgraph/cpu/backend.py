@@ -26,9 +26,10 @@ from devgraph.api.pool import Pool
 from devgraph.cpu.check import check_step
 from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool, is_shortage
+from devgraph.cpu.metadata import Metadata
 from devgraph.cpu.modes import Dispatching, Functions, current_recorder
 from devgraph.cpu.randomness import Position
-from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
@@ -90,7 +91,7 @@ class CpuGraph(DeviceGraph):
 
     def __init__(self, backend: CpuBackend, pool: CpuPool) -> None:
         super().__init__(backend, pool)
-        self._knowledge = backend.knowledge
+        self._metadata = backend.metadata
         self._recorder: Recorder | None = None
         self._tape: Tape | None = None
         self._touched: Mapping[int, torch.UntypedStorage] = {}
@@ -99,7 +100,7 @@ class CpuGraph(DeviceGraph):
         recorder = Recorder(
             self.pool.blocks,
             others=(self.pool.regions,),
-            knowledge=self._knowledge,
+            metadata=self._metadata,
             arguments=self.arguments,
             reached=self.reached,
             generators=self.generators,
@@ -173,7 +174,7 @@ class CpuGraph(DeviceGraph):
         keyed = {value for value in pytree.tree_leaves(list(host.values())) if type(value) is int}
         bound = {*self._touched, *keyed, *(t.untyped_storage().data_ptr() for t in tensors)}
         recorder = Recorder(
-            self.pool.regions, others=(self.pool.blocks,), knowledge=self._knowledge, bound=bound
+            self.pool.regions, others=(self.pool.blocks,), metadata=self._metadata, bound=bound
         )
         changes: dict[Span, tuple[Entry, ...]] = {}
         with recorder:
@@ -217,7 +218,7 @@ class CpuBackend(Backend):
 
     def after_fork(self) -> None:
         super().after_fork()
-        self.knowledge = Knowledge()
+        self.metadata = Metadata()
 
     @property
     def device(self) -> torch.device:
@@ -279,4 +280,4 @@ class CpuBackend(Backend):
         Functions marked ``no_graph`` are not checked. ``fn`` receives ``host_args`` as tracked
         values.
         """
-        return check_step(self.knowledge, fn, args, kwargs or {}, host_args)
+        return check_step(self.metadata, fn, args, kwargs or {}, host_args)

@@ -27,14 +27,15 @@ from devgraph.api.reach import Change, Watch, modules_of, rebinding, set_by_hook
 from devgraph.api.results import refuse_host_values
 from devgraph.api.tensors import has_place, memory_of, tensors_in
 from devgraph.cpu.memory import BlockPool, is_shortage
-from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.metadata import Metadata
+from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.violations import Violation
 
 logger = logging.getLogger(__name__)
 
 
 def check_step(
-    knowledge: Knowledge,
+    metadata: Metadata,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -56,7 +57,7 @@ def check_step(
     try:
         for _ in range(2):
             violations.clear()
-            _CheckedRun(fn, owned, spec, note, knowledge).run()
+            _CheckedRun(fn, owned, spec, note, metadata).run()
     except FrozenValueError as error:
         line = raising_line(error) or line_of(fn)
         note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
@@ -101,7 +102,7 @@ class _CheckedRun(Scope):
         owned: Owned,
         spec: HostSpec,
         note: Callable[[Violation], None],
-        knowledge: Knowledge,
+        metadata: Metadata,
     ) -> None:
         self._fn, self._owned, self._spec, self._note = fn, owned, spec, note
         self._host: dict[Mark, dict[str, Any]] = {}
@@ -113,7 +114,7 @@ class _CheckedRun(Scope):
         reached, generators = owned.reached()
         self._recorder = Recorder(
             BlockPool(),
-            knowledge=knowledge,
+            metadata=metadata,
             arguments=[tensor for _, tensor in owned.tensors],
             reached=[tensor for _, tensor in reached],
             generators=generators,

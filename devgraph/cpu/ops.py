@@ -215,44 +215,41 @@ def _out_variant(func: OpOverload) -> OutVariant | None:
 _COPIES = {"aten::clone", "aten::_to_copy"}
 
 
-class Binder:
-    """The fastest function for each call of a tape, cached. Thread-safe."""
+_chosen: dict[Any, Callable[..., Any]] = {}
+"""The fastest function for each call of a tape, by operation and pattern of its arguments."""
 
-    def __init__(self) -> None:
-        self._chosen: dict[Any, Callable[..., Any]] = {}
 
-    def compute(
-        self, plan: OpPlan, args: Args, kwargs: Kwargs, outputs: Any
-    ) -> Callable[[], object]:
-        """Return a call that runs an operation and writes its results into ``outputs``.
+def bind_into(plan: OpPlan, args: Args, kwargs: Kwargs, outputs: Any) -> Callable[[], object]:
+    """Return a call that runs an operation and writes its results into ``outputs``.
 
-        Operations without an overload that writes outputs directly need a copy of each result.
-        """
-        if plan.name in _COPIES:
-            return functools.partial(torch.Tensor.copy_, outputs, args[0])
-        single = isinstance(outputs, torch.Tensor)
-        targets = (outputs,) if single or not isinstance(outputs, tuple) else outputs
-        variant = plan.out
-        if any(tensor.is_sparse for tensor in tensors_in(args)):  # often without such an overload
-            variant = None
-        if variant is not None and (single or all(isinstance(t, torch.Tensor) for t in targets)):
-            kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
-            named = dict(zip(variant.outputs, targets, strict=True))
-            return self.bind(variant.func, args, {**kept, **named})
-        return _copying(plan.name, self.bind(plan.func, args, kwargs), outputs)
+    Operations without an overload that writes outputs directly need a copy of each result.
+    """
+    if plan.name in _COPIES:
+        return functools.partial(torch.Tensor.copy_, outputs, args[0])
+    single = isinstance(outputs, torch.Tensor)
+    targets = (outputs,) if single or not isinstance(outputs, tuple) else outputs
+    variant = plan.out
+    if any(tensor.is_sparse for tensor in tensors_in(args)):  # often without such an overload
+        variant = None
+    if variant is not None and (single or all(isinstance(t, torch.Tensor) for t in targets)):
+        kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
+        named = dict(zip(variant.outputs, targets, strict=True))
+        return bind(variant.func, args, {**kept, **named})
+    return _copying(plan.name, bind(plan.func, args, kwargs), outputs)
 
-    def bind(self, func: OpOverload, args: Args, kwargs: Kwargs) -> functools.partial[Any]:
-        """Return a call of ``func``, or of an equivalent function of torch's Python API.
 
-        The Python API takes 0.7 us, the operator object 1.2 us (add of 576 numbers, torch 2.13).
-        """
-        named = tuple([(name, _pattern(v)) for name, v in kwargs.items()]) if kwargs else ()
-        key = (func, _pattern(args), named)
-        call = self._chosen.get(key)
-        if call is None:
-            same = (c for c in _typed_functions(func) if _is_same(c, func, args, kwargs))
-            self._chosen[key] = call = next(same, func._op)
-        return functools.partial(call, *args, **kwargs)
+def bind(func: OpOverload, args: Args, kwargs: Kwargs) -> functools.partial[Any]:
+    """Return a call of ``func``, or of an equivalent function of torch's Python API.
+
+    The Python API takes 0.7 us, the operator object 1.2 us (add of 576 numbers, torch 2.13).
+    """
+    named = tuple([(name, _pattern(v)) for name, v in kwargs.items()]) if kwargs else ()
+    key = (func, _pattern(args), named)
+    call = _chosen.get(key)
+    if call is None:
+        same = (c for c in _typed_functions(func) if _is_same(c, func, args, kwargs))
+        _chosen[key] = call = next(same, func._op)
+    return functools.partial(call, *args, **kwargs)
 
 
 def _pattern(value: Any) -> Any:

@@ -33,7 +33,7 @@ from devgraph.cpu.metadata import (
     map_tensors,
 )
 from devgraph.cpu.modes import Dispatching, Functions, adapt_torch, restore_torch
-from devgraph.cpu.ops import Binder, Kind, OpPlan, plan_of
+from devgraph.cpu.ops import Kind, OpPlan, bind, bind_into, plan_of
 from devgraph.cpu.randomness import SAVED, Position, Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
@@ -51,14 +51,6 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-class Knowledge:
-    """Caches of facts about torch operations, shared by the recordings of a backend."""
-
-    def __init__(self) -> None:
-        self.metadata = Metadata()
-        self.binder = Binder()
-
-
 class Recorder:
     """A recording of the operations of the current thread from ``__enter__`` to ``__exit__``.
 
@@ -69,7 +61,7 @@ class Recorder:
     Args:
         pool: memory of outputs.
         others: further pools whose tensors the code may use.
-        knowledge: caches of earlier recordings.
+        metadata: cache of earlier recordings.
         bound: addresses of memory outside the pools that the code may use; None allows any.
         arguments: tensors whose layout the code must not change in place.
         reached: further tensors of the caller that the code may use.
@@ -86,7 +78,7 @@ class Recorder:
         pool: BlockPool,
         *,
         others: Sequence[BlockPool] = (),
-        knowledge: Knowledge | None = None,
+        metadata: Metadata | None = None,
         bound: Collection[int] | None = None,
         arguments: Sequence[torch.Tensor] = (),
         reached: Sequence[torch.Tensor] = (),
@@ -114,9 +106,7 @@ class Recorder:
         self._continues = continues
         self._pool = pool
         self._pools = (pool, *others)
-        knowledge = knowledge or Knowledge()
-        self._metadata = knowledge.metadata
-        self._binder = knowledge.binder
+        self._metadata = metadata or Metadata()
         self._refusal = Refusal(on_violation)
         self._function = ""
         self._autocast = False
@@ -499,9 +489,9 @@ class Recorder:
         outs = None
         if plan.returns and not (plan.writes and None not in plan.returns):
             outs = self._make(plan, layouts, op)
-            run = self._binder.compute(plan, held_args, held_kwargs, self._hold(outs))
+            run = bind_into(plan, held_args, held_kwargs, self._hold(outs))
         else:
-            run = self._binder.bind(plan.func, held_args, held_kwargs)
+            run = bind(plan.func, held_args, held_kwargs)
         given, made = tensors_in((args, kwargs)), tensors_in(outs)
         if any(t.is_floating_point() for t in made) and given and not any(map(_is_inexact, given)):
             run = _with_dtype(torch.get_default_dtype(), run)

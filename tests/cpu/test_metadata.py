@@ -11,27 +11,28 @@ import torch
 import devgraph as dg
 from devgraph.cpu.backend import CpuBackend
 from devgraph.cpu.memory import BlockPool
-from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.metadata import Metadata
+from devgraph.cpu.recorder import Recorder
 from tests.support.cpu_capture import check_replays, record
 
 
 def test_metadata_forgets_at_its_limit() -> None:
-    knowledge = Knowledge()
-    knowledge.metadata.LIMIT = 10
+    metadata = Metadata()
+    metadata.LIMIT = 10
     for size in range(1, 40):
-        with Recorder(BlockPool(), knowledge=knowledge):
+        with Recorder(BlockPool(), metadata=metadata):
             torch.ones(size) + 1
-    assert len(knowledge.metadata._known) <= 10
+    assert len(metadata._known) <= 10
 
 
 def test_fake_tensors_are_made_for_operations_without_a_fast_kernel() -> None:
-    knowledge = CpuBackend().knowledge
-    with Recorder(BlockPool(), knowledge=knowledge):
+    metadata = CpuBackend().metadata
+    with Recorder(BlockPool(), metadata=metadata):
         x = torch.ones(3, 3) + 1
-    assert "_mode" not in vars(knowledge.metadata)
-    with Recorder(BlockPool(), knowledge=knowledge):
+    assert "_mode" not in vars(metadata)
+    with Recorder(BlockPool(), metadata=metadata):
         torch.linalg.svd(x)
-    assert "_mode" in vars(knowledge.metadata)
+    assert "_mode" in vars(metadata)
 
 
 def test_dtypes_that_fake_tensors_do_not_know_are_learnt_on_scratch_data() -> None:

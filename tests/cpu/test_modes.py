@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import devgraph as dg
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Recorder
-from tests.support.cpu_capture import KNOWLEDGE, check_replays, record, same
+from tests.support.cpu_capture import METADATA, check_replays, record, same
 from tests.support.refusals import READS, SHAPES, X
 
 
@@ -105,10 +105,10 @@ def test_users_modes_stay_above_and_are_kept() -> None:
 
     x = X.clone()
     mode = Counting()
-    with Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder, mode:
+    with Recorder(BlockPool(), metadata=METADATA) as recorder, mode:
         out = x + 1
     with mode:
-        with Recorder(BlockPool(), knowledge=KNOWLEDGE):
+        with Recorder(BlockPool(), metadata=METADATA):
             x + 1
         assert torch._C._len_torch_dispatch_stack() == 1
     assert mode.seen == 2
@@ -120,8 +120,8 @@ def test_users_modes_stay_above_and_are_kept() -> None:
 
 
 def test_recording_can_end_inside_a_mode_that_the_body_entered() -> None:
-    first = Recorder(BlockPool(), knowledge=KNOWLEDGE)
-    second = Recorder(BlockPool(), knowledge=KNOWLEDGE)
+    first = Recorder(BlockPool(), metadata=METADATA)
+    second = Recorder(BlockPool(), metadata=METADATA)
     first.__enter__()
     with torch.device("cpu"), TorchDispatchMode():
         first.__exit__(None, None, None)
@@ -135,7 +135,7 @@ def test_recording_can_end_inside_a_mode_that_the_body_entered() -> None:
 def test_default_device_set_before_a_recording_is_kept() -> None:
     torch.set_default_device("cpu")
     try:
-        with Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder:
+        with Recorder(BlockPool(), metadata=METADATA) as recorder:
             torch.set_default_device("cpu")
             out = torch.ones(3) + X[:3]
     finally:
@@ -240,7 +240,7 @@ def test_machine_code_that_rounds_otherwise_is_refused() -> None:
 
 def test_mode_that_an_interrupt_left_on_the_stack_is_taken_off() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
-        KNOWLEDGE.metadata._mode.__enter__()
+        METADATA._mode.__enter__()
         raise KeyboardInterrupt
 
     record(lambda x: x + 1, X)

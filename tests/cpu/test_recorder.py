@@ -20,7 +20,7 @@ import devgraph as dg
 from devgraph.api.errors import CaptureError
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Recorder
-from tests.support.cpu_capture import KNOWLEDGE, check_replays, record, same, span, tensors
+from tests.support.cpu_capture import METADATA, check_replays, record, same, span, tensors
 
 torch.set_num_threads(1)
 
@@ -135,9 +135,9 @@ def test_memory_is_flat_over_captures_and_replays() -> None:
         del tape, out
         sizes.append(pool.reserved_bytes)
     assert set(sizes) == {0} and entries() is None
-    known = len(KNOWLEDGE.metadata._known)
+    known = len(METADATA._known)
     record(step, x)
-    assert len(KNOWLEDGE.metadata._known) == known
+    assert len(METADATA._known) == known
 
 
 def test_inference_tensor_is_returned_under_inference_mode_only() -> None:
@@ -160,7 +160,7 @@ def test_captured_under_inference_mode_and_replayed_outside() -> None:
 
 def test_other_threads_are_not_recorded() -> None:
     results: list[torch.Tensor] = []
-    with Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder:
+    with Recorder(BlockPool(), metadata=METADATA) as recorder:
         thread = threading.Thread(target=lambda: results.append(torch.ones(3).sum()))
         thread.start()
         thread.join()
@@ -313,12 +313,12 @@ def test_decomposed_operations_are_those_of_eager_execution() -> None:
 def test_recording_a_span_again_changes_nothing_before_it_is_applied() -> None:
     pool, regions = BlockPool(), BlockPool()
     x, out = torch.randn(8, 4), torch.zeros(4)
-    with Recorder(pool, knowledge=KNOWLEDGE) as recorder, span(recorder, "r"):
+    with Recorder(pool, metadata=METADATA) as recorder, span(recorder, "r"):
         out.copy_((x[:2] * 3).sum(0))
     tape = recorder.tape()
     tape.replay()
     expected = out.clone()
-    with Recorder(regions, others=(pool,), knowledge=KNOWLEDGE):
+    with Recorder(regions, others=(pool,), metadata=METADATA):
         out.copy_((x[:8] * 3).sum(0))
     assert same(out, expected)
     tape.replay()
@@ -327,7 +327,7 @@ def test_recording_a_span_again_changes_nothing_before_it_is_applied() -> None:
 
 def test_random_numbers_in_an_updatable_span_are_refused() -> None:
     x = torch.ones(3)
-    recorder = Recorder(BlockPool(), knowledge=KNOWLEDGE)
+    recorder = Recorder(BlockPool(), metadata=METADATA)
     with recorder, span(recorder, "region f"):
         F.scaled_dot_product_attention(
             *[torch.randn_like(x.view(1, 1, 1, 3)) for _ in ()] or [x.view(1, 1, 1, 3)] * 3
@@ -346,7 +346,7 @@ def test_escaping_allocations_are_named() -> None:
     pool = BlockPool()
     x = torch.randn(3)
     earlier = record(lambda: x + 1, pool=pool)
-    with Recorder(pool, knowledge=KNOWLEDGE) as recorder:
+    with Recorder(pool, metadata=METADATA) as recorder:
         out = step(x)
     (found,) = recorder.escaping(tensors(out)).values()
     assert found.kind == "escaping_allocation" and found.file == __file__

@@ -11,7 +11,7 @@ from devgraph.api.errors import UpdateTopologyError
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.tape import check_topology
-from tests.support.cpu_capture import KNOWLEDGE, record, same, span
+from tests.support.cpu_capture import METADATA, record, same, span
 
 torch.set_num_threads(1)
 
@@ -69,7 +69,7 @@ def test_span_is_replaced_and_writes_the_same_output() -> None:
     def attend(length: int) -> None:
         out.copy_(x[:length].sum(0))
 
-    with Recorder(pool, others=(regions,), knowledge=KNOWLEDGE) as recorder:
+    with Recorder(pool, others=(regions,), metadata=METADATA) as recorder:
         before = x * 1
         with span(recorder, "attend") as first:
             attend(2)
@@ -79,7 +79,7 @@ def test_span_is_replaced_and_writes_the_same_output() -> None:
     assert same(after, x[:2].sum(0) * 2 + x[0])
     own = first.entries
     for length in (5, 8, 1):
-        again = Recorder(regions, others=(pool,), knowledge=KNOWLEDGE)
+        again = Recorder(regions, others=(pool,), metadata=METADATA)
         with again, span(again, "attend") as new:
             attend(length)
         tape.replay()
@@ -104,7 +104,7 @@ def test_other_operations_in_a_span_are_a_topology_change() -> None:
 
     def spans_of(fn: Any) -> Any:
         with (
-            Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder,
+            Recorder(BlockPool(), metadata=METADATA) as recorder,
             span(recorder, "region f") as s,
         ):
             fn()

@@ -30,8 +30,7 @@ from torch.utils import _pytree as pytree
 
 import devgraph as dg
 from devgraph.api.policy.job import UpdateBudget
-from devgraph.cpu.metadata import Layout
-from devgraph.cpu.recorder import Knowledge
+from devgraph.cpu.metadata import Layout, Metadata
 from tests.fuzz.graphed import GraphedPair
 from tests.fuzz.runners import SCRATCH, RandomRunner
 from tests.fuzz.state import StatePair
@@ -663,7 +662,7 @@ def _resident() -> int:
     torch._dynamo.reset()
     FakeTensorMode.cache_clear()
     linecache.clearcache()  # the sources of random steps
-    dg.get_backend("cpu").knowledge = Knowledge()  # as many answers as there were questions
+    dg.get_backend("cpu").metadata = Metadata()  # as many answers as there were questions
     _collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

@@ -10,15 +10,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.cpu.memory import BlockPool
-from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.metadata import Metadata
+from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.tape import Span, Tape
 
-KNOWLEDGE = Knowledge()
+METADATA = Metadata()
 
 
 def record(fn: Callable[..., Any], *args: Any, pool: BlockPool | None = None) -> tuple[Tape, Any]:
     """Return the tape of ``fn(*args)`` and what the recording returned."""
-    with Recorder(pool or BlockPool(), knowledge=KNOWLEDGE) as recorder:
+    with Recorder(pool or BlockPool(), metadata=METADATA) as recorder:
         outputs = fn(*args)
     return recorder.tape(), outputs
 

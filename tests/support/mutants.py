@@ -126,7 +126,7 @@ class CapturesShareNothing(CpuGraph):
         recorder = Recorder(
             own,
             others=(self.pool.blocks, self.pool.regions, *self.pool.private),
-            knowledge=self._knowledge,
+            metadata=self._metadata,
         )
         recorder.__enter__()
         self.pool.private.append(own)
