@@ -9,7 +9,7 @@ raw         a graph of torch, replayed without copies
 copies      a graph of torch with copies of inputs and outputs, as in ``graphed``
 torch, dg   ``make_graphed_callables`` of torch and of devgraph
 tensordict  ``CudaGraphModule`` of tensordict
-whole       ``dg.capture`` of forward, backward and optimiser (training only)
+whole       ``dg.capture`` of forward, backward and optimizer (training only)
 
 In each round, each contender runs all shapes in a new process. The table has the median over the
 rounds and the speedup over eager. ``=`` means that the outputs equal those of eager bit for bit.

@@ -43,7 +43,7 @@ TEXTS = (
     "The capital of France is",
     "Once upon a time, in a small village by the sea, there was",
     "Water boils at",
-    "The three primary colours are red,",
+    "The three primary colors are red,",
     "A list of planets, from the closest to the farthest from the sun: Mercury,",
     "To make bread you need",
     "In the morning the old man opened the door of his house and saw that",

@@ -350,7 +350,7 @@ class World:
         # Do not pass device_id: with it, new_group(backend="gloo") raises an error on an NPU.
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit)
         control = dist.new_group(backend="gloo", timeout=limit)
-        # The first collective creates the communicator. This allocates and synchronises, which is
+        # The first collective creates the communicator. This allocates and synchronizes, which is
         # not allowed in a capture, so run one collective before.
         dist.all_reduce(torch.zeros(1, device=device))
         add_up: Callable[[torch.Tensor], Any] = dist.all_reduce

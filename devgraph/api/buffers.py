@@ -50,7 +50,7 @@ AGAIN = "capture again (in a runner: invalidate() and capture())"
 _ALIGNMENT = 256
 """Alignment of buffers in bytes, as in device allocators.
 
-Kernels that vectorise by address then behave as on separately allocated tensors.
+Kernels that vectorize by address then behave as on separately allocated tensors.
 """
 
 
@@ -311,9 +311,9 @@ def require_same(entries: Iterable[Entry]) -> None:
 
 
 def term_of(entry: Entry) -> Term:
-    """Return a guard term: the entry's place still holds its value or an equal plain value.
+    """Return a guard term that is true while the place holds its value or an equal plain value.
 
-    Of an entry without a holder, the contents of the value are compared.
+    Without a holder, the term compares the contents of the value.
     """
     holder, key, value = entry.holder, entry.key, entry.value
     if holder is None:

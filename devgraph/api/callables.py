@@ -95,7 +95,7 @@ _MAX_KEYS = 1024
 """Number of keys above which the oldest key without a graph is forgotten."""
 
 _FLOAT_KEYS = 4
-"""Number of keys that differ only in a float at which a warning names that float."""
+"""Number of keys with different values of one float at which a warning names the float."""
 
 
 class EagerReason(str, enum.Enum):
@@ -163,7 +163,7 @@ class _Entry:
 
 
 class _Call(NamedTuple):
-    """One call that no fast path recognised."""
+    """One call that no fast path recognized."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -420,7 +420,7 @@ class Graphed:
         return constants
 
     def _answers(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Return the properties of the tensors of a call, other than data, that the step reads."""
+        """Return the properties, other than data, that the step reads from tensors of a call."""
         asked = None if self._named is None else self._named.asked
         return asked.answers(tensors) if asked else ()
 
@@ -757,7 +757,7 @@ class Graphed:
 class _GraphedFunction(Graphed):
     """A graphed function, which binds as a method if it is a class attribute.
 
-    A graphed module is no descriptor: torch.compile would bind one that an instance stores.
+    A graphed module must not be a descriptor: torch.compile binds descriptors that instances store.
     """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -862,7 +862,7 @@ def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
 
 
 def _is_transformed() -> bool:
-    """Whether torch changes or records operations of calls, which a replay does not run."""
+    """Whether torch changes or records the operations of calls, which a replay would not do."""
     return bool(
         _dispatch_modes()
         or _transform() is not None

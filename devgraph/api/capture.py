@@ -100,7 +100,7 @@ class Captured:
         self.gradients = job.owned.gradients
         """The gradients that replays accumulate."""
         self.guard = Guard([*self._watched, *named], outside)
-        """Compares the state of the step with that of the capture."""
+        """The comparison of the state of the step with its state at the capture."""
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
 
     @property
@@ -167,14 +167,14 @@ class Captured:
         """Run ``replay``, with new data for all arguments that contain tensors or for none.
 
         Raises:
-            InputError: new data is missing for some of them. Otherwise as ``replay``.
+            InputError: new data is missing for some of them. Other errors are those of ``replay``.
         """
         if (inputs or named) and self._inputs is not None:
             self._inputs.require_all(inputs, named)
         return self.replay(*inputs, **named)
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Pair] | None:
-        """Check the state. If it differs, capture again; return None if not."""
+        """Check the state; return None if it is unchanged, else the result of a new capture."""
         self._require_open()
         with self._lock:
             try:
@@ -449,7 +449,7 @@ def capture(
         backend: a backend or its name.
         host_args: names and capture values of the host arguments.
         warmup: number of runs of the step before the capture, on the capture stream. Two, as torch
-            recommends, suffice for libraries that initialise lazily. "piecewise" runs the compiled
+            recommends, suffice for libraries that initialize lazily. "piecewise" runs the compiled
             step at least once. If other captures share the pool, the last run allocates memory for
             the outputs. With 0 runs, replays of earlier captures may overwrite the outputs.
         pool: graph memory to share with other captures; None makes a new pool.

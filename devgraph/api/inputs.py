@@ -162,7 +162,7 @@ class Inputs:
 
     @functools.cached_property
     def _state(self) -> dict[int, list[tuple[str, torch.Tensor]]]:
-        """The tensors that the step can reach beside its arguments, by storage."""
+        """The tensors that the step can reach in addition to its arguments, by storage."""
         state: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in [*self._owned.changing, *self._owned.reached()[0]]:
             if has_place(tensor):
@@ -313,8 +313,8 @@ def _window(tensor: torch.Tensor) -> tuple[Any, ...]:
 def write(pairs: Sequence[Pair], outputs: Any) -> list[Pair]:
     """Copy new data into bound tensors, as if all sources were read before the first write.
 
-    Return the bound tensors of which inputs are other windows, each with its old contents, which
-    ``write_back`` restores.
+    Return the bound tensors that share memory with an input at another position, each with its old
+    contents. ``write_back`` restores the contents.
 
     Raises:
         InputError: an input shares memory with a bound tensor that is among the outputs.

@@ -59,7 +59,7 @@ class Asked:
 
     Args:
         names: the names in the code.
-        others: tensors with which the code may compare others.
+        others: tensors with which the code may compare the tensors of a call.
     """
 
     def __init__(self, names: Collection[str], others: Sequence[torch.Tensor]) -> None:
@@ -231,7 +231,7 @@ class NamedState:
     def require_kept(self) -> None:
         """Raise CaptureError if the step replaced a tensor, after restoring the tensor.
 
-        Places that the step changed otherwise are no longer compared. A change of a plain value is
+        Other places that the step changed are no longer compared. A change of a plain value is
         logged.
         """
         tensors = [entry for entry in self._held if isinstance(entry.value, torch.Tensor)]

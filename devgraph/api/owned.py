@@ -128,7 +128,7 @@ class Owned:
         self.written: set[int] = set()
         """The ``id`` of each argument tensor that the step writes."""
         self.changing: list[tuple[str, torch.Tensor]] = []
-        """State beside arguments and weights, such as ``bound`` and named tensors."""
+        """State other than arguments and weights, such as ``bound`` and named tensors."""
         self.changed: set[int] = set()
         """The ``id`` of each tensor of ``changing`` that the step writes."""
         self.moved: dict[str, tuple[Any, Any]] = {}
@@ -138,7 +138,7 @@ class Owned:
         self._watch: Watch | None = None
         """A watch on the places that the step can reach, during a run in a scope."""
         self._refuse: Callable[[list[Change]], None] = raise_rebinding
-        """Called with the changes that the step made before an eager body."""
+        """A function that receives the changes that the step made before an eager body."""
         self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
         """Plain values that the step set before it called a mark: the mark, its arguments, and the
         value, by path."""
@@ -189,7 +189,7 @@ class Owned:
 
         A run inside a capture must not rebind a tensor, except in eager bodies: it must not
         replace, add or remove an entry or an attribute that holds a tensor. Runs before the capture
-        may do so, because many steps initialise themselves in their first run. No run may change
+        may do so, because many steps initialize themselves in their first run. No run may change
         the containers in arguments.
 
         Args:
@@ -348,7 +348,7 @@ class Owned:
         self.is_unsettled = False
         assert self._after_first is not None
         if any(tensor._version != version for tensor, version in self._weights):
-            return  # an optimiser changes parameters, which are not restored either
+            return  # an optimizer changes parameters, which are not restored either
         for name, tensor, now, saved, _ in self._after_first.parts():
             if _is_near(now, saved):
                 continue
@@ -616,7 +616,7 @@ class Gradients:
     Args:
         held: leaf tensors with their gradients.
         made: the ``id`` of each leaf whose gradient was made in the captured run. A replay makes
-            it again, so it must be None before.
+            the gradient again, so the gradient must be None before.
     """
 
     def __init__(
@@ -632,7 +632,7 @@ class Gradients:
         return bool(self._held)
 
     def clear(self) -> None:
-        """Set gradients to None that the captured run made."""
+        """Set the gradients that the captured run made to None."""
         for leaf, _ in self._held if self._made else ():
             leaf.grad = None if id(leaf) in self._made else leaf.grad
 

@@ -60,7 +60,7 @@ class Terms:
     atol: float | None = None
     snapshot_limit: int = DEFAULT_LIMIT
     quick: bool = False
-    """Compare only with eager runs of the padded batch, without poisoned padding or parameters."""
+    """Whether to compare only padded batches and no parameters, without poisoned padding."""
 
     def __attrs_post_init__(self) -> None:
         whole("cases", self.cases)
@@ -137,8 +137,8 @@ class Report:
     """Number of cases that were compared."""
     failures: tuple[Failure, ...]
     exact: bool = True
-    """Whether graphs were compared bit for bit. If not, within tolerance, because a compiler chose
-    other kernels."""
+    """Whether graphs were compared bit for bit. They are compared within tolerance if a compiler
+    chose other kernels."""
     not_varied: tuple[str, ...] = ()
     """Inputs, slots and host arguments that had the same data in all cases, because a proof does
     not make up integers. Declare ``sample=`` or a range for them."""
@@ -215,7 +215,7 @@ def _causes(report: Report) -> Iterator[str]:
         moved = f" (changed Python state: {', '.join(report.moved)})" if report.moved else ""
         yield (
             f"eager differs from itself in {_where(unstable)}: the step reads Python state or "
-            f"uninitialised memory, or draws from an unregistered generator{moved}"
+            f"uninitialized memory, or draws from an unregistered generator{moved}"
         )
     causes = []
     if sized := kinds["size"]:
@@ -420,7 +420,7 @@ class State:
         self.written: set[str] = set()
         """Names of tensors that runs changed."""
         self.constant: dict[str, None] = {}
-        """Names of written tensors that are zero, and to which a proof gives no other values."""
+        """Names of written tensors that stay zero, because a proof gives them no other values."""
         self._fresh = False
         self._backend = backend
         self._random = self._next_random = self.snapshot.random

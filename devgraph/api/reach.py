@@ -262,7 +262,7 @@ class _Place(NamedTuple):
         if isinstance(holder, list | deque):
             return dict(enumerate(holder))
         values = gc.get_referents(holder)  # an object that does not expose its values
-        # Return the values in the list of a ``cycle`` but not the list: changing it is not safe.
+        # Changing the list of a ``cycle`` is not safe, so return the values in it.
         if isinstance(holder, itertools.cycle):
             values = [v for held in values for v in (held if isinstance(held, list) else [held])]
         return {id(value): value for value in values}
@@ -913,7 +913,7 @@ class Change(NamedTuple):
     """A place whose tensors changed."""
 
     verb: str
-    """replaces, adds or removes"""
+    """``replaces``, ``adds`` or ``removes``."""
     path: str
     tensors: list[tuple[str, torch.Tensor]]
     """The tensors that the place holds now, as pairs with their paths."""

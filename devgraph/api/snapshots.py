@@ -29,7 +29,7 @@ _PERIOD = 65521
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 RowPlace = tuple[int, tuple[int, ...]]
-"""A row of a tensor: a dimension, and an index in it and perhaps in the next one."""
+"""A row of a tensor: a dimension, with an index in it and optionally in the next dimension."""
 
 RowsOf = Callable[[torch.Tensor, "torch.Tensor | None"], Iterable[RowPlace]]
 """A function that returns rows of a saved copy. If only some rows of the tensor were saved, the
@@ -144,9 +144,9 @@ class Snapshot:
         """Save ``rows`` of each tensor above the limit, and discard rows saved earlier.
 
         A row number may index the first dimension, the largest dimension, or a pair of adjacent
-        dimensions of at least that size (pages of slots). Rows of the last two kinds are not saved
-        if they are more than half of the tensor. Row numbers are distinct; those out of range are
-        ignored.
+        dimensions that together are at least as large (pages of slots). Rows of the last two kinds
+        are not saved if they are more than half of the tensor. Row numbers are distinct. Numbers
+        out of range are ignored.
         """
         with torch.inference_mode():
             for saved in self._rows:
@@ -175,7 +175,7 @@ class Snapshot:
         """Yield the name and the tensor of each saved part, with a view of its copy.
 
         If only rows are saved, they are the first dimension of the copy, and the last item has
-        their numbers. The copy of a tensor that overlaps itself is bytes.
+        their numbers. The copy of a tensor that overlaps itself consists of bytes.
         """
         for name, tensor, _, _, content, _ in self._saved:
             if content is not None and _is_saved_as_bytes(tensor):

@@ -11,7 +11,7 @@ from devgraph.api.errors import BackendError, InputTypeError
 
 
 class Subclassed:
-    """Refuses subclasses that lack a required member, or that set an attribute of their base."""
+    """A base that refuses a subclass without a required member, or with an attribute of a base."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if missing := sorted(getattr(cls, "__abstractmethods__", ())):

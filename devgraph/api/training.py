@@ -144,7 +144,7 @@ class StaticInputs:
                     )
 
     def store(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
-        """Copy static tensors whose ids are in ``written`` to the tensors of the call."""
+        """Copy the static tensors with an id in ``written`` back to the tensors of the call."""
         for index, static in self._copied:
             if id(static) in written and tensors[index] is not static:
                 overwrite(tensors[index], static)
@@ -161,7 +161,7 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Maker = Callable[[Sequence[torch.Tensor], dict[int, torch.Tensor]], torch.Tensor]
-"""Makes a result of the tensors of a call, and of copies of the memory that results share."""
+"""A function that makes a result from the tensors of a call and copies of shared memory."""
 
 
 def makers_of(
@@ -344,7 +344,7 @@ class TrainingGraphs:
         self._weight_grads = [(id(p), left.get(id(p))) for p in self._parameters]
         self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
         # Drop the autograd history: a live AccumulateGrad node of the capture stream would make
-        # later backward passes of the caller synchronise with that stream.
+        # later backward passes of the caller synchronize with that stream.
         fresh = self._tensors = [tensor.detach() for tensor in self._tensors]
         self._outputs, self._differentiable = without_history(self._outputs), []
         self._results_of = results_of(fresh, self.static_inputs, {}, clone=self._clone)
@@ -439,7 +439,7 @@ class TrainingGraphs:
 
     @property
     def guard(self) -> Guard:
-        """A new comparison of the state of the step with its current state."""
+        """A new comparison of later states of the step with its current state."""
         given, found = self.owned.watch()
         return Guard([*given, *found, *self.owned.watch_named(regions=True)])
 
@@ -495,8 +495,8 @@ def _copy_gradients(
 ) -> None:
     """Replace gradients of leaf tensors with copies if they are in graph memory.
 
-    Autograd stores the first gradient of a leaf without a copy. Each forward would overwrite it,
-    and so would the backward of a callable with a larger index, which was captured earlier.
+    Autograd stores the first gradient of a leaf without a copy. Each forward would overwrite it.
+    The backward of a callable with a larger index, captured earlier, would overwrite it too.
     """
     for index in [index for index in shared if before is None or index < before]:
         for leaf, grad in shared.pop(index):

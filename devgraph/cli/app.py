@@ -29,7 +29,7 @@ ERROR = 2
 _INTERRUPTED = 130
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 _COLORS = {"always": ("FORCE_COLOR", "NO_COLOR"), "never": ("NO_COLOR", "FORCE_COLOR")}
-"""Environment variables to set and to remove for a value of ``--color``, which rich reads."""
+"""Environment variables that rich reads, to set and to remove for a value of ``--color``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

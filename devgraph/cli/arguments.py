@@ -78,7 +78,7 @@ class Options:
         self("--debug", "show the traceback of an error", action="store_true", **unset)
         text = "log progress; -vv logs details"
         self.parser.add_argument("-v", "--verbose", action="count", help=text, **unset)
-        text = "colours of the output; auto follows the terminal and NO_COLOR"
+        text = "colors of the output; auto follows the terminal and NO_COLOR"
         self("--color", text, choices=("auto", "always", "never"), **unset)
         self("--json", "print JSON, for programs", action="store_true", **unset)
 

@@ -338,7 +338,7 @@ def probe_backend(backend: Backend) -> list[dict[str, Any]]:
 
 
 class _AnswerIsNo(Exception):
-    """The negative result of a probe, with the actual behaviour."""
+    """The negative result of a probe, with the actual behavior."""
 
 
 def _probe(name: str, declared: bool, run: Callable[[], str]) -> dict[str, Any]:

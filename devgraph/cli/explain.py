@@ -86,7 +86,7 @@ def _proof(captured: Captured, target: Target, args: argparse.Namespace) -> Repo
 
 
 def _timed(captured: Captured, target: Target) -> list[list[float]]:
-    """Return the times of each segment in seconds, ascending. Each segment is synchronised."""
+    """Return the times of each segment in seconds, ascending. Each segment is synchronized."""
     captured.replay(**target.host_args)
     time = functools.partial(seconds_per_call, backend=captured.backend, calls=1)
     runs = [[time(one.replay).wall for one in captured.segments] for _ in range(_RUNS)]

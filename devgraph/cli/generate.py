@@ -220,7 +220,7 @@ def _run_all(
         if args.compare:
             off = PhaseConfig(policy="disabled")
             eager = stack.enter_context(make(config=DeviceGraphConfig(decode=off, prefill=off)))
-            # Initialise libraries before the timing, as the captures of the other engine have done.
+            # Initialize libraries before the timing, as the captures of the other engine have done.
             eager.generate(ask["prompts"][:1], max_new_tokens=2)
             engines["eager"], repeats["eager"] = eager, []
         for number in range(1, args.repeats + 1):

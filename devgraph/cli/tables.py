@@ -1,4 +1,4 @@
-"""The output of the commands: tables, text, numbers and colours."""
+"""The output of the commands: tables, text, numbers and colors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STYLES: Mapping[str, str] = {
     "works": "green",
     "works, not declared": "yellow",
 }
-"""Colours by kind of text and by verdict."""
+"""Colors by kind of text and by verdict."""
 
 
 class CommandError(DeviceGraphError):

@@ -26,7 +26,7 @@ class Timing:
 def seconds_per_call(call: Callable[[], object], backend: Backend, *, calls: int) -> Timing:
     """Run ``call`` repeatedly on an idle device and return the mean seconds.
 
-    Only the last call is followed by a synchronisation, as in an engine.
+    Only the last call is followed by a synchronization, as in an engine.
     """
     backend.synchronize()
     begin = time.perf_counter()

@@ -36,8 +36,8 @@ from devgraph.cpu.violations import Violation
 logger = logging.getLogger(__name__)
 
 ENTRY_BYTES = 2048
-"""Estimated memory of a tape entry with its bound call and about three tensors. Measured: 1932
-bytes (a decode step of 30 layers, 1277 entries, torch 2.13)."""
+"""Estimated memory of a tape entry with its bound call and about three tensors. A decode step of
+30 layers took 1932 bytes per entry (1277 entries, torch 2.13)."""
 
 
 @attrs.define(kw_only=True, eq=False)

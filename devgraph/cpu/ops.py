@@ -97,8 +97,8 @@ _PLAIN = frozenset({"int", "float", "bool", "str", "number", "Device"})
 _HOST_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 # Some out overloads temporarily resize their output, for example those of losses. Pointwise
-# operations and these do not; they were compared with their plain overloads on all samples of
-# torch's operator database.
+# operations and the ones below do not. They were compared with their plain overloads on all samples
+# of torch's operator database.
 _DIRECT = frozenset(
     """
     _log_softmax _softmax addbmm addmm addmv all amax amin any arange argmax argmin argsort baddbmm

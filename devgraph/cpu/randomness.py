@@ -203,7 +203,7 @@ class Randomness:
         self._objects[_address(generator)] = generator
 
     def _is_held(self, address: int) -> bool:
-        """Whether code outside the step holds a generator, which the step has thus not created."""
+        """Whether code outside the step holds a generator, so the step did not create it."""
         # Generators of torch 2.11 do not support weak references.
         return address not in self._objects or sys.getrefcount(self._objects[address]) > 2
 

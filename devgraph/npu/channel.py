@@ -77,7 +77,7 @@ class UpdateChannel:
         self._index = index
         self.timeout = timeout
         self.order = threading.RLock()
-        """Held while a replay is launched and its job is queued, so that their orders agree."""
+        """A lock to hold while a replay is launched and its job is queued, in the same order."""
         self.stream: Any = None
         self.rescue_stream: Any = None
         """Stream on which the events of an overdue replay are recorded again."""

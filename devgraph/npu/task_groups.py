@@ -135,7 +135,7 @@ class TaskGroups:
             f"recorded again to release the device, so the state of the graph's events is unknown; "
             f"call reset() and capture again."
         )
-        for group in self.groups:  # Not on the update stream, which may wait for this replay.
+        for group in self.groups:  # The update stream may wait for this replay.
             group.event.record(self._channel.rescue_stream)
 
     # Called on the update thread.

@@ -43,7 +43,7 @@ _ENCODED = "encoded"
 """Tag under which ranks of ``data_parallel`` report that their outputs are ready."""
 
 _TIMEOUT_S = 1800.0
-"""Timeout of these reports in seconds: a rank may have to capture graphs first."""
+"""Timeout of a report in seconds. It is long, because a rank may have to capture graphs first."""
 
 _ITEM_IDS = InputSlot("item_ids", ("tokens",), torch.int32, pad=Pad.fill(-1))
 _OFFSETS = InputSlot("offsets", ("requests+1",), torch.int32, pad=Pad.last())

@@ -219,7 +219,7 @@ class Graphs:
         return options if options or () in self.variants else next(iter(self.variants.values()))
 
     def decide(self, size: Size, options: Mapping[str, Any]) -> Decision:
-        """Return how a batch would run now. Changes nothing."""
+        """Return the decision for a batch without running it."""
         if size.is_empty:
             return Decision(Reason.EMPTY_BATCH)
         if self._config.policy == "disabled":

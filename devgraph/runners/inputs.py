@@ -72,7 +72,7 @@ class InputArena:
         lent = {}
         for slot in slots:
             own = self.slots.get(slot.name)
-            if slot.name == STATE_SLOTS:  # Not shared, because either runner may need more rows.
+            if slot.name == STATE_SLOTS:  # Either runner may need more rows.
                 continue
             if own is None or (own.dtype, own.row_shape) != (slot.dtype, slot.row_shape):
                 continue

@@ -125,7 +125,7 @@ class CopyPlan:
 
         Raises the errors of ``InputArena.admit`` before it writes anything.
         """
-        values = self._recognised(inputs)
+        values = self._recognized(inputs)
         sources = list(self._admitted(inputs) if values is None else values)
         if self._on_host:
             self._send(sources)
@@ -142,7 +142,7 @@ class CopyPlan:
         if self._repeats:  # after the real rows were copied
             torch._foreach_copy_(self._repeats, self._repeated)
 
-    def _recognised(self, inputs: Mapping[str, Any]) -> Values | None:
+    def _recognized(self, inputs: Mapping[str, Any]) -> Values | None:
         """Return the inputs in the order of the copies, or None if they need a full check.
 
         Inputs like the last checked ones need no check unless they are in the static buffers.
@@ -162,7 +162,7 @@ class CopyPlan:
         return values
 
     def _admitted(self, inputs: Mapping[str, Any]) -> Values:
-        """Check all inputs, and store their layout for ``_recognised``."""
+        """Check all inputs, and store their layout for ``_recognized``."""
         admitted = dict(zip(self._arena.given, self._arena.admit(inputs, self._real), strict=True))
         values = tuple(admitted[name] for name in self._names)
         device = self._arena.device

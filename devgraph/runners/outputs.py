@@ -70,8 +70,8 @@ class Layout:
 class OutputStore:
     """The output buffers of a runner.
 
-    Usage: ``learn`` once per variant, ``allocate`` once, then ``writer`` for each graph and
-    ``views`` for each size.
+    Call ``learn`` once per variant, ``allocate`` once, then ``writer`` for each graph and ``views``
+    for each size.
     """
 
     def __init__(self, slots: Any, share: OutputStore | None = None) -> None:

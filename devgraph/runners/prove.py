@@ -332,8 +332,8 @@ class _CaseRun:
     def _unpadded(self, values: Iterable[tuple[str, int, int | None]] = ()) -> NamedTensors:
         """Run the step on the real rows.
 
-        Each of ``values`` has a slot, and a value that its first row gets, or, if the last item is
-        not None, that is replaced by this item in all rows.
+        Each of ``values`` has a slot, a value and a replacement. If the replacement is None, the
+        first row of the slot gets the value. Otherwise the replacement replaces it in all rows.
         """
         self._renew()
         step, real = self._step, self._real
@@ -460,7 +460,7 @@ class _CaseRun:
         return ((inputs.slots[name], rows) for name, (_, rows) in parts.items() if rows is not None)
 
     def _shared_values(self) -> tuple[list[_Pad], list[_Pad]]:
-        """Return the pad values of several rows, and those of them that no real row uses."""
+        """Return the pad values in several rows, and the ones among them that no real row uses."""
         shared, scratch = list[_Pad](), list[_Pad]()
         for pad, data in self._pads():
             axis = pad.slot.axis or 0
@@ -484,9 +484,9 @@ class _CaseRun:
             yield _Pad(slot, value, max(map(abs, (value, *data, *ends)))), data
 
     def _collides(self, *seen: RunResult) -> bool:
-        """Whether several rows, real ones included, write the pad row, as a slot has only pads.
+        """Whether several rows write the pad row, because all rows of a slot hold its pad value.
 
-        Slots without a sample have only pads after the first step of a loop.
+        Slots without a sample hold only pad values after the first step of a loop.
         """
         pads = [
             pad
@@ -564,8 +564,8 @@ def _places(
 ) -> Iterator[RowPlace]:
     """Yield the rows of ``tensor`` whose numbers are ``pads``.
 
-    The tensor has only rows ``numbers``, or all rows. Then rows are along any dimension, or along
-    two adjacent ones (pages of slots).
+    If ``numbers`` is given, the tensor has only these rows. Otherwise rows are along any dimension,
+    or along two adjacent dimensions (pages of slots).
     """
     if numbers is not None:
         values = {pad.value for pad in pads}

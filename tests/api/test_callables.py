@@ -76,7 +76,7 @@ def test_shapes_dtypes_and_constants_have_graphs_of_their_own() -> None:
 
 
 class Doubled(torch.Tensor):
-    """A subclass without behaviour of its own."""
+    """A subclass without behavior of its own."""
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def test_compiler_without_a_policy_that_compiles_is_refused():
 
 
 def test_model_that_is_a_path_must_exist(tmp_path):
-    check_model("organisation/model")
+    check_model("organization/model")
     check_model(str(tmp_path))
     for name in (str(tmp_path / "gone"), "gone.gguf"):
         with pytest.raises(CommandError, match="no such folder or file"):

@@ -210,15 +210,15 @@ def test_error_of_the_step_names_its_line(tmp_path: Path, capsys: pytest.Capture
     assert f"raised KeyError: 'nothing' at {path}:{line} (--debug" in result.err
 
 
-def test_file_has_its_neighbours_and_leaves_modules_of_its_name_alone(
+def test_file_has_its_neighbors_and_leaves_modules_of_its_name_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("sys.path", [*sys.path])
-    (tmp_path / "beside_colorsys.py").write_text("def inputs():\n    return (colours(),)\n")
+    (tmp_path / "beside_colorsys.py").write_text("def inputs():\n    return (colors(),)\n")
     (tmp_path / "colorsys.py").write_text(
         "from beside_colorsys import inputs\nimport beside_colorsys\nKEPT = object()\n"
-        "def colours():\n    return KEPT\ndef step(kept):\n    assert kept is KEPT\n"
-        "beside_colorsys.colours = colours\n"
+        "def colors():\n    return KEPT\ndef step(kept):\n    assert kept is KEPT\n"
+        "beside_colorsys.colors = colors\n"
     )
     path = f"{tmp_path / 'colorsys.py'}"
     result = run_cli(capsys, "check", f"{path}:step", "--inputs", f"{path}:inputs")

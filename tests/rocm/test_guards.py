@@ -43,7 +43,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "unique": torch.unique,
     "old unique": torch._unique,
     "unique rows": lambda x: torch.unique(x, dim=0),
-    "unique neighbours": torch.unique_consecutive,
+    "unique neighbors": torch.unique_consecutive,
     "masked_select": lambda x: torch.masked_select(x, x > 0),
     "where": lambda x: torch.where(x > 0),
     "one_hot": lambda x: torch.nn.functional.one_hot((x > 0).long()),
@@ -162,7 +162,7 @@ def test_runtime_that_reports_unsafe_calls_needs_no_guard():
         assert_usable(be)
 
 
-def test_synchronisation_that_the_runtime_lets_pass_leaves_the_graph_right():
+def test_synchronization_that_the_runtime_lets_pass_leaves_the_graph_right():
     with on_fake(version=HIP_72, quiet=1) as be:
         x = noise()
 

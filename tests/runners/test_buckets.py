@@ -1,4 +1,4 @@
-"""Bucket lists: defaults, normalising, alignment, refusals."""
+"""Bucket lists: defaults, normalizing, alignment, refusals."""
 
 from __future__ import annotations
 

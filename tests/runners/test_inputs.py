@@ -186,7 +186,7 @@ def test_offsets_on_the_host_begin_with_their_start(start, where):
     runner = decode_of(lambda b: b.x + b.starts[:-1, None], slots, config={"buckets": [2]})
     if where == "eager":
         runner.suspend()
-    for shift in (0, 1, 0, 2):  # checked, then recognised
+    for shift in (0, 1, 0, 2):  # checked, then recognized
         inputs = {"x": torch.ones(2, 3), "starts": tokens(0, 1, 2) + start + shift}
         if shift:
             with pytest.raises(dg.InputError, match=rf"begin with {start + shift}, so .* {start},"):
@@ -220,7 +220,7 @@ def test_offsets_on_the_host_do_not_decrease_and_end_within_the_tokens(where):
             r"end with 9 at index 1, but the batch has 4 tokens\. The last offset must",
         ),
     ):
-        for _ in range(2):  # checked, then recognised
+        for _ in range(2):  # checked, then recognized
             assert runner.run({"x": x, "starts": tokens(*right)}).shape == x.shape
             with pytest.raises(
                 dg.InputError, match=f"'starts' has cumulative offsets that {message}"
@@ -241,7 +241,7 @@ def test_debug_mode_refuses_values_outside_the_range_of_a_slot(where: str):
         return runner
 
     runner = runner_of(debug=True)
-    for _ in range(2):  # checked, then recognised
+    for _ in range(2):  # checked, then recognized
         assert runner.run({"ids": tokens(1, 4, 9)}).tolist() == [2, 8, 18]  # 9 is the pad value
         for wrong in (0, 5, -1):
             message = f"'ids' has the value {wrong}, but its slot declares the range 1 to 4"

@@ -141,7 +141,7 @@ def test_mixed_slots_of_any_layout_arrive_whole(join, data):
         arena.buffers[slot.name].fill_(99)
         expected[slot.name] = slow_pad(slot, values, padded)
     plan = CopyPlan(arena, real, padded, {}, join=join)
-    for _ in range(2):  # checked, then recognised
+    for _ in range(2):  # checked, then recognized
         for name in given_inputs:
             arena.buffers[name].fill_(99)
         plan.load(given_inputs)
@@ -212,7 +212,7 @@ def test_another_layout_at_the_same_address_is_read_as_it_is():
         assert views["ids"].tolist() == [0, step, 2 * step, -1]
 
 
-def test_refused_input_after_recognised_ones_changes_nothing():
+def test_refused_input_after_recognized_ones_changes_nothing():
     """FAULTS 7."""
     plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)
@@ -225,7 +225,7 @@ def test_refused_input_after_recognised_ones_changes_nothing():
         assert views["ids"].tolist() == [1, 2, 3, -1]
 
 
-def test_a_static_buffer_among_recognised_inputs_is_copied_first():
+def test_a_static_buffer_among_recognized_inputs_is_copied_first():
     """FAULTS 8."""
     plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)

@@ -139,7 +139,7 @@ def follows_its_host_argument(be: Any, randn: Randn, region: Any, *, same_nodes:
     """Fail unless every replay of ``layered(region)`` is right; ``same_nodes`` for every value."""
     step = layered(region)
     x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
-    # 1 and multiples of 16 are other specialisations of a Triton kernel.
+    # 1 and multiples of 16 are other specializations of a Triton kernel.
     keys = (128, 160, 129, 1, 16, 17, 256, 300, 480, 128, 300, 1)
     for n in keys:
         step(x, cache, n=n)

@@ -105,7 +105,7 @@ class EngineFacts:
     moe_host_counts: bool = _flag()
     """The exchange of tokens between experts reads token counts on the host."""
     traceable: bool = _flag(True)
-    """``torch.compile`` can trace the model. False for quantised weights with opaque loaders, and
+    """``torch.compile`` can trace the model. False for quantized weights with opaque loaders, and
     for models that the engine compiles itself."""
     debug_hooks: bool = _flag()
     """Python hooks inside the model run in every step (tensor dumps, tracing)."""

@@ -92,7 +92,7 @@ def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list
             notes.append(f"{path_of(setting)}: {winner} overrides {entry}")
     for setting, entry in state.items():
         general = state.get((None, *setting[1:]))
-        # Within one source, the part for a backend refines the general part on purpose: no note.
+        # Within one source, the part for a backend refines the general part on purpose.
         if general and general.name != entry.name and general.value != entry.value:
             notes.append(f"{path_of(setting)}: on this backend {entry} overrides {general}")
     return notes

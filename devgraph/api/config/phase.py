@@ -292,7 +292,7 @@ def _key(accepts: Mapping[str, Any], meaning: str, default: Any, flag: str | Non
 class PhaseConfig:
     """The configuration of the captures and replays of one phase.
 
-    The constructor checks and normalises all values; a ``ConfigError`` names the key.
+    The constructor checks and normalizes all values; a ``ConfigError`` names the key.
     """
 
     policy: str = _key(

@@ -56,7 +56,7 @@ UNUSED: tuple[Unused, ...] = (
         "a list of buckets is used exactly as given",
     ),
 )
-"""If several rows apply to a key, the first one gives the reason."""
+"""The table. If several rows apply to a key, the first one gives the reason."""
 
 
 def unused(phase: str, config: PhaseConfig) -> dict[str, str]:

@@ -178,8 +178,8 @@ def exact_types_refused() -> Iterator[None]:
     if _types_allowed.get() or sys.gettrace() is not None:
         yield
         return
-    # Not a profile function: Python would call it after ``__enter__`` of a lock, and an interrupt
-    # there would leave the lock held.
+    # Do not use a profile function: Python would call it after ``__enter__`` of a lock, where an
+    # interrupt would leave the lock held.
     sys.settrace(_refuse_exact_types)
     try:
         yield
@@ -250,7 +250,7 @@ class HostSpec:
             return {}
         missing = self.required.difference(given)
         if missing:
-            self.checked(given)  # A misspelt name has the better hint.
+            self.checked(given)  # The error for a misspelt name has a better hint.
             names = ", ".join(sorted(missing))
             raise HostArgumentError(
                 f"missing host arguments: {names}. Every declared host argument without a default "

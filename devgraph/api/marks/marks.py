@@ -422,7 +422,7 @@ def region(
         fake: takes the arguments with fake tensors, and returns fake results. Policy piecewise
             needs it if ``fn`` cannot run with fake tensors.
         capture_stub: called instead of the function during a breakable capture. It takes the same
-            arguments, whose data may be uninitialised, and returns results of the same shapes.
+            arguments, whose data may be uninitialized, and returns results of the same shapes.
 
     Raises:
         HostArgumentError: a name is not a parameter of the function.

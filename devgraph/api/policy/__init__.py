@@ -1,4 +1,4 @@
-"""Policies: how a Python callable becomes a list of segments.
+"""Policies: strategies that split a Python callable into segments.
 
 A policy does not depend on a vendor. It is a module with a ``POLICY``, registered with its
 *promises* at the end of this file. Every compatibility rule (devgraph/api/config/rules.py) applies

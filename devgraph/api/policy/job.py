@@ -83,11 +83,11 @@ class Job:
     capture_error_mode: str
     compiler: str | None
     before_break: Callable[[], None] | None
-    """Called before the eager body of each break during capture, for example a barrier of ranks."""
+    """A function to call before each eager body in the capture, for example a barrier of ranks."""
     budget: UpdateBudget | None = None
     """Budget for new host arguments in replays; None means the defaults."""
     after_warmup: Callable[[], None] | None = None
-    """Called after each warm-up run."""
+    """A function to call after each warm-up run."""
     check: bool = False
     """Whether replays wait for the device after each segment, so that errors name the segment."""
     names: Names | None = None

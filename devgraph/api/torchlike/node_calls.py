@@ -1,7 +1,7 @@
 """Graph calls of a driver on raw handles, bound by ctypes.
 
 All drivers with graphs of nodes have the same calls, with different prefixes and almost equal
-arguments. Therefore one table serves all of them, and each vendor's package adds what differs.
+arguments. Therefore one table serves all of them, and each vendor's package adds the differences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DriverMemoryError(RuntimeCallError, ResourceError):
 
 
 class Update(NamedTuple):
-    """New parameters for one node; a tuple for speed, because a recording has hundreds."""
+    """New parameters for one node. It is a tuple for speed: a recording has hundreds of them."""
 
     node: int
     """The node of the captured graph."""

@@ -520,8 +520,8 @@ def accelerate(
     ``fuse=True``, the default, changes the model: weights of layers that receive the same tensor
     become views of one larger matrix, and remain views after ``unaccelerate``. Their values do not
     change. One large product rounds differently from several small ones, so the last bit of the
-    logits may differ, and so may a token whose two best candidates are nearly equal. ``fuse=False``
-    leaves the weights in place.
+    logits may differ, and therefore a token whose two best candidates are nearly equal.
+    ``fuse=False`` leaves the weights in place.
 
     The loop of transformers still runs, with its scores, streams and random numbers. Only the
     forwards of a generation are replaced. The first request captures the graphs. A request that

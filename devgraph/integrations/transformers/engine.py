@@ -70,7 +70,7 @@ class TokenEvent:
     text: str
     """Text that became final with this token; empty without a tokenizer."""
     finish_reason: FinishReason | None
-    """Set on the last event of a request."""
+    """Reason why the request ended; None before its last event."""
 
 
 @attrs.frozen(kw_only=True)

@@ -53,7 +53,7 @@ class Progress:
 
     Attributes:
         ended: reason why the tensors must no longer be read, or None.
-        receiver: text that names the process that fetches the handoff, or empty.
+        receiver: name of the process that fetches the handoff, for messages; may be empty.
         ready: number of leading layers whose tensors are complete.
         ready_at: time at which each of these layers was complete, in seconds (monotonic clock).
         deadline: time at which an unreleased export ends, in seconds (monotonic clock).
@@ -214,7 +214,7 @@ class Handoff:
 
     @property
     def layer_ends(self) -> list[int]:
-        """For each number of leading layers, the number of leading bytes that hold them."""
+        """Numbers of bytes that hold the first 0, 1, 2, ... layers."""
         sizes = [0] * self.layers
         for layer, _, size, *_ in self._layout():
             sizes[layer] += size
@@ -244,7 +244,7 @@ class Handoff:
 
     @classmethod
     def allocated(cls, device: torch.device | str = "cpu", **header: Any) -> Handoff:
-        """Return a handoff with an uninitialised buffer."""
+        """Return a handoff with an uninitialized buffer."""
         handoff = cls(**header, data=torch.empty(0, dtype=torch.uint8))
         size = handoff.layer_ends[-1]
         return attrs.evolve(handoff, data=torch.empty(size, dtype=torch.uint8, device=device))

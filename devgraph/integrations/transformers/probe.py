@@ -432,7 +432,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         self.dtype = key.dtype
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the window of a mask and return a placeholder that ``attention`` recognises."""
+        """Record the window of a mask and return a placeholder that ``attention`` recognizes."""
         function = kwargs.get("mask_function")
         padded = kwargs.get("attention_mask") is not None
         if function is None or (padded and self.own is None):

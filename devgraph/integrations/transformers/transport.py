@@ -322,7 +322,7 @@ class TorchTransport(Transport):
 
 
 def _control(end: int = 0, total: int = 0, state: int = 0) -> Tensor:
-    """Return the message before each part of a buffer."""
+    """Return the message that precedes a part of a buffer."""
     return torch.tensor([end, total, state], device="cpu")
 
 
@@ -365,7 +365,7 @@ class _Peer:
             work.wait(self._timeout)
             return
         end = time.monotonic() + self._timeout.total_seconds()
-        # On a device, wait() only blocks the current stream, and forever if the other rank is gone.
+        # On a device, wait() blocks only the current stream, but forever if the other rank is gone.
         while not work.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("a message did not arrive in time")

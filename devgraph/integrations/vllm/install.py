@@ -256,7 +256,7 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
 def _platform_backend() -> str | None:
     """Return the name of the platform's backend without creating it.
 
-    Creating the backend would initialise the device before vLLM forks its workers.
+    Creating the backend would initialize the device before vLLM forks its workers.
     """
     from vllm.platforms import current_platform
 

@@ -321,7 +321,7 @@ def step_wrapper() -> Any:
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 
     class BreakableStepWrapper(BreakableStep, BreakableCUDAGraphWrapper):  # type: ignore[misc]
-        """A ``BreakableStep`` that vLLM recognises as one of its wrappers."""
+        """A ``BreakableStep`` that vLLM recognizes as one of its wrappers."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             BreakableStep.__init__(self, *args, **kwargs)

@@ -90,7 +90,7 @@ def halves(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
 
 
 def pairs(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-    """Turns neighbours, not halves."""
+    """Turns neighbors, not halves."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + q.roll(1, -1) * sin, k * cos + k.roll(1, -1) * sin
 

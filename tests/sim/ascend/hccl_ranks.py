@@ -228,9 +228,9 @@ def groups():
 
 @case()
 def stream_order():
-    """200 random collectives between kernels, on two streams, without one synchronise."""
+    """200 random collectives between kernels, on two streams, without one synchronize."""
     same_on_all, own = random.Random(5), random.Random(100 + rank)
-    names = ["all_reduce", "all_gather", "reduce_scatter", "broadcast"]  # a barrier synchronises
+    names = ["all_reduce", "all_gather", "reduce_scatter", "broadcast"]  # a barrier synchronizes
     pairs, noise = [], []  # noise, other on each rank: else reductions make everything alike
     for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):
         generator = torch.Generator().manual_seed(10 * rank + i)
@@ -403,7 +403,7 @@ def graph_refused():
         lines = str(problem).splitlines()
         say("barrier:", lines[0].split("NPU function error: ")[-1], "|", lines[-1])
     else:
-        raise AssertionError("a barrier synchronises the device")
+        raise AssertionError("a barrier synchronizes the device")
     dist.all_reduce(x)
     assert x.cpu().tolist() == [ranks**2] * 3
 

@@ -255,7 +255,7 @@ import os; os._exit(0)
 
 
 def require_blocked(driver: Driver) -> None:
-    """Fail unless the device waits: a synchronise that waits for a short time only gives up."""
+    """Fail unless the device waits: a synchronize that waits for a short time only gives up."""
     with driver.setting(sync_timeout_ms=200), pytest.raises(RuntimeError, match="507046"):
         torch.npu.synchronize()
 

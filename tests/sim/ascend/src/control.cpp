@@ -20,7 +20,7 @@ std::map<std::string, Value>& settings() {
              {"devices", 1},       // simulated devices; fixed once torch_npu has asked
              {"memory_mb", 8192},  // device memory of each
              {"streams", 2048},  // hardware streams of each: streams, and one per stream of a graph
-             {"sync_timeout_ms", 120000},  // a synchronise of a blocked stream fails after this
+             {"sync_timeout_ms", 120000},  // a synchronize of a blocked stream fails after this
              {"update_delay_ms", 0},      // every task update takes this long on its stream
              {"replay_delay_ms", 0},      // every replay starts this late on its stream
              {"hold_updates", 0},         // no task update is done while this is set

@@ -1,4 +1,4 @@
-// Streams: a worker thread each, tasks in order, synchronisation with a timeout.
+// Streams: a worker thread each, tasks in order, synchronization with a timeout.
 #include "sim.h"
 
 #include <chrono>
@@ -163,14 +163,14 @@ void wait_until(Lock& lock, Device& dev, const std::function<bool()>& ready) {
   progress.wait(lock, [&] { return ready() || dev.error != 0; });
 }
 
-aclError synchronise(Stream* stream, const char* what, int timeout_ms, bool skip_capturing) {
+aclError synchronize(Stream* stream, const char* what, int timeout_ms, bool skip_capturing) {
   Device& dev = device(stream->device);
   Lock lock(mutex);
   if (stream->capture && skip_capturing) return 0;
   if (stream->capture) {
     stream->capture->invalid = std::string(what) + " on a capturing stream";
     return fail(ACL_ERROR_RT_STREAM_CAPTURED,
-                "not allowed to synchronise a captured stream: " + std::string(what));
+                "not allowed to synchronize a captured stream: " + std::string(what));
   }
   uint64_t target = stream->queued;
   auto limit = std::chrono::milliseconds(timeout_ms >= 0 ? timeout_ms : setting("sync_timeout_ms"));
@@ -206,10 +206,10 @@ aclError aclrtDestroyStream(aclrtStream handle) {
 aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
 
 aclError aclrtSynchronizeStream(aclrtStream handle) {
-  return synchronise(stream_of(handle), "aclrtSynchronizeStream", -1, false);
+  return synchronize(stream_of(handle), "aclrtSynchronizeStream", -1, false);
 }
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
-  return synchronise(stream_of(handle), "aclrtSynchronizeStreamWithTimeout", timeout_ms, false);
+  return synchronize(stream_of(handle), "aclrtSynchronizeStreamWithTimeout", timeout_ms, false);
 }
 
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
@@ -221,7 +221,7 @@ aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
     streams = dev.streams;
   }
   for (auto* stream : streams)
-    if (aclError error = synchronise(stream, "aclrtSynchronizeDevice", timeout_ms, true))
+    if (aclError error = synchronize(stream, "aclrtSynchronizeDevice", timeout_ms, true))
       return error;
   return 0;
 }

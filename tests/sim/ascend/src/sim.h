@@ -89,7 +89,7 @@ struct Device {
   std::vector<Stream*> streams;
   int hardware_streams = 0;  // streams plus those that captured models hold
   size_t memory = 0;
-  std::atomic<aclError> error{0};  // sticky: every synchronise reports it from then on
+  std::atomic<aclError> error{0};  // sticky: every synchronize reports it from then on
   std::string error_text;
 };
 
@@ -128,7 +128,7 @@ void fail_device(Device&, aclError code, const std::string& text);
 Stream* stream_of(aclrtStream);
 aclError take_hardware_stream(Device&);  // call with the lock held
 aclError enqueue(Stream*, Kind, std::string name, Work);
-aclError synchronise(Stream*, const char* what, int timeout_ms, bool skip_capturing);
+aclError synchronize(Stream*, const char* what, int timeout_ms, bool skip_capturing);
 aclError launch(aclrtStream, const char* kernel, Work);
 void perform(Device&, Kind, const std::string& name, const Work&);
 void wait_until(Lock&, Device&, const std::function<bool()>& ready);

@@ -298,7 +298,7 @@ HIP_EXPORT int fakehip_wait(Stream* waiter, Stream* other) {
   return hipSuccess;
 }
 
-/* A call that a capture does not allow, such as a synchronisation. */
+/* A call that a capture does not allow, such as a synchronization. */
 HIP_EXPORT int fakehip_unsafe(Stream* stream) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (!stream || stream->status == hipStreamCaptureStatusNone || fault("quiet")) return hipSuccess;
