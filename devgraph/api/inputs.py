@@ -26,7 +26,7 @@ from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.source import warn
 from devgraph.api.named import LAYOUT, attributes_of
 from devgraph.api.owned import Owned, require_place
-from devgraph.api.reach import PLAIN, Named, is_array
+from devgraph.api.reach import PLAIN, is_array
 from devgraph.api.tensors import (
     byte_range,
     effective_strides,
@@ -53,7 +53,7 @@ class Inputs:
         self._arguments, self._count = owned.arguments, owned.count
         self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
-        self._written, self._roots, self._moved = owned.written, owned.roots, owned.moved
+        self._written, self._iterated, self._moved = owned.written, owned.iterated, owned.moved
         self._asked, self._owned = owned.asked, owned
         self._has_warned = False
 
@@ -259,10 +259,6 @@ class Inputs:
                     f"the captured order. Pass the keys in that order, or capture again."
                 )
         return [pair for s, child in children for pair in self._pairs(name + s, child, new[s])]
-
-    @functools.cached_property
-    def _iterated(self) -> set[str]:
-        return Named(self._roots).iterated
 
     def _require_agreement(
         self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]

@@ -129,6 +129,7 @@ class NamedState:
         modules: the modules in the places.
         tensors: the tensors in the places.
         names: the names that the step uses.
+        iterated: the names of values that the step iterates over.
         asked: the questions that the step asks about its inputs.
         plain: all places with plain values, except those that the step added.
     """
@@ -153,6 +154,7 @@ class NamedState:
 
     def _settle(self, named: Named) -> None:
         self.modules, self._held, self.names = named.modules, self._places(named), named.names
+        self.iterated = named.iterated
         self._keys = {entry.place for entry in named.places}
         plain = (entry for entry in named.places if isinstance(entry.value, PLAIN))
         self.plain = [entry for entry in plain if entry.place not in self._added]

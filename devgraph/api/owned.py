@@ -163,6 +163,8 @@ class Owned:
         """Whether the captured run was the first run."""
         self.asked = Asked((), ())
         """The questions that the step asks about its inputs."""
+        self.iterated: Collection[str] = ()
+        """The names of values that the step iterates over."""
         self._after_run: list[Entry] = []
         """Named places with their contents after the first run."""
         self.is_unsettled = False
@@ -536,7 +538,7 @@ class Owned:
 
         state = NamedState(self.roots, has_changed, regions=regions, found=self._named)
         named = watched_in(state)
-        self.asked = state.asked
+        self.asked, self.iterated = state.asked, state.iterated
         if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
             leaves = {id(e.value): e.value for e in entries(self.roots)}.values()
             named.append(Flags([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
@@ -688,32 +690,30 @@ class Weights:
     def __init__(self, modules: Iterable[torch.nn.Module], *, modes: bool = False) -> None:
         _report_assignments()
         every = [*{id(module): module for module in modules}.values()]
-        self.modules = [inner for module in every for inner in module.modules()]
+        inner = [pair for module in every for pair in module.named_modules()]
+        self.modules = [module for _, module in inner]
         self._roots, self._has_modes = every if modes else [], modes
         self._tables = [t for m in self._roots for t in (m._forward_hooks, m._forward_pre_hooks)]
         self._tables += [_global_forward_hooks, _global_forward_pre_hooks]
         self._modes = self.training() if modes else []
+        tables = [(path, n, getattr(module, n, {})) for path, module in inner for n in _TABLES]
+        tables += [("", "hooks", table) for table in self._tables[-2:]]
         self._held = [
-            (table, key, tensor, path)
-            for module in every
-            for path, inner in module.named_modules()
-            for table in (inner._parameters, inner._buffers)
-            if isinstance(table, dict)  # not of a ScriptModule
-            for key, tensor in table.items()
+            (path, name, table, dict(table.items()))
+            for path, name, table in tables
+            if isinstance(table, dict) or name == "_modules"  # not the tensors of a ScriptModule
         ]
-        self._children = [(m._modules, dict(m._modules.items())) for m in self.modules]
         self._kinds = [*map(_kind_of, self.modules)]
         kinds = {kind for kind, _ in self._kinds if not is_machinery_module(kind.__module__)}
         forwards = ((kind, getattr(kind, "forward", None)) for kind in kinds)
         self._forwards = [pair for pair in forwards if pair[1] is not None]
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
         self._memory = Memory(tensors, CHECKED)
-        self._hooks = self._hooks_now()
         self._seen = [_assignments[0], RemovableHandle.next_id]
         self._renew()
 
     def _renew(self) -> None:
-        every = (vars(module).get(name) for module in self.modules for name in _TABLES)
+        every = (table for _, name, table, _ in self._held if name in _TABLES)
         self._tables_held = [(t, dict(t)) for t in every if isinstance(t, dict) and t]
         self.terms = [*self._compared()]
 
@@ -744,11 +744,6 @@ class Weights:
             return text, (*values, forward)
         return text + " and {}.training == {}", (*values, forward, module, module.training)
 
-    def _hooks_now(self) -> list[list[Any]]:
-        tables = [t for m in self.modules for t in (m._forward_hooks, m._forward_pre_hooks)]
-        every = (_global_forward_hooks, _global_forward_pre_hooks, *tables)
-        return [[*table.values()] for table in every]
-
     def training(self) -> list[bool]:
         return [*map(_TRAINING, self.modules)]
 
@@ -756,12 +751,18 @@ class Weights:
         """Raise StateError if a tensor, a submodule, a hook or a mode differs from the capture."""
         seen = [_assignments[0], RemovableHandle.next_id]
         moved = {*map(id, self._memory.moved())}
-        for table, key, tensor, path in self._held:
-            if table.get(key) is not tensor or id(tensor) in moved:
-                self._refuse(repr(f"{path}.{key}" if path else key))
-        for table, children in self._children:
-            if dict(table.items()) != children:
+        for path, name, table, held in self._held:
+            if name in ("_parameters", "_buffers"):
+                for key, tensor in held.items():
+                    if table.get(key) is not tensor or id(tensor) in moved:
+                        self._refuse(repr(f"{path}.{key}" if path else key))
+            elif name == "_modules" and dict(table.items()) != held:
                 raise StateError(f"a submodule of the step was added, replaced or removed{_OLD}")
+            elif name != "_modules" and [*table.values()] != [*held.values()]:
+                raise StateError(
+                    "a module of the step has different forward hooks than at capture, but the "
+                    "graph contains the work of the old hooks. Capture again."
+                )
         forwards = [(kind, getattr(kind, "forward", None)) for kind, _ in self._forwards]
         if [*map(_kind_of, self.modules)] != self._kinds or forwards != self._forwards:
             raise StateError(
@@ -773,11 +774,6 @@ class Weights:
                 "a module of the step was captured in training mode and is in evaluation mode "
                 "now, or vice versa, but the graph uses the captured mode. Call train() or "
                 f"eval() on the module, or {AGAIN}."
-            )
-        if self._hooks_now() != self._hooks:
-            raise StateError(
-                "a module of the step has different forward hooks than at capture, but the graph "
-                "contains the work of the old hooks. Capture again."
             )
         if not self._memory.is_kept():
             self._refuse("a parameter or buffer")

@@ -87,18 +87,9 @@ class Case:
     filled: tuple[str, ...] = ()
     """Slots whose real rows hold pad values, because no legal data is known for this size."""
 
-    def failure(
-        self, where: str, message: str, kind: str = "graph", *, lasting: bool = True
-    ) -> Failure:
-        return Failure(
-            case=self.number,
-            host_args=self.host_args,
-            where=where,
-            message=message,
-            kind=kind,
-            bucket=self.bucket,
-            lasting=lasting,
-        )
+    def failure(self, where: str, message: str, kind: str = "graph", **lasting: bool) -> Failure:
+        own: dict[str, Any] = {"host_args": self.host_args, "bucket": self.bucket, **lasting}
+        return Failure(case=self.number, where=where, message=message, kind=kind, **own)
 
 
 @attrs.frozen(kw_only=True)
