@@ -199,7 +199,10 @@ class Captured:
         is_spent = self._recaptures >= job.recaptures or several_ranks() or not job.may_capture()
         if is_vain or is_spent:
             raise cause
-        pairs, host = bound.holding(values).taken(inputs, named)
+        try:
+            pairs, host = bound.holding(values).taken(inputs, named)
+        except InputError as error:
+            raise error from None  # The cause has the same text if a tensor does not fit.
         self.host_spec.fill(host)
         self.pool.require_free("capture")
         self.pool.order()

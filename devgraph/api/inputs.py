@@ -287,7 +287,8 @@ class Inputs:
             known = {*self._host, *self._arguments}
             raise HostArgumentError(
                 f"unknown host argument {name!r}, and no bound argument has that name. "
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, known)} A replay takes only arguments that were passed to "
+                f"the capture: by position, in kwargs= or in host_args=."
             )
         if name in self._names[:given]:
             raise InputError(f"input {name!r} was given twice: by position and by name")
@@ -439,5 +440,6 @@ def _misfit(where: str, target: torch.Tensor, source: Any) -> InputError:
     return InputError(
         f"input {where!r} is {brief(source)}, but {brief(target)} is bound: a replay copies new "
         f"data into the bound tensor, whose shape, dtype and device are fixed. Capture again, or "
-        f"use a runner, which pads batches to captured sizes."
+        f"use dg.graphed, which captures each shape, or a runner, which pads batches to captured "
+        f"sizes."
     )

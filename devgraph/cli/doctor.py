@@ -281,8 +281,6 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
     say(f"accelerators: {', '.join(report['devices']) or 'none that torch can see'}")
     if report["mode"]:
         say(f"mode of {MODE_VARIABLE} and [tool.devgraph]: {json.dumps(report['mode'])}")
-    for error in report["errors"]:
-        say(f"error: {error}", style="error")
     checked = report["backends"]
     print_table(
         "backends",
@@ -312,6 +310,8 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
         usable = ", ".join(entry["name"] for entry in checked if entry["available"])
         none = "none of the requested backends is usable here: see the missing packages above"
         say(f"all declared capabilities work on: {usable}" if usable else none)
+    for error in report["errors"]:
+        say(f"error: {error}", style="error")
 
 
 def _memory(entry: dict[str, Any]) -> str | None:

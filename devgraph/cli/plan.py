@@ -213,7 +213,7 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
         if plan.error is not None:
             say(f"{plan.title}: error: {plan.error}", style="error")
         for estimate in (one for one in plan.estimates if one.uncovered):
-            why = "no bucket fits them within max_padding"
+            why = "each bucket is too small, or more than max_padding times as large"
             say(f"{estimate.phase} steps of {estimate.uncovered} run eagerly: {why}")
         say()
     if not estimated:

@@ -65,7 +65,8 @@ def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
         known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise CommandError(f"{module_name} has no {name!r}. {did_you_mean(name, known)}") from error
     if not callable(function):
-        raise CommandError(f"{text} is a {type(function).__name__}, not a function")
+        way = "; --inputs names a function that returns the arguments" if module_of else ""
+        raise CommandError(f"{text} is a {type(function).__name__}, not a function{way}")
     return function  # type: ignore[no-any-return]
 
 

@@ -788,8 +788,8 @@ def _buckets_of(options: Options, counting: ByTokens, capacity: int) -> Buckets:
     # Default buckets also leave out sizes below the smallest bucket, but without a warning.
     if missing and missing[-1][0] > buckets[0]:
         logger.warning(
-            "%s: steps of %s %s run eagerly, because no bucket of %s holds them with at most %g "
-            "times their rows",
+            "%s: steps of %s %s run eagerly, because each bucket of %s is too small, or more than "
+            "%g times as large",
             options.name,
             spans(missing),
             counting.counts,

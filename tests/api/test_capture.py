@@ -108,6 +108,7 @@ MISFITS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]]
     ),
     "twice": ((torch.ones(3),), {"x": torch.ones(3)}, dg.InputError, "given twice"),
     "name": ((), {"X": torch.ones(3)}, dg.HostArgumentError, "Known: factor, x. Did you mean 'x'"),
+    "no argument": ((), {"scale": 2}, dg.HostArgumentError, "that were passed to the capture: by"),
 }
 
 
@@ -119,6 +120,13 @@ def test_new_inputs_that_do_not_fit_are_refused_and_change_nothing(case: str):
     with pytest.raises(kind, match=words):
         captured.replay(*given, **named)
     assert x.tolist() == [0, 1, 2] and captured.replay().tolist() == [0, 2, 4]
+
+
+def test_shape_that_does_not_fit_is_one_error_that_names_the_ways_out():
+    captured = dg.capture(lambda x: x * 2, torch.ones(3), backend="cpu")
+    with pytest.raises(dg.InputError, match="use dg.graphed, which captures each") as refused:
+        captured(torch.ones(2))
+    assert refused.value.__suppress_context__
 
 
 def test_one_bound_tensor_cannot_take_two_inputs():

@@ -170,6 +170,7 @@ def test_module_in_the_current_folder_is_found(
         ("nowhere_to_be_found:x", [], "there is no module 'nowhere_to_be_found'"),
         ("{path}.py:x", [], "there is no file"),
         ("{path}:clean", ["--inputs", "wrong_inputs"], "returned a list"),
+        ("{path}:clean", ["--inputs", "NUMBER"], "--inputs names a function that returns the arg"),
         ("{path}:hosted", ["--host-arg", "factor"], "write NAME=VALUE"),
         ("{path}:hosted", ["--host-arg", "factor=?"], "not a Python literal"),
         ("{path}:hosted", ["--host-arg", "factor={[]: 1}"], "not a Python literal"),

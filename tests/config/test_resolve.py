@@ -123,11 +123,16 @@ def test_choice_that_the_backend_advises_against_is_kept_with_a_warning() -> Non
     facts = EngineFacts(backend="npu", recommended={"prefill": "full"})
     chosen = DeviceGraphConfig.from_json('{"prefill": "breakable"}')
     with pytest.warns(DeviceGraphWarning, match=r"'breakable' kept, 'full' is preferable \[reco"):
-        assert resolve(chosen, facts).effective.prefill.policy == "breakable"
+        told = resolve(chosen, facts)
+    assert told.effective.prefill.policy == "breakable"
+    assert str(told).startswith('decode.policy: "full" -> "full"\nprefill.policy: "breakable" -> ')
+    assert str(told).endswith(str(told.fired[-1]))
     off = DeviceGraphConfig.from_json('{"prefill": "disabled"}')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert resolve(off, facts).effective.prefill.policy == "disabled"
+        again = resolve(told.effective, facts)  # The first call has warned.
+    assert again.fired == told.fired and again.effective == told.effective
 
 
 def test_only_the_named_phases_are_resolved() -> None:

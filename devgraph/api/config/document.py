@@ -76,7 +76,8 @@ def read_mode(text: str, source: str) -> object:
             raise
         raise ConfigError(
             f'{error}. A mode is JSON, such as \'{{"decode": "full"}}\'; '
-            f"--decode-device-graph-mode and --prefill-device-graph-mode take a policy name"
+            f"--decode-device-graph-mode and --prefill-device-graph-mode take a policy name, and "
+            f"--device-graph-config a file"
         ) from error
 
 

@@ -403,6 +403,8 @@ class PhaseConfig:
     explicit: frozenset[str] = attrs.field(default=frozenset({"policy"}), eq=False)
     """The explicitly chosen keys, which rules may not change. A key whose value is not the default
     is always explicit. Comparisons ignore this field."""
+    kept: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
+    """The preference rules that ``resolve`` reported for explicit choices; it warns once."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in KEYS.items():
@@ -419,6 +421,7 @@ class PhaseConfig:
             value = values[name] if name in values else getattr(self, name)
             object.__setattr__(config, name, value)
         object.__setattr__(config, "explicit", explicit)
+        object.__setattr__(config, "kept", self.kept)
         config._settle()
         return config
 

@@ -72,6 +72,11 @@ class Resolution:
     that other nodes can reuse the configuration."""
     fired: tuple[FiredRule, ...]
 
+    def __str__(self) -> str:
+        """The requested and effective value of each chosen key, and a line for each rule."""
+        rows = [f"{phase}.{key}: {old} -> {new}" for phase, key, old, new in self.rows()]
+        return "\n".join([*rows, *map(str, self.fired)])
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, with every key of both configurations."""
         return {
@@ -109,8 +114,9 @@ def resolve(
 ) -> Resolution:
     """Apply the compatibility rules to the configuration for ``facts.backend``.
 
-    An explicit choice that violates a preference rule causes a ``DeviceGraphWarning``. Changes of
-    defaults are logged and listed in the result.
+    An explicit choice that violates a preference rule causes a ``DeviceGraphWarning``, which is not
+    repeated when ``effective`` of the result is resolved again, as runners do. Changes of defaults
+    are logged and listed in the result.
 
     Args:
         config: the configuration of the deployment.
@@ -146,7 +152,10 @@ def resolve(
     prefix = name and f"{name}: "
     for rule in fired:
         if rule.outcome == "kept":
-            warn(f"{prefix}{rule}")
+            one = effective[rule.phase]
+            if str(rule) not in one.kept:
+                warn(f"{prefix}{rule}")
+                effective[rule.phase] = attrs.evolve(one, kept=one.kept | {str(rule)})
         else:
             level = logging.WARNING if rule.outcome == "changed" else logging.INFO
             logger.log(level, "%s%s", prefix, rule)
