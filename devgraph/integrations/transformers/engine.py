@@ -459,6 +459,7 @@ class Engine:
         if handoff.progress.ended not in (None, "released"):
             raise HandoffError(f"the handoff has ended: it was {handoff.progress.ended}")
         check_fit(handoff, self._geometry, positions=self.model.positions, convert=convert)
+        handoff.require_received()
         request = self._continued(handoff)
         self._expire()
         if not wait and self._scheduler.free <= len(self._scheduler.waiting):

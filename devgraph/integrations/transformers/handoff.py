@@ -290,9 +290,26 @@ class Handoff:
                 fields=tuple(wrong),
             )
         try:
-            return cls.allocated(device, **values)
+            handoff = cls.allocated(device, **values)
+            handoff._end.fill_(_UNSET)
+            return handoff
         except (RuntimeError, TypeError) as error:  # A size is negative or too large.
             raise HandoffError(f"the buffer of a handoff cannot be allocated: {error}") from error
+
+    @property
+    def _end(self) -> Tensor:
+        """The last bytes of the last floating-point tensor on the host; empty if there is none."""
+        floats = [t for t in self.tensors.values() if t.is_cpu and t.is_floating_point()]
+        return floats[-1].flatten().view(torch.uint8)[-8:] if floats else self.data[:0]
+
+    def require_received(self) -> None:
+        """Raise HandoffError if nothing was copied into ``data`` after ``from_json``."""
+        end = self._end
+        if end.numel() and bool((end == _UNSET).all()):
+            raise HandoffError(
+                "the tensors of the handoff were not received, because the header does not contain "
+                "them: copy handoff.data of the sender into it, or use a transport"
+            )
 
     def stream_for(self, backend: str) -> tuple[int, int, Tensor | None]:
         """Return seed, number of draws and generator state for a continuation on ``backend``.
@@ -306,6 +323,9 @@ class Handoff:
         digest = hashlib.sha256(f"{self.sampling.seed}:{self.draws}".encode()).digest()
         return int.from_bytes(digest[:8], "little"), self.draws, None
 
+
+_UNSET = 255
+"""Value of the last bytes of a buffer before the tensors arrive, a NaN that no model computes."""
 
 _FIELDS = typing.get_type_hints(Handoff)
 """Types of the fields of the header."""

@@ -245,6 +245,18 @@ def test_header_that_cannot_be_read_is_refused(change: dict[str, Any], message: 
         Handoff.from_json('{"version": 1}')
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_header_without_its_tensors_is_refused(family: str) -> None:
+    model = make_model(family)
+    with make_engine(model) as sender, make_engine(model) as receiver:
+        handoff = sender.export(begin(sender)[0])
+        received = Handoff.from_json(handoff.to_json())
+        with pytest.raises(dg.HandoffError, match="were not received.*copy handoff.data"):
+            receiver.admit(received)
+        received.data.copy_(handoff.data)
+        receiver.admit(received)
+
+
 @pytest.mark.parametrize(
     "change",
     [
