@@ -862,7 +862,7 @@ def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
 
 
 def _is_transformed() -> bool:
-    """Whether torch changes or records the operations of calls, which a replay would not do."""
+    """Whether torch changes or records the operations of calls, so that a replay would differ."""
     return bool(
         _dispatch_modes()
         or _transform() is not None

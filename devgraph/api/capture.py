@@ -121,8 +121,8 @@ class Captured:
         """Run the captured work on the current stream and return ``outputs``.
 
         Args:
-            *inputs: new data for the bound arguments, in order, which is copied into them. Omitted
-                arguments keep their data. Shapes, dtypes and devices must equal the captured ones.
+            *inputs: new data to copy into the bound arguments, in their order. Omitted arguments
+                keep their data. Shapes, dtypes and devices must equal the captured ones.
                 A changed argument without tensors needs a new capture; see ``recaptures`` of
                 ``capture``.
             **named: new data for bound arguments by name, and a value for each declared host

@@ -722,7 +722,7 @@ class Weights:
         yield from (("{}.forward is {}", pair) for pair in self._forwards[:CHECKED])
         terms = [*map(self._term_of, self.modules)]
         terms += [("{}.forward is {}", pair) for pair in self._forwards[CHECKED:]]
-        # A comparison of unequal tensors with several elements raises, which counts as false.
+        # A comparison of unequal tensors with several elements raises, and so counts as false.
         if self._has_modes:
             terms[CHECKED:CHECKED] = [("{} == {}", pair) for pair in self._tables_held]
         elif self._tables_held:

@@ -104,8 +104,8 @@ def session(
     """Record device work of this thread.
 
     During the block, no other thread captures on the device, no graph of the pool is replayed, and
-    the garbage collector is off: a collection could free graphs and pools or unload kernels, which
-    drivers and allocators would refuse or record.
+    the garbage collector is off. A collection could free graphs and pools or unload kernels, and
+    drivers and allocators would refuse or record this.
 
     Args:
         pool: memory for the graphs.

@@ -174,8 +174,8 @@ class RocmBackend(NodeBackend):
         super().end_native(native)
 
     def prepare_stream(self) -> None:
-        # hipBLAS and hipBLASLt create a handle for each thread and stream on first use, which a
-        # capture forbids. A product with a bias creates both handles.
+        # On first use, hipBLAS and hipBLASLt create a handle for each thread and stream. A capture
+        # forbids this. A product with a bias creates both handles.
         key = (threading.get_ident(), self.current_stream_id())
         if key in self._prepared:
             return

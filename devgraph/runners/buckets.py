@@ -44,8 +44,8 @@ MOST_DEFAULTS = 8192
 def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buckets:
     """Return the default buckets of a phase; the last one is ``maximum``.
 
-    Every size is rounded up to a multiple of ``multiple_of``, which tensor parallelism with
-    scattered tokens needs.
+    Every size is rounded up to a multiple of ``multiple_of``. Tensor parallelism with scattered
+    tokens needs such sizes.
 
     Raises:
         ConfigError: There would be too many buckets, probably because of a mistyped capacity.

@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes to which packed tensors are aligned
 
 TEMPLATE_BYTES = 2**20
 """Maximum size of a pad template: a tensor of pad values that a grouped copy writes without an
-additional launch. Larger padding is filled in place, which needs no memory."""
+additional launch. Larger padding is filled in place and needs no memory."""
 
 
 Parts = tuple[torch.Tensor, torch.Tensor | None]

@@ -274,8 +274,8 @@ class _CaseRun:
         self._has_equal_rows = False
         self._read: dict[torch.Tensor, list[int]] = {}
         """Values of integer inputs."""
-        # An earlier batch may have left the values that padding writes now, which would hide the
-        # write.
+        # If an earlier batch had left the values that padding writes now, the write would go
+        # unnoticed.
         used = functools.partial(_places, [*self._used_pads()])
         self._compared.state.begin_case(self._named_rows(), used if case.padded else None)
         self._renewed = [(leaf, leaf.detach().clone()) for leaf in proof.renewed]

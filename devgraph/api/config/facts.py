@@ -96,8 +96,8 @@ class EngineFacts:
     lora: bool = _flag()
     """Adapters may be active."""
     multimodal: str = _one_of("none", "slot", "outside")
-    """Where image or audio embeddings enter: ``slot`` (through an input slot of the captured step)
-    or ``outside`` (in code outside the captured step)."""
+    """Place where image or audio embeddings enter: ``slot`` (an input slot of the captured step) or
+    ``outside`` (code outside the captured step)."""
     encoder_decoder: bool = _flag()
     """The first decoder step reads encoder outputs, but later steps do not."""
     two_batch_overlap: bool = _flag()

@@ -263,7 +263,7 @@ RULES: tuple[Rule, ...] = (
     _safety(
         "piecewise-lora",
         when=lambda facts, _: facts.lora,
-        explanation="adapter data is rebound per batch, which breaks the guards of traced code",
+        explanation="adapter data is rebound per batch, so the guards of traced code would fail",
         source=f"{_SGLANG}/pull/19469, {_SGLANG}/pull/25783",
         **_TRACED,
     ),

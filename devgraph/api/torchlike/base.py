@@ -298,8 +298,8 @@ class TorchPool(Pool):
 
 
 def _add_references(number: tuple[int, int]) -> None:
-    # memory_snapshot of some vendors also drops a reference to True, which Python before 3.12 would
-    # then free.
+    # memory_snapshot of some vendors also drops a reference to True. Python before 3.12 would then
+    # free True.
     for value in (*number, True):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 

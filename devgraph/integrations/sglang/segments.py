@@ -37,7 +37,7 @@ def undifferentiated() -> contextlib.AbstractContextManager[Any]:
 def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
     """Return the function that ``body`` wraps, if this function returned None at capture.
 
-    ``body`` is a break of SGLang. In each replay it would check the type of the result, which takes
+    ``body`` is a break of SGLang. In each replay it would check the type of the result. This takes
     longer than a graph launch.
     """
     held = inspect.getclosurevars(body).nonlocals

@@ -56,7 +56,7 @@ def test_empty_breaks_leave_no_segment(kit: Kit, policy: str, step: Callable[...
 
 
 class Layer(torch.nn.Module):
-    """Run three operations, the second in a marked function."""
+    """A module of three operations, the second in a marked function."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = doubled(x + 1)
