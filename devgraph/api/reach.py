@@ -331,15 +331,15 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield _Place(path, name.replace("{", "{{"), cell, (_CELL,))
-        space, names = value.__globals__, globals_in(value.__code__)
+        space, uses = value.__globals__, _uses_of(value.__code__)
         if not is_machinery_module(space.get("__name__", "")):
-            yield _Place(path, _NAME, space, sorted(names - _BUILTINS))
+            yield _Place(path, _NAME, space, sorted(uses.globals - _BUILTINS))
             yield _Place(path, _NAME, value.__kwdefaults__ or {})
             own = [name for name in vars(value) if not name.startswith("__")]
             yield _Place(path, _ATTRIBUTE, vars(value), own)
-            for name in names & space.keys():
+            for name in uses.globals & space.keys():
                 if isinstance(module := space[name], types.ModuleType) and _is_users(module):
-                    used = sorted(names_in(value.__code__) & vars(module).keys())
+                    used = sorted(uses.names & vars(module).keys())
                     yield _Place(name, _ATTRIBUTE, vars(module), used)
     elif isinstance(value, dict | list | deque):
         yield _Place(path, _ITEM, value)
@@ -515,33 +515,81 @@ def _write(holder: Any, key: Any, value: Any) -> None:
         object.__setattr__(holder, key, value)  # works for frozen classes too
 
 
-def _with_nested(
-    find: Callable[[types.CodeType], Iterable[Any]],
-) -> Callable[[types.CodeType], frozenset[str]]:
-    """Make ``find`` search nested code too, return only strings, and cache its results."""
+class _Uses(NamedTuple):
+    """How code, and the code nested in it, uses names."""
 
-    @functools.lru_cache(maxsize=1 << 14)
-    def found(code: types.CodeType) -> frozenset[str]:
-        own = (name for name in find(code) if isinstance(name, str))
-        inner = (found(const) for const in code.co_consts if isinstance(const, types.CodeType))
-        return frozenset(own).union(*inner)
-
-    return found
-
-
-@_with_nested
-def names_in(code: types.CodeType) -> Iterable[str]:
-    """Return the names of globals and attributes that ``code`` uses."""
-    return code.co_names
+    names: set[str]
+    """Names of globals and attributes, "is" for a comparison of the identities of values, and
+    "grad =" for an assignment to a gradient."""
+    globals: set[str]
+    """Names of globals, not of attributes."""
+    read: set[str]
+    """Names that are not only called or assigned."""
+    iterated: set[str]
+    """Names of values that the code iterates over (a loop, ``len``, ``values``)."""
+    indexed: set[Any]
+    """Names of values that the code indexes with a key that is not a constant."""
+    strings: set[str]
 
 
-@_with_nested
-def globals_in(code: types.CodeType) -> Iterable[str]:
-    """Return the names of globals, not of attributes, that ``code`` uses."""
-    return (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+@functools.lru_cache(maxsize=1 << 14)
+def _uses_of(code: types.CodeType) -> _Uses:
+    steps = [*dis.get_instructions(code)]
+    uses = _Uses(
+        names={*code.co_names, *_identities_in(steps)},
+        globals={step.argval for step in steps if step.opname in _OF_GLOBALS},
+        read={
+            step.argval
+            for step in steps
+            if step.argval in code.co_names
+            and not step.opname.startswith(("STORE", "LOAD_METHOD"))
+            and not (sys.version_info >= (3, 12) and step.opname == "LOAD_ATTR" and step.arg & 1)
+        },
+        iterated={*_iterated_in(steps)},
+        indexed={*_indexed_in(steps)},
+        strings={const for const in code.co_consts if isinstance(const, str)},
+    )
+    for nested in filter(inspect.iscode, code.co_consts):
+        for own, inner in zip(uses, _uses_of(nested), strict=True):
+            own.update(inner)
+    return uses
 
 
 _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"}
+
+
+def _iterated_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
+    for at, (step, after) in enumerate(itertools.pairwise(steps)):
+        is_method = after.argval in ("values", "items", "keys")
+        is_counted = after.opname.startswith(("CALL", "PRECALL")) and any(
+            before.argval in _ITERATING for before in steps[max(at - 4, 0) : at]
+        )
+        if isinstance(step.argval, str) and (after.opname == "GET_ITER" or is_method or is_counted):
+            yield step.argval
+
+
+_ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())
+
+
+def _identities_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
+    for before, step in itertools.pairwise(steps):
+        if step.opname == "IS_OP" and before.opname != "LOAD_CONST":
+            yield "is"
+        elif step.opname == "STORE_ATTR" and step.argval == "grad":
+            yield "grad ="
+
+
+def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
+    for end, step in enumerate(steps):
+        at, missing = end - 1, 1
+        if step.opname != "BINARY_SUBSCR" and step.argrepr != "[]":
+            continue
+        while at > 0 and missing > 0:  # find the instruction before the key
+            missing -= dis.stack_effect(steps[at].opcode, steps[at].arg)
+            at -= 1
+        if steps[end - 1].opname != "LOAD_CONST" or at < end - 2:
+            held = steps[at + (missing < 0)].argval  # a pair if an instruction loads both
+            yield held[0] if isinstance(held, tuple) and held else held
 
 
 class Named:
@@ -684,18 +732,17 @@ class Named:
             if value.__defaults__:
                 yield Entry(f"{path}.__defaults__", value, "__defaults__", value.__defaults__)
             yield from _environment(value.__code__)
-            space = value.__globals__
-            for name in sorted(globals_in(value.__code__) - space.keys() - _BUILTINS):
+            space, uses = value.__globals__, _uses_of(value.__code__)
+            for name in sorted(uses.globals - space.keys() - _BUILTINS):
                 yield Entry(name, space, name, ABSENT)
-            used = names_in(value.__code__)
-            if not used.isdisjoint(_INDIRECT):  # globals()["name"]
-                for name in sorted(space.keys() & (used | _strings_in(value.__code__))):
+            if not uses.names.isdisjoint(_INDIRECT):  # globals()["name"]
+                for name in sorted(space.keys() & (uses.names | uses.strings)):
                     yield Entry(name, space, name, space[name])
         elif isinstance(value, torch.nn.Module):
             forward: Any = getattr(type(value), "forward", None)
             self._use(forward)
             if is_machinery_module(type(value).__module__) and hasattr(forward, "__code__"):
-                for name in names_in(forward.__code__):  # such as _conv_forward
+                for name in _uses_of(forward.__code__).names:  # such as _conv_forward
                     self._use(getattr(type(value), name, None))
             if not self.names.isdisjoint(_OF_TENSORS):
                 tables = (t for m in value.modules() for t in (m._parameters, m._buffers))
@@ -799,12 +846,13 @@ class Named:
     def _use(self, function: Any) -> None:
         code = getattr(function, "__code__", None)
         if code is not None:
-            self.names |= names_in(code) | _strings_in(code) | _identities_in(code)
-            self._read |= _read_in(code) | _strings_in(code)
-            self.iterated |= _iterated_in(code)
-            self._indexed |= _indexed_in(code)
-            if "getattr" in names_in(code):  # getattr(x, f"s{i}")
-                self._beginnings += tuple(filter(str.isidentifier, _strings_in(code)))
+            uses = _uses_of(code)
+            self.names |= uses.names | uses.strings
+            self._read |= uses.read | uses.strings
+            self.iterated |= uses.iterated
+            self._indexed |= uses.indexed
+            if "getattr" in uses.names:  # getattr(x, f"s{i}")
+                self._beginnings += tuple(filter(str.isidentifier, uses.strings))
 
 
 _IMPLICIT = frozenset(
@@ -831,71 +879,10 @@ _INSTANCE = frozenset({"__new__", "__init__", "__post_init__", "__call__"})
 def _environment(code: types.CodeType) -> Iterator[Entry]:
     """Yield the environment variables that ``code`` reads by name."""
     if not {"environ", "getenv"}.isdisjoint(code.co_names):
-        for name in sorted(_strings_in(code)):
+        for name in sorted(_uses_of(code).strings):
             if name in os.environ or name.isupper():
                 value = os.environ.get(name, ABSENT)
                 yield Entry(f"os.environ[{name!r}]", os.environ, name, value)
-
-
-@_with_nested
-def _read_in(code: types.CodeType) -> Iterable[str]:
-    """Return the names that ``code`` reads, without those that it only calls or assigns."""
-    return {
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.argval in code.co_names
-        and not step.opname.startswith(("STORE", "LOAD_METHOD"))
-        and not (sys.version_info >= (3, 12) and step.opname == "LOAD_ATTR" and step.arg & 1)
-    }
-
-
-@_with_nested
-def _iterated_in(code: types.CodeType) -> Iterable[Any]:
-    """Return the names of values that ``code`` iterates over (a loop, ``len``, ``values``)."""
-    steps = [*dis.get_instructions(code)]
-    names = set()
-    for at, (step, after) in enumerate(itertools.pairwise(steps)):
-        is_method = after.argval in ("values", "items", "keys")
-        is_counted = after.opname.startswith(("CALL", "PRECALL")) and any(
-            before.argval in _ITERATING for before in steps[max(at - 4, 0) : at]
-        )
-        if after.opname == "GET_ITER" or is_method or is_counted:
-            names.add(step.argval)
-    return names
-
-
-@_with_nested
-def _identities_in(code: types.CodeType) -> Iterable[str]:
-    """Return "is" if ``code`` compares the identity of values, and "grad =" if it sets a grad."""
-    for before, step in itertools.pairwise(dis.get_instructions(code)):
-        if step.opname == "IS_OP" and before.opname != "LOAD_CONST":
-            yield "is"
-        elif step.opname == "STORE_ATTR" and step.argval == "grad":
-            yield "grad ="
-
-
-@_with_nested
-def _indexed_in(code: types.CodeType) -> Iterable[Any]:
-    """Return the names of values that ``code`` indexes with a key that is not a constant."""
-    steps = [*dis.get_instructions(code)]
-    for end, step in enumerate(steps):
-        at, missing = end - 1, 1
-        if step.opname != "BINARY_SUBSCR" and step.argrepr != "[]":
-            continue
-        while at > 0 and missing > 0:  # find the instruction before the key
-            missing -= dis.stack_effect(steps[at].opcode, steps[at].arg)
-            at -= 1
-        if steps[end - 1].opname != "LOAD_CONST" or at < end - 2:
-            held = steps[at + (missing < 0)].argval  # a pair if an instruction loads both
-            yield held[0] if isinstance(held, tuple) and held else held
-
-
-_ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())
-
-
-@_with_nested
-def _strings_in(code: types.CodeType) -> Iterable[Any]:
-    return code.co_consts
 
 
 def set_by_hooks(module: torch.nn.Module) -> set[str]:
