@@ -476,9 +476,9 @@ def capture(
         gate_timeout: seconds after which a closed gate makes a replay invalid. By default the value
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
         gates: gates to share with other captures of the pool, instead of ``gate_timeout``.
-        recaptures: how often replays may capture again, with a warning, if state that the step
-            reaches (weights, attributes, globals, closures, hooks, modes) or an input without
-            tensors differs from the capture. Beyond that number, a replay raises an error.
+        recaptures: maximum number of new captures by replays. A replay captures again, with a
+            warning, if state that the step reaches (weights, attributes, globals, closures, hooks,
+            modes) or an input without tensors differs from the capture. Later, it raises an error.
 
     Returns:
         The captured step.

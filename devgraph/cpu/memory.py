@@ -152,7 +152,7 @@ class BlockPool:
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []  # by address
         self._live: dict[int, Block] = {}
-        # Freed owners. Any thread may append, at any time and without the lock.
+        # Any thread may append freed owners, at any time and without the lock.
         self._dead: deque[_Owner] = deque()
         self._holds: set[weakref.ref[Hold]] = set()
         self._released = False

@@ -38,7 +38,7 @@ from devgraph.cpu.randomness import SAVED, Position, Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
-# Dispatch keys above Python, except autograd. They are off in a handler, but decompositions need
+# The dispatch keys above Python, except autograd, are off in a handler, but decompositions need
 # them.
 _ABOVE = functools.reduce(
     lambda left, right: left | right,

@@ -131,7 +131,7 @@ _SPELLING = {
 
 
 def host_read_name(function: str, operation: str) -> str:
-    """Return the spelling in user code of a call of ``function`` that reached ``operation``."""
+    """Return the spelling of a host read in user code: ``function`` called ``operation``."""
     return _SPELLING.get(function, f"{function}()" if function else operation)
 
 

@@ -108,7 +108,7 @@ class NpuDevice(TorchBackend):
     def count_nodes(self, native: Any) -> int | None:
         """Return the number of tasks in a finished capture, or None if unknown.
 
-        Store in ``streams`` how many streams the graph holds.
+        Also store the number of streams that the graph holds in ``streams``.
         """
         with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
             path = Path(folder) / "graph.json"

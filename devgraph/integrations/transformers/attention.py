@@ -98,7 +98,7 @@ class CacheLayer:
         keys_by_row, values_by_row: views ``[slots * max_len, kv_heads, dim]``.
     """
 
-    # Part of the layer interface of transformers.
+    # transformers reads these attributes of a layer.
     is_sliding = is_compileable = is_croppable = False
     is_initialized = supports_early_init = True
 

@@ -220,7 +220,7 @@ SCRATCH = ROWS
 
 @dg.region()
 def mixed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply, as a break in the middle of a step."""
+    """Multiply in a marked function, which breaks a step in its middle."""
     return hidden @ weight
 
 
@@ -301,7 +301,7 @@ def prefiller(kit: Kit, model: Model, policy: str = "breakable", **options: Any)
         "max_tokens": 16,
         "tail": lambda hidden, batch: model.summed(hidden, batch.starts),
         "config": {"policy": policy, "buckets": [4, 8, 16]},
-        # No warning where the backend recommends another policy.
+        # Without this fact, a backend that recommends another policy would cause a warning.
         "facts": dg.EngineFacts(recommended={"prefill": policy}),
         **options,
     }
