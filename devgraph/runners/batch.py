@@ -194,7 +194,7 @@ class Batch:
         return self._live
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        # Called only for run slots and unknown names.
+        # Python calls this only for run slots and unknown names.
         if name in self.__dict__.get("_live_names", frozenset()):
             return self._of_run(name).tensors[name]
         if self.__dict__.get("_over") and not name.startswith("_"):

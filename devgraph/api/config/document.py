@@ -174,7 +174,7 @@ def _checked(
 
 def _read_yaml(text: str, name: str) -> object:
     try:
-        # Imported by name, because PyYAML is optional and has no type annotations.
+        # Import by name, because PyYAML is optional and has no type annotations.
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
         raise ConfigError(

@@ -118,13 +118,13 @@ class LoopError(CaptureError):
         self.reason = reason
 
 
-def repeater(unrolls: str = "") -> Repeat | None:
+def repeater(unroll_reason: str = "") -> Repeat | None:
     """Return the loop recorder of this thread's capture, or None if the caller must unroll.
 
-    ``unrolls`` is the caller's reason to unroll, if any; captures count unrolled loops by reason.
+    ``unroll_reason`` is a reason of the caller, if any. Captures count unrolled loops by reason.
     """
     scope = current_scope()
-    return scope.repeater(unrolls) if isinstance(scope, GraphScope) else None
+    return scope.repeater(unroll_reason) if isinstance(scope, GraphScope) else None
 
 
 class GraphScope(Scope):
@@ -136,19 +136,19 @@ class GraphScope(Scope):
         *,
         accept_equal: bool = False,
         host: Mapping[Mark, dict[str, Any]] | None = None,
-        unrolls: str = "here",
+        unroll_reason: str = "here",
     ) -> None:
         self._graph = graph
         self._accept_equal = accept_equal
         self._host_of: dict[Mark, dict[str, Any]] = dict(host or {})
-        self._unrolls = unrolls
+        self._unroll_reason = unroll_reason
         self._repeating = False
         self.loops: Counter[str] = Counter()
         """Numbers of loops and of their nodes, for ``Captured.stats``."""
 
-    def repeater(self, unrolls: str) -> Repeat | None:
-        if why := self._unrolls or unrolls:
-            self.loops[f"loops_unrolled_{why}"] += 1
+    def repeater(self, unroll_reason: str) -> Repeat | None:
+        if reason := self._unroll_reason or unroll_reason:
+            self.loops[f"loops_unrolled_{reason}"] += 1
             return None
         return self._repeat
 

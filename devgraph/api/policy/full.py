@@ -210,18 +210,18 @@ class FullPlan:
 class _Full(Policy):
     def capture(self, job: Job, session: Session) -> FullPlan:
         if not job.backend.capabilities.loops:
-            return self._captured(job, session, unrolls="backend")
+            return self._captured(job, session, unroll_reason="backend")
         outputs = copy.copy(job.outputs)  # for a second attempt, because a capture consumes them
         try:
             return self._captured(job, session)
         except LoopError as error:
             logger.info("captured with its loop unrolled: %s", error)
             reason = error.reason
-        return self._captured(attrs.evolve(job, outputs=outputs), session, unrolls=reason)
+        return self._captured(attrs.evolve(job, outputs=outputs), session, unroll_reason=reason)
 
-    def _captured(self, job: Job, session: Session, *, unrolls: str = "") -> FullPlan:
+    def _captured(self, job: Job, session: Session, *, unroll_reason: str = "") -> FullPlan:
         graph = job.make_graph()
-        scope = GraphScope(graph, unrolls=unrolls)
+        scope = GraphScope(graph, unroll_reason=unroll_reason)
         with session.recording(scope):
             session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)
             # A region must not use casts that autocast cached for other code, because an update
