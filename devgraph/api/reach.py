@@ -229,10 +229,8 @@ _OF_ALL_MODULES = (_global_forward_pre_hooks, _global_forward_hooks)
 
 def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
     """Yield the values that ``value`` holds, in assignable and in other places."""
-    for place in _places(path, value, weights):
-        yield from place.entries()
-    for name, child in _fixed(path, value):
-        yield Entry(name, None, None, child)
+    for part in _parts(path, value, weights):
+        yield from (part,) if isinstance(part, Entry) else part.entries()
 
 
 class _Place(NamedTuple):
@@ -311,14 +309,15 @@ _CLOSED: tuple[type, ...] = (types.GeneratorType, functools._lru_cache_wrapper, 
 """Types of Python objects that hold values in places that cannot be assigned."""
 
 
-def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
+def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
+    """Yield the places of an object, and entries of values that are not in assignable places."""
     if isinstance(value, torch.optim.Optimizer):
         for index, group in enumerate(value.param_groups):
-            yield _Place(
-                f"{path}.param_groups[{index}]", _ITEM, group, [*group.keys() - {"params"}]
-            )
+            keys = [*group.keys() - {"params"}]
+            yield _Place(f"{path}.param_groups[{index}]", _ITEM, group, keys)
     if isinstance(value, torch.jit.ScriptModule):
-        pass
+        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield _fixed(f"{path}.{name}", tensor)
     elif isinstance(value, torch.Tensor):
         if _is_wrapper(value):
             names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -328,6 +327,7 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
         for table in ("_modules", "_parameters", "_buffers")[: 3 if weights else 1]:
             yield _Place(path, _ATTRIBUTE, inner.get(table, {}))
         yield _Place(path, _ATTRIBUTE, inner, without=_INTERNAL | set_by_hooks(value))
+        yield _fixed(path, type(value))
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield _Place(path, name.replace("{", "{{"), cell, (_CELL,))
@@ -341,72 +341,59 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
                 if isinstance(module := space[name], types.ModuleType) and _is_users(module):
                     used = sorted(uses.names & vars(module).keys())
                     yield _Place(name, _ATTRIBUTE, vars(module), used)
+        yield from (_fixed(path, child) for child in value.__defaults__ or ())
+        if (wrapped := vars(value).get("__wrapped__")) is not None:
+            yield _fixed(path, wrapped)
+    elif isinstance(value, types.MethodType):
+        yield _fixed("self", value.__self__)
+        yield _fixed(path, value.__func__)
+    elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+        if not isinstance(value.__self__, types.ModuleType | type):  # of a list, a dictionary, ...
+            yield _fixed(path, value.__self__)
+    elif isinstance(value, functools.partial):
+        yield from (_fixed(path, child) for child in (value.func, *value.args, value.keywords))
+    elif isinstance(value, tuple):
+        yield from (_fixed(f"{path}[{index}]", child) for index, child in enumerate(value))
     elif isinstance(value, dict | list | deque):
         yield _Place(path, _ITEM, value)
+    elif isinstance(value, types.MappingProxyType):
+        yield from (_fixed(path, held) for held in gc.get_referents(value))
     elif isinstance(value, types.GeneratorType):
         yield _Place(path, _ATTRIBUTE, value)
+    elif isinstance(value, (set, *_CLOSED)):
+        yield _Place(path, _WHOLE, value)
     elif is_iterator(value):
         yield _Place(path, _WHOLE, value)
         yield _Place(path, _WHOLE, value, (_POSITION,))
-    elif isinstance(value, (set, *_CLOSED)):
-        yield _Place(path, _WHOLE, value)
     elif isinstance(value, contextvars.ContextVar):
         yield _Place(value.name, _WHOLE, value, (_CELL,))
     elif isinstance(value, random.Random) or _is_generator_of_numpy(value):
         yield _Place(path, _WHOLE, value, (_POSITION,))
     elif isinstance(value, threading.local):
         yield _Place(path, _ATTRIBUTE, vars(value))
+    elif isinstance(value, weakref.ref):
+        yield _fixed(path, value())
+    elif isinstance(value, CustomOpDef):
+        yield _fixed(path, value._init_fn)
     elif isinstance(value, type):
         if not is_machinery_module(value.__module__):
-            held = ((name, child) for name, child in vars(value).items() if name[:2] != "__")
-            state = [name for name, child in held if isinstance(child, _STATE)]
+            held = vars(value).items()
+            state = [name for name, v in held if name[:2] != "__" and isinstance(v, _STATE)]
             yield _Place(value.__name__, _ATTRIBUTE, value, state)
-    elif not isinstance(value, _PASSIVE) and has_state(value):
+            functions = (types.FunctionType, classmethod, staticmethod)
+            for _, child in held:
+                if isinstance(child, functions):
+                    yield _fixed(path, getattr(child, "__func__", child))
+    elif not isinstance(value, (types.ModuleType, *PLAIN)) and has_state(value):
         yield _Place(path, _ATTRIBUTE, getattr(value, "__dict__", {}))
         yield _Place(path, _ATTRIBUTE, value, slots_of(type(value)))  # type: ignore[arg-type]
+        yield _fixed(path, type(value))
 
 
-def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values in places that cannot be assigned, as pairs with their paths."""
-    if isinstance(value, types.FunctionType):
-        yield from ((path, child) for child in value.__defaults__ or ())
-        if (inner := vars(value).get("__wrapped__")) is not None:
-            yield path, inner
-    elif isinstance(value, types.MethodType):
-        yield "self", value.__self__
-        yield path, value.__func__
-    elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
-        if not isinstance(value.__self__, types.ModuleType | type):  # of a list, a dictionary, ...
-            yield path, value.__self__
-    elif isinstance(value, functools.partial):
-        yield from ((path, child) for child in (value.func, *value.args))
-        yield path, value.keywords
-    elif isinstance(value, tuple):
-        yield from ((f"{path}[{index}]", child) for index, child in enumerate(value))
-    elif isinstance(value, weakref.ref):
-        yield path, value()
-    elif isinstance(value, types.MappingProxyType):
-        yield from ((path, held) for held in gc.get_referents(value))
-    elif isinstance(value, torch.jit.ScriptModule):
-        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield f"{path}.{name}", tensor
-    elif isinstance(value, CustomOpDef):
-        yield path, value._init_fn
-    elif isinstance(value, type):
-        if not is_machinery_module(value.__module__):
-            functions = (types.FunctionType, classmethod, staticmethod)
-            for child in vars(value).values():
-                if isinstance(child, functions):
-                    yield path, getattr(child, "__func__", child)
-    elif isinstance(value, torch.nn.Module) or (
-        not isinstance(value, (*_PASSIVE, *_HOLDERS, torch.Tensor, dict, list, deque))
-        and has_state(value)
-    ):
-        yield path, type(value)
+def _fixed(path: str, value: Any) -> Entry:
+    return Entry(path, None, None, value)
 
 
-_HOLDERS = (set, weakref.ref, contextvars.ContextVar, threading.local, *_CLOSED)
-_PASSIVE = (types.ModuleType, types.MethodType, functools.partial, tuple, *PLAIN)
 _STATE = (torch.Tensor, torch.Generator, list, dict, tuple, deque, *PLAIN)
 _BUILTINS = frozenset(vars(builtins))
 
@@ -680,7 +667,7 @@ class Named:
             for space in (value, getattr(value, "__dict__", None) if is_open else None):
                 is_compared = is_first or space is value or len(self.spaces) < _MOST_SPACES
                 if isinstance(space, dict) and is_compared:
-                    self.spaces.append(Entry("", None, None, space).noted())
+                    self.spaces.append(_fixed("", space).noted())
                     if not is_first:
                         self.inner.add((id(space), None))
             for entry in entries:
@@ -713,7 +700,7 @@ class Named:
 
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
-            yield Entry(path, None, None, {"param_groups": value.param_groups})
+            yield _fixed(path, {"param_groups": value.param_groups})
             self._read = self._read.union({"param_groups"}, *value.param_groups)
             self.names |= self._read
             return
@@ -722,11 +709,11 @@ class Named:
                 mark: Any = getattr(value, "__devgraph_mark__", None)
                 is_region = self._regions and mark is not None and mark.kind == "region"
                 if is_region and not mark.dynamic:
-                    yield Entry(path, None, None, mark.fn)
+                    yield _fixed(path, mark.fn)
                 elif mark is None and hasattr(value, "__wrapped__"):  # @torch.no_grad(), ...
-                    yield Entry(path, None, None, value.__wrapped__)
+                    yield _fixed(path, value.__wrapped__)
                 if isinstance(functions := vars(value).get("registry"), Mapping):  # singledispatch
-                    yield from (Entry(path, None, None, f) for f in functions.values())
+                    yield from (_fixed(path, f) for f in functions.values())
                 return
             self._use(value)
             if value.__defaults__:
@@ -747,11 +734,11 @@ class Named:
             if not self.names.isdisjoint(_OF_TENSORS):
                 tables = (t for m in value.modules() for t in (m._parameters, m._buffers))
                 dicts = (table for table in tables if isinstance(table, dict))
-                self.tables += [Entry("", None, None, table).noted() for table in dicts]
+                self.tables += [_fixed("", table).noted() for table in dicts]
             called = (m for m in value.modules() if id(m) not in self._inside)
             own = ((m._forward_pre_hooks, m._forward_hooks) for m in called)
             for table in itertools.chain(_OF_ALL_MODULES, *own):
-                yield from (Entry(path, None, None, hook) for hook in table.values())
+                yield from (_fixed(path, hook) for hook in table.values())
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
             self._read.update(*(str(name).split(".") for name in value.__reduce__()[1]))
             self.names |= self._read
@@ -763,7 +750,7 @@ class Named:
             return
         elif isinstance(value, torch.Tensor):
             held = vars(value)
-            yield from (Entry(path, None, None, part) for part in (type(value), *_hooks_of(value)))
+            yield from (_fixed(path, part) for part in (type(value), *_hooks_of(value)))
             for name in sorted(held.keys() & self._read):
                 yield Entry(f"{path}.{name}", held, name, held[name])
             return
@@ -836,7 +823,7 @@ class Named:
             ways = (getattr(member, way, None) for way in ("fget", "__func__", "func"))
             function = next(filter(callable, ways), member)  # of a property, classmethod, ...
             if isinstance(function, types.FunctionType) and function is not member:
-                yield Entry(path, None, None, getattr(member, "dispatcher", function))
+                yield _fixed(path, getattr(member, "dispatcher", function))
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
             if not is_leaf or name in read:
                 # An assignment to ``kind`` would hide the inherited value, except from super().
@@ -927,7 +914,7 @@ class Watch:
     def __init__(self, roots: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
         places: list[_Place] = []
         for path, value in walk(roots, True):
-            places += _places(path, value, True)
+            places += (p for p in _parts(path, value, True) if isinstance(p, _Place))
             if gradients:
                 leaves = (e for e in _members(path, value, True) if _has_gradient(e.value))
                 places += [_Place(e.path, _ATTRIBUTE, e.value, ("grad",)) for e in leaves]
