@@ -127,8 +127,8 @@ def _key(value: Any) -> Any:
 class Metadata:
     """A cache of metadata of results, by operation and layouts of arguments. Thread-safe.
 
-    The metadata equals that of eager execution, except for strides of dimensions of size 1, which
-    have no effect.
+    The metadata equals that of eager execution, except for strides of dimensions of size 1 that do
+    not affect the memory format.
     """
 
     LIMIT = 20_000
@@ -179,6 +179,8 @@ class Metadata:
         if plan.name in _UNFAITHFUL or (_is_pointwise(plan) and _has_expanded_half(args, kwargs)):
             return _try(plan, args, kwargs)
         if plan.name in _FAST or _is_pointwise(plan):
+            if not plan.writes and _is_ambiguous(args, kwargs):
+                return _try(plan, args, kwargs)
             try:
                 return _ask_kernel(plan, args, kwargs)
             except Exception as error:
@@ -233,6 +235,19 @@ def _has_expanded_half(*tree: Any) -> bool:
     """Whether a 16-bit float is expanded; eager kernels then order strides differently."""
     halves = (t for t in tensors_in(tree) if t.dtype in (torch.bfloat16, torch.float16))
     return any(0 in tensor.stride() for tensor in halves)
+
+
+def _is_ambiguous(*tree: Any) -> bool:
+    """Whether metadata kernels may return other strides for dimensions of size 1 than the CPU.
+
+    These strides decide whether a result counts as channels-last, and thus which kernels read it.
+    """
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return any(
+            torch.empty_like(_new(Layout.of(tensor), "meta")).stride() != tensor.stride()
+            for tensor in tensors_in(tree)
+            if tensor.dim() > 3 and 1 in tensor.shape
+        )
 
 
 def _ask_kernel(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:

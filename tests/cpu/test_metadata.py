@@ -163,3 +163,14 @@ def test_strides_of_expanded_operands_equal_eager(
         return fn(row.expand(3, 4), x.t())
 
     check_replays(step, lambda seed: [torch.ones(1, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)])
+
+
+def test_strides_of_dimensions_of_size_1_choose_the_kernels_of_eager() -> None:
+    def step(pixels: torch.Tensor) -> torch.Tensor:
+        image = pixels.t()[None].view(1, 8, 8, 8) / 2  # as after attention over the pixels
+        return torch.nn.functional.group_norm(image, 4)
+
+    x = torch.randn(64, 8)
+    captured = dg.capture(step, x, backend="cpu")
+    assert captured.prove().ok and torch.equal(captured.replay(), step(x))
+    assert captured.outputs.stride() == step(x).stride()
