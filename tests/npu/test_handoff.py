@@ -92,17 +92,19 @@ def test_sampled_request_continues_on_the_other_backend_by_seed_and_draws(
         assert runs[0] == runs[1]
 
 
-def test_example_prefills_on_npu_and_decodes_on_cpu(driver: Driver) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_example_prefills_on_npu_and_decodes_on_cpu(driver: Driver, dtype: str) -> None:
     done = run_ranks(
         *(ROOT / "examples" / "mixed_cluster.py", "--backends", "npu", "cpu"),
-        *("--check", "--dtype", "float16"),
+        *("--check", "--dtype", dtype),
         ranks=2,
     )
     assert [rank.returncode for rank in done] == [0, 0], done
     out = "".join(rank.stdout for rank in done)
     assert "prefill on npu: full, buckets [16, 64]" in out
     assert "decode on cpu: full, buckets [1, 2, 4, 8]" in out
-    assert "same tokens as one process: True" in out
+    rounded = "same tokens as one process: False, but only where rounding decides"
+    assert "same tokens as one process: True" in out or (dtype == "bfloat16" and rounded in out)
     (line,) = [line for line in out.splitlines() if line.startswith("decode steps")]
     *_, in_graphs, _, steps = line.split()
     assert in_graphs == steps
