@@ -75,7 +75,7 @@ class Fallback(str, enum.Enum):
     CACHE = "cache", "no cache, or a cache other than a DynamicCache of this batch"
     INPUTS = "inputs", "inputs other than token ids, their mask and their positions"
     MASK = "mask", "a mask or positions other than those of left padding"
-    PADDING = "padding", "padding, in a model that attends by itself and may count it as positions"
+    PADDING = "padding", "padding, in a model that attends by itself and counts it as positions"
     BATCH = "over_max_requests", "more rows than max_requests"
     LENGTH = "over_max_len", "more positions than max_len"
     LOGITS = "all_logits", "logits of padding, or of more tokens than one checking step returns"
@@ -251,7 +251,7 @@ class _Acceleration:
         pads = _pads_of(inputs, batch)
         if pads is None:
             return Fallback.MASK
-        if any(pads) and self.engine.model.own is not None:
+        if any(pads) and not self.engine.model.ignores_padding:
             return Fallback.PADDING
         cache: Any = NAMES.cache_in(inputs)
         self._vacate()

@@ -160,9 +160,12 @@ class CausalModel:
         ]
         overrides = self.shape.overrides | {"_attn_implementation": self._name}
         self._overriding = overriding(model, **overrides)
+        self.ignores_padding = True
+        """Whether left padding changes results of the unchanged model by rounding at most."""
         if self.own is not None or self.states:
             with ordinary_device():
                 self._verify()
+                self.ignores_padding = self.own is None or self._ignores_padding()
 
     def _choose_slotted(self, offered: Callable[..., SlotAttention | None]) -> SlotAttention | None:
         shapes = set(self.shape.attention)
@@ -480,15 +483,36 @@ class CausalModel:
         if exact or not differences[self.states.carries] <= 0.1:
             raise refusal(self.model, f"{own} {failure}") from cause
 
-    def _alone(self, ids: Tensor) -> Tensor:
-        """Return the logits of the last two tokens of a text from the unchanged model."""
+    @torch.no_grad()
+    def _ignores_padding(self) -> bool:
+        ids = torch.arange(2, 9, device=self.device)[None] % self.shape.vocabulary
+        try:
+            with replaced(overriding(self.model, pad_token_id=None)):
+                want, padded = (self._alone(ids, pads=pads).float() for pads in (0, 3))
+        except Exception:
+            return False  # The model takes no mask.
+        limit = max(1e-3, 4 * torch.finfo(self.dtype).eps)
+        spread = (want - want.mean(-1, keepdim=True)).norm()
+        return bool((padded - want).norm() <= limit * spread)
+
+    def _alone(self, ids: Tensor, *, pads: int = 0) -> Tensor:
+        """Return the logits of the last two tokens of a text from the unchanged model.
+
+        With ``pads``, the text is padded on the left, and the arguments are those of ``generate``.
+        """
+        positions = torch.arange(-pads, ids.shape[1], device=self.device)[None]
+        ids, mask = F.pad(ids, (pads, 0)), (positions >= 0).long()
+        positions = positions.clamp(min=0)
         if not self.states:
-            return self.model(input_ids=ids, use_cache=False).logits[0, -2:]  # type: ignore[no-any-return]
+            given = {"attention_mask": mask, "position_ids": positions} if pads else {}
+            given = {n: t for n, t in given.items() if n in parameters_of(self.model)}
+            return self.model(input_ids=ids, use_cache=False, **given).logits[0, -2:]  # type: ignore[no-any-return]
         # A scan may round differently from a step of one token, so split the text like generate.
-        cache, positions = new_cache(self.model), torch.arange(ids.shape[1], device=self.device)
-        logits = []
+        cache, logits = new_cache(self.model), []
         for part in (slice(-1), slice(-1, None)):
-            inputs = body_inputs(self.model, ids[:, part], positions[None, part], cache)
+            inputs = body_inputs(self.model, ids[:, part], positions[:, part], cache)
+            if pads:
+                inputs["attention_mask"] = mask[:, : part.stop]
             logits.append(self.model(**inputs).logits[0, -1:])
         return torch.cat(logits)
 
