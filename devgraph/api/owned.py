@@ -142,13 +142,9 @@ class Owned:
         self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
         """Plain values that the step set before it called a mark: the mark, its arguments, and the
         value, by path."""
-        self._created: dict[str, torch.Tensor] | None = None
-        """Tensors that the first run of the step made for later runs, by path."""
-        self._after_first: Snapshot | None = None
-        self._first: Watch | None = None
-        """The places before the first run, if that run made state for later runs."""
-        self._unwritten: list[tuple[torch.Tensor, int]] = []
-        """The tensors that the first run made, with their versions after it."""
+        self._has_run = False
+        self._first: _FirstRun | None = None
+        """The first run, if it made state for later runs, while a capture is made."""
         self._saved: tuple[Snapshot, ...] = ()
         """The state before the first run, while a capture is made."""
         self._weights: list[tuple[torch.Tensor, int]] = []
@@ -167,8 +163,6 @@ class Owned:
         """The names of values that the step iterates over."""
         self._after_run: list[Entry] = []
         """Named places with their contents after the first run."""
-        self.is_unsettled = False
-        """Whether the next warm-up run must check the tensors that the first run made."""
 
     def reached(self) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Generator]]:
         """Return the tensors (including parameters) and generators that the step reaches now."""
@@ -204,7 +198,7 @@ class Owned:
         args, kwargs, copies = self.own_arguments()
         scope = current_scope()
         captured = scope is not None and scope.records
-        is_first, self._created = self._created is None, self._created or {}
+        is_first, self._has_run = not self._has_run, True
         is_checked = captured or strict or is_first or scope is not None
         watch = Watch(self.roots) if is_checked else None
         outer, self._watch = self._watch, watch if scope is not None else None
@@ -235,19 +229,17 @@ class Owned:
                 f"the captured run is the first run and makes {made[-1][0]}, so each replay would "
                 f"make it again. Capture with warmup=1 or more, or run the step once before."
             )
-        if self.is_unsettled and not captured:
-            self._require_settled()
+        if self._first is not None and not captured:
+            trains = any(tensor._version != version for tensor, version in self._weights)
+            self._first.require_settled(trains=trains)
         if is_first and self._named is not None:
             self._after_run = [entry.noted() for entry in self._named.places]
         if is_first and not captured:
-            self._created = {p: t for item in changes for p, t in item.tensors}
-            if self._created and self._saved:
-                self._after_first = self._saved[0].beside(self._created.items())
-                self._first = watch
+            created = {path: tensor for item in changes for path, tensor in item.tensors}
+            if created and self._saved:
+                after = self._saved[0].beside(created.items())
                 self.rewind()
-                versioned = (t for t in self._created.values() if not t.is_inference())
-                self._unwritten = [(tensor, tensor._version) for tensor in versioned]
-                self.is_unsettled = True
+                self._first = _FirstRun(created, watch, after, self._before)
             changes = [item for item in changes if strict and item.verb != "adds"]
         elif not captured and not strict:  # a run that checks a compiled step
             changes = [item for item in changes if item.verb != "adds" or _is_written(item.tensors)]
@@ -260,7 +252,7 @@ class Owned:
     def rewind(self) -> None:
         """Restore the state before the first run, so that each run begins from it."""
         # Compare contents, because a write through a raw pointer changes no version counter.
-        for saved in self._saved if self._created is not None else ():
+        for saved in self._saved if self._has_run else ():
             self.written |= {id(tensor) for tensor in saved.written(self.given)}
             saved.restore()
 
@@ -270,17 +262,17 @@ class Owned:
         Replays would not make such tensors again for new inputs. After the second run, the first
         run is repeated to find the tensors, unless the second run made or wrote them as well.
         """
-        before = self._first
-        if before is None or self.is_unsettled or several_ranks():
+        first = self._first
+        before = None if first is None else first.places
+        if first is None or before is None or self.is_unsettled or several_ranks():
             return
-        self._first, named = None, Named(self.roots, regions=regions)
+        first.places, named = None, Named(self.roots, regions=regions)
         modules = filter(None, (*named.modules, self._owner))
         read = named.leaves.union(id(t) for m in modules for t in (*m.parameters(), *m.buffers()))
-        kept = {id(t) for t, version in self._unwritten if t._version == version} & read
-        created = (self._created or {}).items()
-        made = {path for path, t in created if id(t) in kept and id(t) not in self._before}
+        kept = first.unwritten() & read - self._before
+        made = {path for path, tensor in first.made.items() if id(tensor) in kept}
         held = {path: tensor for change in before.changes() for path, tensor in change.tensors}
-        if not made or held.keys() != dict(created).keys():
+        if not made or held.keys() != first.made.keys():
             return
         after = Watch(self.roots)
         before.put_back(plain=True)
@@ -342,35 +334,16 @@ class Owned:
                     f"{mark.name} would read the second value. Pass the value as an argument."
                 )
 
-    def _require_settled(self) -> None:
-        """Raise CaptureError if the second run changed tensors that the first run made.
-
-        Both runs started from the same state, so a correct step makes the same values.
-        """
-        self.is_unsettled = False
-        assert self._after_first is not None
-        if any(tensor._version != version for tensor, version in self._weights):
-            return  # an optimizer changes parameters, which are not restored either
-        for name, tensor, now, saved, _ in self._after_first.parts():
-            if _is_near(now, saved):
-                continue
-            if id(tensor) in self._before:
-                raise CaptureError(
-                    f"the step exchanges tensors: {name} holds another tensor after each run, as "
-                    f"with two alternating buffers, but a replay always uses the captured "
-                    f"tensor. Copy the new contents into one buffer with copy_()."
-                )
-            raise CaptureError(
-                f"the first run of the step makes {name}, and later runs continue from its "
-                f"values, so replays would be one step ahead of eager runs. Make {name} "
-                f"before the capture, which then restores its values."
-            )
-
     def _note_state(self, path: str, old: Any, new: Any) -> None:
         if old is ABSENT:  # a value that the first run added may change in later runs
             old = self._added.setdefault(path, new)
         if new is not ABSENT and not same_value(old, new):
             self.moved[path] = (self.moved.get(path, (old,))[0], new)
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether the next warm-up run must check the tensors that the first run made."""
+        return self._first is not None and not self._first.is_settled
 
     @property
     def _owner(self) -> torch.nn.Module | None:
@@ -449,7 +422,9 @@ class Owned:
         clears = not self._named.names.isdisjoint(("zero_grad", "grad ="))
         made = {id(leaf) for leaf, grad in leaves if grad is None}
         self.gradients = Gradients(held, made if self._is_first_captured and not clears else ())
-        self._restore_created()
+        first, self._first = self._first, None
+        if first is not None:
+            first.restore()
         snapshot.restore()
         parameters.restore_contents()
         for leaf, grad in leaves:
@@ -481,21 +456,6 @@ class Owned:
                 f"parameters, so replays continue from these values. Save the parameters before "
                 f"the capture and restore them after it, or keep such state in buffers."
             )
-
-    def _restore_created(self) -> None:
-        """Restore the values that the first run gave to tensors that it made, and warn."""
-        created, snapshot = self._created or {}, self._after_first
-        self._created, self._after_first = {}, None
-        written = [] if snapshot is None else snapshot.written(created.values())
-        if snapshot is None or not written:
-            return
-        snapshot.restore()
-        names = [path for path, tensor in created.items() if any(t is tensor for t in written)]
-        warn(
-            f"the first warm-up run made {', '.join(names)}, and later runs wrote to this state. "
-            f"Its values after the first run were restored, and replays continue from them. Make "
-            f"the state before the capture, so that the capture restores its values."
-        )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
         """Return the caller's state and the found state, which replays and proofs compare."""
@@ -543,6 +503,70 @@ class Owned:
             leaves = {id(e.value): e.value for e in entries(self.roots)}.values()
             named.append(Flags([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
         return [*named, self.gradients] if self.gradients else named
+
+
+class _FirstRun:
+    """The first run of a step, which made tensors for later runs.
+
+    Args:
+        made: the tensors by path.
+        places: the places before the run; None after ``Owned.require_independent``.
+        after: the contents of the tensors after the run.
+        before: the ``id`` of each tensor that the step could reach before the run.
+    """
+
+    def __init__(
+        self,
+        made: Mapping[str, torch.Tensor],
+        places: Watch | None,
+        after: Snapshot,
+        before: Collection[int],
+    ) -> None:
+        self.made, self.places, self._after, self._before = made, places, after, before
+        versioned = (tensor for tensor in made.values() if not tensor.is_inference())
+        self._versions = [(tensor, tensor._version) for tensor in versioned]
+        self.is_settled = False
+        """Whether a second run was compared."""
+
+    def unwritten(self) -> set[int]:
+        """Return the ``id`` of each tensor that no later run wrote."""
+        return {id(tensor) for tensor, version in self._versions if tensor._version == version}
+
+    def require_settled(self, *, trains: bool) -> None:
+        """Raise CaptureError if the second run changed tensors that the first run made.
+
+        Both runs started from the same state, so a correct step makes the same values. If the step
+        ``trains``, it changes parameters, which are not restored, so nothing is compared.
+        """
+        parts = () if self.is_settled or trains else self._after.parts()
+        self.is_settled = True
+        for name, tensor, now, saved, _ in parts:
+            if _is_near(now, saved):
+                continue
+            if id(tensor) in self._before:
+                raise CaptureError(
+                    f"the step exchanges tensors: {name} holds another tensor after each run, as "
+                    f"with two alternating buffers, but a replay always uses the captured "
+                    f"tensor. Copy the new contents into one buffer with copy_()."
+                )
+            raise CaptureError(
+                f"the first run of the step makes {name}, and later runs continue from its "
+                f"values, so replays would be one step ahead of eager runs. Make {name} "
+                f"before the capture, which then restores its values."
+            )
+
+    def restore(self) -> None:
+        """Restore the values of the tensors after the run, and warn if later runs wrote them."""
+        written = {id(tensor) for tensor in self._after.written(self.made.values())}
+        if not written:
+            return
+        self._after.restore()
+        names = [path for path, tensor in self.made.items() if id(tensor) in written]
+        warn(
+            f"the first warm-up run made {', '.join(names)}, and later runs wrote to this state. "
+            f"Its values after the first run were restored, and replays continue from them. Make "
+            f"the state before the capture, so that the capture restores its values."
+        )
 
 
 _EMPTY = Entry("", None, None, ABSENT)

@@ -92,7 +92,7 @@ def test_capture_keeps_no_copies_of_its_state(kit: Kit) -> None:
     alike = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == x.shape]
     memory = {t.untyped_storage().data_ptr() for t in alike} - {x.untyped_storage().data_ptr()}
     owned = captured._job.owned
-    assert not owned._saved and owned._after_first is None
+    assert not owned._saved and owned._first is None
     assert len(memory) <= 1  # the result of the product
 
 
