@@ -23,9 +23,15 @@ from devgraph.api.capture import Captured, capture
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import as_object, verify_from_environment
+from devgraph.api.config.phase import PHASES, as_object, in_environment, verify_from_environment
 from devgraph.api.config.resolve import resolve
-from devgraph.api.environment import MODE_VARIABLE, SWITCHES, switch
+from devgraph.api.environment import (
+    EMULATE_VARIABLE,
+    MODE_VARIABLE,
+    SWITCHES,
+    VERIFY_VARIABLE,
+    switch,
+)
 from devgraph.api.errors import (
     ConfigError,
     DeviceGraphError,
@@ -128,6 +134,9 @@ def _expect(args: argparse.Namespace) -> int:
                 say(f"  {line}", style="error")
         if any(": planned " in line for lines in report.values() for line in lines):
             say("devgraph plan --cluster FILE --emit env prints the mode that each node needs")
+        names = [name for name in (EMULATE_VARIABLE, VERIFY_VARIABLE) if os.environ.get(name)]
+        if any(report.values()) and names:
+            say(f"unset {' and '.join(names)}: runners apply them on top of the mode")
     return 1 if any(report.values()) else 0
 
 
@@ -158,7 +167,9 @@ def _differences(group: dict[str, Any]) -> list[str]:
         if not os.environ.get(MODE_VARIABLE):  # Otherwise, the node gets the mode as flags.
             given.device_graph_mode = json.dumps(group["mode"])
         config = DeviceGraphConfig.from_args(given)
-        here = resolve(config, facts.on_backend(backend)).effective.to_dict(everything=True)
+        effective = resolve(config, facts.on_backend(backend)).effective
+        phases: dict[str, Any] = {p: in_environment(effective.phase(p)) for p in PHASES}
+        here = attrs.evolve(effective, **phases).to_dict(everything=True)
     except DeviceGraphError as error:
         return [*differences, str(error)]
     for phase, keys in group["effective"].items():

@@ -17,12 +17,12 @@ from devgraph.api.config.phase import (
     PHASES,
     PhaseConfig,
     count,
+    in_environment,
     phase_config,
-    verify_from_environment,
 )
 from devgraph.api.config.resolve import resolve
 from devgraph.api.config.unused import unused
-from devgraph.api.environment import DEBUG_VARIABLE, EMULATE_VARIABLE, switch, warn_unknown
+from devgraph.api.environment import DEBUG_VARIABLE, switch, warn_unknown
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean, whole
 from devgraph.api.marks.source import warn
 from devgraph.api.policy import get_policy
@@ -206,10 +206,7 @@ class Options:
         warn_unused(phase, config, capacity, known=not isinstance(given.get("config"), Mapping))
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
-        if switch(EMULATE_VARIABLE):
-            config = attrs.evolve(config, emulate=True)
-        if config.verify is None and (verify := verify_from_environment()):
-            config = attrs.evolve(config, verify=verify)
+        config = in_environment(config)
         debug = bool(switch(DEBUG_VARIABLE)) if options.debug is None else options.debug
         options = attrs.evolve(options, config=config, debug=debug)
         options._require_possible()

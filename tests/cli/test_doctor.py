@@ -249,6 +249,20 @@ def test_mode_of_pyproject_is_compared_with_the_plan(
     assert run_cli(capsys, *argv).code == 0
 
 
+def test_variables_that_runners_apply_are_compared_with_the_plan(
+    planned: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    argv = ["doctor", "--expect", planned, "--group", "here"]
+    monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
+    monkeypatch.setenv("DEVGRAPH_VERIFY", "start")
+    result = run_cli(capsys, *argv)
+    assert result.code == 1 and "decode.emulate: planned false, here true" in result.out
+    assert 'prefill.verify: planned null, here "start"' in result.out
+    assert "unset DEVGRAPH_EMULATE and DEVGRAPH_VERIFY: runners" in result.out
+    monkeypatch.setenv("DEVGRAPH_EMULATE", "maybe")
+    assert "DEVGRAPH_EMULATE='maybe' is invalid" in " ".join(run_cli(capsys, *argv).out.split())
+
+
 def test_differences_from_a_plan_are_listed(planned: Path, capsys: pytest.CaptureFixture[str]):
     document = json.loads(planned.read_text())
     document["devgraph"] = "0.0.1"

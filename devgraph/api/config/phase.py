@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.environment import VERIFY_VARIABLE, boolean
+from devgraph.api.environment import EMULATE_VARIABLE, VERIFY_VARIABLE, boolean, switch
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.api.errors import DeviceGraphWarning as DeviceGraphWarning
 from devgraph.api.policy import COMPILERS, policies
@@ -276,6 +276,13 @@ def verify_from_environment() -> Verify | None:
     except ValueError:
         value = text
     return read_verify(value, VERIFY_VARIABLE)
+
+
+def in_environment(config: PhaseConfig) -> PhaseConfig:
+    """Apply DEVGRAPH_EMULATE, and DEVGRAPH_VERIFY as the default of ``verify``."""
+    if switch(EMULATE_VARIABLE):
+        config = attrs.evolve(config, emulate=True)
+    return attrs.evolve(config, verify=config.verify or verify_from_environment())
 
 
 _COUNT = number(int, 1)

@@ -38,12 +38,12 @@ class AcceleratorBackend(TorchBackend):
 
     def __init__(self) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        self.device_type = "" if accelerator is None else accelerator.type
+        if accelerator is None:
+            raise BackendUnavailableError("torch has no accelerator here: it sees the CPU only.")
+        self.device_type = accelerator.type
         super().__init__()
 
     def check_available(self) -> None:
-        if not self.device_type:
-            raise BackendUnavailableError("torch has no accelerator here: it sees the CPU only.")
         if self.device_type in registry.names():
             raise BackendUnavailableError(
                 f"the accelerator {self.device_type!r} has a backend of its own: "
