@@ -217,7 +217,8 @@ class Captured:
         self._use(job, plan, seconds)
         warn(
             f"a replay captured the step again, at most {job.recaptures} times (recaptures=), "
-            f"because {change_in(cause)}"
+            f"because {change_in(cause)}. Keep state that changes often in tensors, and write into "
+            f"them."
         )
         return kept
 

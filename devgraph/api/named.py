@@ -205,9 +205,12 @@ class NamedState:
                 f"a module whose tensors the step iterates over has other parameters or buffers "
                 f"than at capture, but the graph uses the old ones. Remove new ones, or {AGAIN}."
             )
+        is_changed = False
         try:
             require_same(self._held)
         except StateError:
+            is_changed = True
+        if is_changed:  # Outside the handler, or a refusal would be shown with its first form.
             self._renew()
             require_same(self._held)
         if any(space.is_modified for space in self._spaces):

@@ -727,10 +727,11 @@ def test_warning_names_the_change_and_is_at_the_line_of_the_user() -> None:
             call()
         assert said[0].filename == __file__
         assert str(said[0].message).endswith(
-            f"because factor is {factor} and was {factor - 1} at capture"
+            f"because factor is {factor} and was {factor - 1} at capture. Keep state that changes "
+            f"often in tensors, and write into them."
         )
     model.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-    with pytest.warns(DeviceGraphWarning, match="its memory was replaced$"):
+    with pytest.warns(DeviceGraphWarning, match="its memory was replaced. Keep state"):
         captured()
     calls = [0]
 
@@ -763,3 +764,12 @@ def test_lists_that_grow_are_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "changed Python state: len(seen) from 1 to 3. A replay" in caplog.text
     with pytest.warns(DeviceGraphWarning, match=r"count\[0\] from 0 to 3; len\(seen\) from 4 to 6"):
         dg.capture(counting_step, torch.ones(2), backend="cpu")
+
+
+def test_change_that_is_refused_is_reported_once() -> None:
+    group = {"lr": 0.5}
+    captured = dg.capture(lambda x: x * group["lr"], torch.ones(3), backend="cpu", recaptures=0)
+    group["lr"] = 0.25
+    with pytest.raises(dg.StateError, match="0.25 and was 0.5") as refused:
+        captured.replay()
+    assert refused.value.__context__ is None or refused.value.__suppress_context__

@@ -163,6 +163,29 @@ def test_backward_that_torch_computes_from_data_is_refused_unless_eager_needs_no
         check_replays(transform(torch.prod), lambda seed: [x * seed])
 
 
+def test_optimizer_that_reads_numbers_is_refused_with_options_that_do_not() -> None:
+    weight, rate = torch.nn.Parameter(torch.ones(3)), torch.tensor(0.5)
+
+    def step(x: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        with pytest.raises(HostReadError, match=r"fused=True .* on a device capturable=True"):
+            record(lambda x, kind=kind: step(x, kind([weight], lr=rate)), X)
+        optimizer = kind([weight], lr=rate, fused=True)
+        captured = dg.capture(lambda x, fused=optimizer: step(x, fused), X[:3], backend="cpu")
+        assert captured.prove().ok
+        rate.zero_()  # as a scheduler does
+        before = weight.detach().clone()
+        captured.replay()
+        assert torch.equal(weight, before)
+        rate.fill_(0.5)
+
+
 def test_coroutine_may_run_in_a_loop_and_the_refusal_of_asyncio_run_says_so() -> None:
     async def doubled(x: torch.Tensor) -> torch.Tensor:
         await asyncio.sleep(0)

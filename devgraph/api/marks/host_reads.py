@@ -35,7 +35,10 @@ _CURES = {
         "run_until_complete(). Otherwise: "
     ),
     "torch.distributions": "Pass validate_args=False to the distribution. Otherwise: ",
-    "torch.optim": "Pass capturable=True to the optimizer, if it has this option. Otherwise: ",
+    "torch.optim": (
+        "Pass fused=True to the optimizer, and on a device capturable=True, if it has these "
+        "options. Otherwise: "
+    ),
 }
 """Remedies for host reads in modules of libraries."""
 
