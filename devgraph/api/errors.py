@@ -38,10 +38,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 import numbers
 import operator
 import reprlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -281,8 +281,8 @@ def finite(what: str, value: object) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise InputTypeError(f"{what} must be a number, got {brief(value)}")
     number: float = value  # type: ignore[assignment]  # the value may be a number of numpy
-    if not 0 <= number < math.inf:
-        raise InputError(f"{what} must be a finite number of at least 0, got {number}")
+    if not 0 <= number <= sys.float_info.max:  # An integer can be larger.
+        raise InputError(f"{what} must be a finite number of at least 0, got {brief(number)}")
     return number
 
 

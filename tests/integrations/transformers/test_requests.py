@@ -87,6 +87,7 @@ def test_unseeded_samplers_differ() -> None:
     [
         {"temperature": -0.1},
         {"temperature": math.nan},
+        {"temperature": 10**400},
         {"top_k": -1},
         {"top_k": 2.5},
         {"top_p": 0.0},
