@@ -21,7 +21,7 @@ from devgraph.api.environment import AUTOLOAD_WAS_ON, warn_unknown
 from devgraph.api.errors import DeviceGraphError, did_you_mean
 from devgraph.api.registry import AUTOLOAD
 from devgraph.cli.arguments import COMMANDS, Options
-from devgraph.cli.tables import CommandError, note, print_json
+from devgraph.cli.tables import CommandError, errors_wrap, note, print_json
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ def _run(args: argparse.Namespace) -> int:
         if not isinstance(error, (DeviceGraphError, ImportError, OSError)):
             first = (text.strip().splitlines() or [""])[0]
             text = f"{type(error).__name__}: {first} (--debug prints the traceback)"
-        _fail(_one_line(text), type(error).__name__, as_json=args.json)
+        notes = () if isinstance(error, CommandError) else getattr(error, "__notes__", ())
+        _fail(text, type(error).__name__, as_json=args.json, notes=notes)
         return ERROR
     return code
 
@@ -184,10 +185,14 @@ def _messages() -> Iterator[None]:
         root.propagate = propagate
 
 
-def _fail(text: str, kind: str, *, as_json: bool) -> None:
-    """Print an error on standard error and, with ``--json``, as JSON on standard output."""
+def _fail(text: str, kind: str, *, as_json: bool, notes: Sequence[str] = ()) -> None:
+    """Print an error on standard error and, with ``--json``, as JSON on standard output.
+
+    Only a terminal shows its lines and ``notes``; programs read one line.
+    """
     if as_json:
-        print_json({"error": {"type": kind, "message": text}})
+        print_json({"error": {"type": kind, "message": _one_line(text)}})
+    text = "\n".join([text, *notes]) if errors_wrap() else _one_line(text)
     _complain(f"devgraph: error: {text}", "error")
 
 

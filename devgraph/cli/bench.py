@@ -8,7 +8,6 @@ import functools
 import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -26,6 +25,7 @@ from devgraph.cli.arguments import SIZES, check_compilers
 from devgraph.cli.decoder import Decoder
 from devgraph.cli.tables import (
     CommandError,
+    check_folder,
     print_json,
     print_table,
     ratio,
@@ -105,8 +105,7 @@ def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> in
     if args.plot is not None and not args.plot.endswith(".svg"):
         why = "charts are SVG, so the name must end in .svg"
         raise CommandError(f"cannot write the chart {args.plot}: {why}")
-    if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
-        raise CommandError(f"cannot write {args.plot}: there is no such folder")
+    check_folder(args.plot)
     check_compilers(args, args.policy or policies())
     backend = get_backend(args.backend)
     sizes = {name: getattr(args, name) or size for name, (size, _) in SIZES.items()}

@@ -15,13 +15,20 @@ import torch
 
 from devgraph.api import html
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import counted, format_bytes
+from devgraph.api.errors import counted, did_you_mean, format_bytes
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.names import NodeRange, nodes_text
-from devgraph.api.prove import Report
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import check_compilers
-from devgraph.cli.tables import print_json, print_table, say, time_text, write_file
+from devgraph.cli.tables import (
+    CommandError,
+    check_folder,
+    print_json,
+    print_table,
+    say,
+    time_text,
+    write_file,
+)
 from devgraph.cli.target import Target, find_target, literals, user_code
 from devgraph.cli.timing import say_cautions, seconds_per_call
 
@@ -49,8 +56,16 @@ class _Part:
 def run(args: argparse.Namespace) -> int:
     """Capture and print the report; return 1 if ``--prove`` finds a difference."""
     check_compilers(args, [args.policy])
+    for path in (args.dot, args.chrome_trace, args.html):
+        check_folder(path)
     backend = get_backend(args.backend)
     target = find_target(args, args.target)
+    cases = [literals("--prove-with", [text]) for text in args.prove_with]
+    for name in itertools.chain(*cases):
+        if name not in target.host_args:
+            hint = did_you_mean(name, target.host_args)
+            text = f"--prove-with {name}: there is no host argument {name!r}. {hint}"
+            raise CommandError(f"{text} Add --host-arg {name}=VALUE")
     owner = getattr(target.fn, "__self__", target.fn)
     with contextlib.ExitStack() as stack:
         with torch.set_grad_enabled(args.grad), user_code(target.name):
@@ -64,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
             captured = capture(target.fn, *target.args, **way)
             stack.enter_context(captured)
             parts = list(map(_part, itertools.count(), captured.segments, _timed(captured, target)))
-            report = _proof(captured, target, args)
+            values = [target.host_args, *(target.host_args | case for case in cases)]
+            report = captured.prove(host_args=values) if args.prove or cases else None
         if args.dot is not None:
             write_file(args.dot, _dot(target, parts))
         if args.chrome_trace is not None:
@@ -76,13 +92,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             _print(captured, target, parts, report)
     return 0 if report is None or report.ok else 1
-
-
-def _proof(captured: Captured, target: Target, args: argparse.Namespace) -> Report | None:
-    if not args.prove and not args.prove_with:
-        return None
-    more = [target.host_args | literals("--prove-with", [text]) for text in args.prove_with]
-    return captured.prove(host_args=[target.host_args, *more] if more else None)
 
 
 def _timed(captured: Captured, target: Target) -> list[list[float]]:

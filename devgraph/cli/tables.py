@@ -77,6 +77,11 @@ def print_lines(*lines: str, style: str = "", stderr: bool = False) -> None:
         console.print(Text(line, style=STYLES.get(style, "")), soft_wrap=True)
 
 
+def errors_wrap() -> bool:
+    """Whether standard error is a terminal."""
+    return _console(stderr=True).is_terminal
+
+
 def note(text: str, *, style: str = "") -> None:
     """Print progress or an error on standard error."""
     say(text, style=style, stderr=True)
@@ -84,6 +89,12 @@ def note(text: str, *, style: str = "") -> None:
 
 def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str), flush=True)  # noqa: T201 - works without stdout
+
+
+def check_folder(path: str | None) -> None:
+    """Refuse a file, before the work that it is for, whose folder does not exist."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise CommandError(f"cannot write {path}: there is no such folder")
 
 
 def write_file(path: str, text: str) -> None:

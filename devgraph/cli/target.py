@@ -74,6 +74,10 @@ def _load(name: str) -> Any:
     if name.endswith(".py"):
         return _load_file(Path(name))
     here = Path.cwd()
+    ways = "run this in the folder of the module, or pass the path of its .py file"
+    absent = f"there is no module {name!r} that Python can import from {here}; {ways}"
+    if name.startswith("."):  # Python would resolve the name relative to a package.
+        raise CommandError(absent)
     _importable(here)  # As with `python -m`; the installed program does not add this folder.
     try:
         with user_code(name):
@@ -81,9 +85,7 @@ def _load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        ways = "run this in the folder of the module, or pass the path of its .py file"
-        text = f"there is no module {name!r} that Python can import from {here}; {ways}"
-        raise CommandError(text) from error
+        raise CommandError(absent) from error
 
 
 def _importable(folder: Path) -> None:

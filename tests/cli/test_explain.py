@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from devgraph.cli import explain
 from tests.support.cli_programs import run_cli, run_json, write_steps
 
 
@@ -122,3 +123,35 @@ def test_file_that_cannot_be_written_is_an_error(
     )  # fmt: skip
     assert result.code == 2
     assert "cannot write" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--html", "no/page.html"], "cannot write no/page.html: there is no such folder"),
+        (["--prove-with", "k=1"], "--prove-with k: there is no host argument 'k'. Known: (none)."),
+        (["--prove-with", "k=1"], "Add --host-arg k=VALUE"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_the_capture(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(explain, "capture", None)
+    target = f"{write_steps(tmp_path)}:clean"
+    result = run_cli(capsys, "explain", target, "--inputs", "inputs", *words)
+    assert result.code == 2 and said in result.err
+
+
+def test_error_on_a_terminal_keeps_its_lines_and_names_its_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    argv = ["explain", f"{write_steps(tmp_path)}:raises", "--backend", "npuu"]
+    assert run_cli(capsys, *argv).err.count("\n") == 1
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes as a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    last = run_cli(capsys, *argv).err.splitlines()[-1]
+    assert last == "see: devgraph troubleshoot UnknownBackendError"

@@ -65,6 +65,12 @@ def test_host_arguments_are_literals(tmp_path: Path):
         find_target(arguments(host_arg=["n=three"]), f"{path}:step")
 
 
+@pytest.mark.parametrize("name", ["../step:f", ".step:f", "../folder/step:f"])
+def test_module_relative_to_nothing_is_refused_with_the_ways(name: str):
+    with pytest.raises(CommandError, match="there is no module .* pass the path of its .py file"):
+        find_target(arguments(), name)
+
+
 def test_exception_of_user_code_is_one_line_with_its_place():
     text = r"the step raised ValueError: first at .*:\d+ \("
     with pytest.raises(CommandError, match=text), user_code("the step"):
