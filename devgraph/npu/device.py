@@ -156,7 +156,7 @@ class NpuDevice(TorchBackend):
         self.streams[native] = 1
 
     def _undo_begin(self, pool: TorchPool) -> None:
-        """Restore torch_npu's allocators after the begin of a capture failed."""
+        """Restore torch_npu's allocators after a capture failed to begin."""
         try:
             self.native_module._npu_endAllocateToPool(self._device.index, pool.handle)
         except Exception:

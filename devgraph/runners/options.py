@@ -125,7 +125,7 @@ class Options:
     """Enclose each replay in a ``torch.profiler.record_function`` range with the names of the
     runner and the bucket."""
     name_nodes: bool | torch.nn.Module = False
-    """Record at capture which nodes marked functions and submodules of a module launch, for
+    """Record at capture the nodes of each marked function and each submodule of a module, for
     ``explain``; see ``capture``."""
 
     max_graphs: int | None = None
