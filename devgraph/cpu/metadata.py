@@ -23,8 +23,6 @@ from devgraph.api.marks.marks import Args, Kwargs
 from devgraph.api.tensors import tensors_in
 from devgraph.cpu.ops import OpPlan
 
-logger = logging.getLogger(__name__)
-
 
 class DataDependentError(Exception):
     """The sizes of a result depend on the data of the arguments."""
@@ -139,14 +137,15 @@ class Metadata:
         self._known: dict[Any, Any] = {}
 
     @functools.cached_property
-    def _mode(self) -> FakeTensorMode:
-        """The mode of fake tensors, made on first use: importing torch's compiler takes seconds."""
-        return FakeTensorMode()
+    def mode(self) -> FakeTensorMode:
+        """The mode of fake tensors, which a backend without recordings does not need.
 
-    @property
-    def modes(self) -> tuple[FakeTensorMode, ...]:
-        """The mode of fake tensors, if it was made."""
-        return (self._mode,) if "_mode" in vars(self) else ()
+        Making it takes seconds, because it imports torch's compiler. Its own cache is off, because
+        it has no limit.
+        """
+        mode = FakeTensorMode()
+        mode.cache_enabled = False
+        return mode
 
     def infer(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of the operation with a ``Layout`` in place of each tensor.
@@ -178,13 +177,9 @@ class Metadata:
             return _try(plan, args, kwargs, refusal)
         if plan.name in _UNFAITHFUL or (_is_pointwise(plan) and _has_expanded_half(args, kwargs)):
             return _try(plan, args, kwargs)
-        if plan.name in _FAST or _is_pointwise(plan):
-            if not plan.writes and _is_ambiguous(args, kwargs):
+        if plan.func.namespace == "aten" and not plan.writes and _is_ambiguous(args, kwargs):
+            with contextlib.suppress(Exception):  # The operation does not accept scratch data.
                 return _try(plan, args, kwargs)
-            try:
-                return _ask_kernel(plan, args, kwargs)
-            except Exception as error:
-                logger.debug("%s has no result on the device meta: %s", plan.name, error)
         try:
             return self._ask_fakes(plan, args, kwargs)
         except UnknownMetadataError as error:
@@ -206,25 +201,8 @@ class Metadata:
         return False
 
     def _ask_fakes(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
-        with self._lock, self._mode, _quiet():
-            return _infer(plan, args, kwargs, "cpu")
-
-
-_CPU = torch.device("cpu")
-
-_FAST = frozenset(
-    f"aten::{name}"
-    for name in """
-    _fused_rms_norm _log_softmax _scaled_dot_product_flash_attention_for_cpu _softmax _to_copy addmm
-    all amax amin any arange argmax argmin baddbmm bmm cat clone constant_pad_nd copy_ cumsum
-    embedding empty empty_like flip full full_like gather index index_add index_add_ index_copy
-    index_copy_ index_put index_put_ index_select max mean min mm new_empty new_full new_ones
-    new_zeros ones ones_like prod rand rand_like randint randint_like randn randn_like repeat roll
-    scalar_tensor scatter scatter_ scatter_add scatter_add_ select_scatter slice_scatter sort
-    split_with_sizes_copy sum topk tril triu zeros zeros_like
-    """.split()
-)
-"""Operations whose metadata kernel ignores the device, in addition to pointwise operations."""
+        with self._lock, self.mode, _quiet():
+            return _infer(plan, args, kwargs)
 
 
 def _is_pointwise(plan: OpPlan) -> bool:
@@ -243,25 +221,16 @@ def _is_ambiguous(*tree: Any) -> bool:
     These strides decide whether a result counts as channels-last, and thus which kernels read it.
     """
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        return any(
-            torch.empty_like(_new(Layout.of(tensor), "meta")).stride() != tensor.stride()
+        twins = (
+            (tensor, torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
             for tensor in tensors_in(tree)
             if tensor.dim() > 3 and 1 in tensor.shape
         )
+        return any(torch.empty_like(twin).stride() != tensor.stride() for tensor, twin in twins)
 
 
-def _ask_kernel(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
-    """Return the layouts of the results from the metadata kernel."""
-    if any(argument.name == "device" for argument in plan.func._schema.arguments):
-        if kwargs.get("device", _CPU) not in (None, _CPU):
-            raise OtherDeviceError(kwargs["device"])
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        return _infer(plan, args, kwargs, "meta")
-
-
-def _infer(plan: OpPlan, args: Args, kwargs: Kwargs, device: str) -> Any:
-    """Return the layouts of the results for stand-ins of the arguments on ``device``."""
+def _infer(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
+    """Return the layouts of the results for stand-ins of the arguments."""
     schema = plan.func._schema.arguments
     positions = {argument.name: at for at, argument in enumerate(schema)}
     written: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -273,10 +242,10 @@ def _infer(plan: OpPlan, args: Args, kwargs: Kwargs, device: str) -> Any:
 
         def new(tensor: torch.Tensor) -> torch.Tensor:
             if position not in plan.writes:
-                return _new(Layout.of(tensor), device)
+                return _new(Layout.of(tensor))
             # torch resizes an empty output to the shape of the result without a warning.
             layout = Layout((0,), (1,), tensor.dtype) if resizable else Layout.of(tensor)
-            written.append((tensor, _new(layout, device)))
+            written.append((tensor, _new(layout)))
             return written[-1][1]
 
         return map_tensors(value, new)
@@ -288,7 +257,7 @@ def _infer(plan: OpPlan, args: Args, kwargs: Kwargs, device: str) -> Any:
     )
     if resized := [(t, other.shape) for t, other in written if other.shape != t.shape]:
         raise ResizeError(resized)
-    return map_tensors(result, functools.partial(_layout, plan, device=device))
+    return map_tensors(result, functools.partial(_layout, plan))
 
 
 def _try(plan: OpPlan, args: Args, kwargs: Kwargs, refusal: Exception | None = None) -> Any:
@@ -349,14 +318,14 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-def _new(layout: Layout, device: str = "cpu") -> torch.Tensor:
-    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=device)
+def _new(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="cpu")
 
 
-def _layout(plan: OpPlan, result: torch.Tensor, device: str = "cpu") -> Layout:
+def _layout(plan: OpPlan, result: torch.Tensor) -> Layout:
     if not _is_plain(result):
         raise _odd(result, f"{plan.name} returns ")
-    if result.device.type != device:
+    if result.device.type != "cpu":
         raise OtherDeviceError(result.device)
     return Layout.of(result)
 

@@ -173,7 +173,7 @@ class Recorder:
         """Restore the state of the thread. Idempotent."""
         for mode in (self._dispatching, self._functions):
             if mode is not None:
-                mode.remove(leftovers=self._metadata.modes)
+                mode.remove(leftovers=[self._metadata.mode])
         restore_torch(self)
         if self._random is not None:
             self._random.end()

@@ -240,7 +240,7 @@ def test_machine_code_that_rounds_otherwise_is_refused() -> None:
 
 def test_mode_that_an_interrupt_left_on_the_stack_is_taken_off() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
-        METADATA._mode.__enter__()
+        METADATA.mode.__enter__()
         raise KeyboardInterrupt
 
     record(lambda x: x + 1, X)
