@@ -256,7 +256,7 @@ class _Place(NamedTuple):
             frame = holder.gi_frame
             return {} if frame is None else {**frame.f_locals, _POSITION: frame.f_lasti}
         if isinstance(holder, dict):
-            return {**holder}
+            return dict(holder.items())  # ``{**holder}`` would call a ``__getitem__`` of the user.
         if isinstance(holder, list | deque):
             return dict(enumerate(holder))
         values = gc.get_referents(holder)  # an object that does not expose its values

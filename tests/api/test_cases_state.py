@@ -1164,3 +1164,27 @@ def test_changed_mode_or_forward_of_an_inner_module_is_noticed(
         captured.replay()
     with pytest.raises(dg.StateError):
         captured.replay()
+
+
+class Activations(OrderedDict):
+    """As ``ACT2FN`` of transformers: an item is a new module of the class in the table."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+ACTIVATIONS = Activations(relu=torch.nn.ReLU, prelu=torch.nn.PReLU)
+
+
+def test_table_whose_items_are_made_on_access_keeps_its_contents(kit: Kit, cap: Cap) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = ACTIVATIONS["relu"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(x)
+
+    x, layer = kit.tensor(3), Layer()
+    kit.same(cap(layer, x).replay(), layer(x))
+    assert [*ACTIVATIONS.values()] == [torch.nn.ReLU, torch.nn.PReLU]
