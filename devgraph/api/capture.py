@@ -154,7 +154,7 @@ class Captured:
             self.pool.order()
             try:
                 if pairs and kept is None:
-                    kept = write(pairs, self._plan.outputs)
+                    kept = write(pairs, self._plan.outputs, self.written)
                 self.run(values)
                 if pairs:
                     write_back(pairs, self.written, kept or ())

@@ -307,38 +307,38 @@ def _window(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, effective_strides(tensor), bits
 
 
-def write(pairs: Sequence[Pair], outputs: Any) -> list[Pair]:
+def write(pairs: Sequence[Pair], outputs: Any, written: Collection[int] = ()) -> list[Pair]:
     """Copy new data into bound tensors, as if all sources were read before the first write.
 
-    Return the bound tensors that share memory with an input at another position, each with its old
-    contents. ``write_back`` restores the contents.
+    Return the bound tensors in the storage of an input at another position, each with its old
+    contents, because the caller uses that storage. ``write_back`` restores the contents. A bound
+    tensor that is itself an input is returned only if its id is in ``written``.
 
     Raises:
-        InputError: an input shares memory with a bound tensor that is among the outputs.
+        InputError: an input is in the storage of a bound tensor that is among the outputs.
     """
-    ranges = [(target, *byte_range(target)) for target, _ in pairs]
-    sources, kept = [], dict[int, Pair]()
-    for target, source in pairs:
-        first, last = byte_range(source)
-        near = [t for t, start, stop in ranges if first < stop and last > start]
-        near = [] if source is target else near
-        sources.append(_clone(source) if near else source)
-        if any(_window(other) == _window(source) for other in near):
-            continue  # The caller passes a bound tensor, which holds the newest data.
-        for other in near:
-            if id(other) in kept or not share_memory(other, source):
+    new = [pair for pair in pairs if pair[0] is not pair[1]]
+    memories = {memory_of(target) for target, _ in new}
+    sources, kept = [source for _, source in new], list[Pair]()
+    if not memories.isdisjoint(near := [*map(memory_of, sources)]):
+        windows = {*map(_window, sources)}
+        for target, _ in new:
+            if memory_of(target) not in near:
                 continue
-            if any(has_place(t) and share_memory(other, t) for t in tensors_in(outputs)):
+            if id(target) not in written and _window(target) in windows:
+                continue  # The caller passes a bound tensor, which holds the newest data.
+            if any(has_place(t) and share_memory(target, t) for t in tensors_in(outputs)):
                 raise InputError(
-                    f"the input {brief(source)} shares memory with the bound tensor "
-                    f"{brief(other)}, whose memory is among the outputs. The input can therefore "
-                    f"not get its contents back after the replay. Pass a clone()."
+                    f"the input {brief(sources[near.index(memory_of(target))])} shares memory with "
+                    f"the bound tensor {brief(target)}, whose memory is among the outputs. The "
+                    f"bound tensor can therefore not get its contents back after the replay. Pass "
+                    f"a clone()."
                 )
-            kept[id(other)] = other, _clone(other)
-    for (target, _), source in zip(pairs, sources, strict=True):
-        if source is not target:
-            _copy(target, source)
-    return [*kept.values()]
+            kept.append((target, _clone(target)))
+        sources = [_clone(t) if memory_of(t) in memories else t for t in sources]
+    for (target, _), source in zip(new, sources, strict=True):
+        _copy(target, source)
+    return kept
 
 
 def write_back(pairs: Sequence[Pair], written: Collection[int], kept: Sequence[Pair]) -> None:
