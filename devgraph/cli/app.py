@@ -112,7 +112,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser with one-line errors, because the usage text of a command fills a screen."""
 
     as_json = False
-    """Whether the arguments ask for JSON, which also holds for errors."""
+    """Whether to print errors as JSON, because the arguments ask for it."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

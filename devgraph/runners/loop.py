@@ -1,8 +1,8 @@
 """Loop: several decode steps in one launch.
 
 If the device supports loops in a graph, the graph repeats the step while any request runs.
-Otherwise the loop is unrolled into the graph. ``batch.running`` marks on the device the requests
-that take a step; all other rows are padding.
+Otherwise the loop is unrolled into the graph. ``batch.running``, a mask on the device, marks
+the requests that take a step; all other rows are padding.
 """
 
 from __future__ import annotations

@@ -507,7 +507,7 @@ class CausalModel:
             given = {"attention_mask": mask, "position_ids": positions} if pads else {}
             given = {n: t for n, t in given.items() if n in parameters_of(self.model)}
             return self.model(input_ids=ids, use_cache=False, **given).logits[0, -2:]  # type: ignore[no-any-return]
-        # A scan may round differently from a step of one token, so split the text like generate.
+        # A scan may round differently from a step of one token, so split as generate does.
         cache, logits = new_cache(self.model), []
         for part in (slice(-1), slice(-1, None)):
             inputs = body_inputs(self.model, ids[:, part], positions[:, part], cache)

@@ -283,7 +283,7 @@ class TorchTransport(Transport):
         return False
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Send a handoff to one rank, or a message that its offer has ended."""
+        """Send an offered handoff to one rank, or report that the offer has ended."""
         try:
             offer_id, rank = message["send"], message["to"]
             with self._lock:

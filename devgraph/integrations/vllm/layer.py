@@ -72,7 +72,7 @@ class Round:
         return rest, shapes, bisect_left(self._ends, tokens), alone
 
     def on_failure(self, undo: Callable[..., object], *args: Any) -> None:
-        """Register ``undo(*args)`` for a round that fails."""
+        """Call ``undo(*args)`` if the round fails."""
         self._undo.callback(undo, *args)
 
     def make(self, capture: Callable[[], Any]) -> Any:
