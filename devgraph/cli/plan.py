@@ -17,6 +17,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.config.cluster import Cluster, plan_cluster
 from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.flags import sources_of
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.older_flags import MODE
 from devgraph.api.config.phase import PHASES, PhaseConfig, phase_config
@@ -26,7 +27,15 @@ from devgraph.api.errors import BackendUnavailableError, ConfigError, format_byt
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
 from devgraph.cli.arguments import by_name, check_model
-from devgraph.cli.tables import CommandError, print_json, print_lines, print_table, ranges, say
+from devgraph.cli.tables import (
+    CommandError,
+    note,
+    print_json,
+    print_lines,
+    print_table,
+    ranges,
+    say,
+)
 from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.options import warn_unused
 
@@ -34,6 +43,8 @@ from devgraph.runners.options import warn_unused
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if a device cannot run it."""
     config = DeviceGraphConfig.from_args(args)
+    if names := [source.name for source in sources_of(argparse.Namespace())]:
+        note(f"devgraph: the mode includes settings from {' and '.join(names)}")
     sizes = _sizes(args)
     if args.emit and args.json:
         raise CommandError("--emit prints flags or variables, --json prints the plan: choose one")

@@ -232,6 +232,7 @@ def test_settings_without_effect_here_are_said(
     again = ["--device-graph-mode", '{"prefill": "full"}']
     said = run_cli(capsys, "plan", "--backend", "cpu", *flags, *again).err
     assert "overrides 'disabled' from DEVGRAPH_MODE" in said
+    assert "devgraph: the mode includes settings from DEVGRAPH_MODE\n" in said
     assert "decode.max_bs=512 has no effect: the capacity of the runner is 256" in said
     assert "--device-graph-mode is given twice" in said
 
