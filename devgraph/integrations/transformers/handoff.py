@@ -299,8 +299,12 @@ class Handoff:
     @property
     def _end(self) -> Tensor:
         """The last bytes of the last floating-point tensor on the host; empty if there is none."""
-        floats = [t for t in self.tensors.values() if t.is_cpu and t.is_floating_point()]
-        return floats[-1].flatten().view(torch.uint8)[-8:] if floats else self.data[:0]
+        first = end = stop = 0
+        for _, _, size, dtype, shape in self._layout() if self.data.is_cpu else ():
+            if dtype.is_floating_point and 0 not in shape:
+                first, end = stop, stop + math.prod(shape) * dtype.itemsize
+            stop += size
+        return self.data[max(first, end - 8) : end]
 
     def require_received(self) -> None:
         """Raise HandoffError if nothing was copied into ``data`` after ``from_json``."""
