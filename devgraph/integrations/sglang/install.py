@@ -231,8 +231,8 @@ def plugin() -> None:
     """Install devgraph if DEVGRAPH_SGLANG is on; entry point of ``sglang.srt.plugins``.
 
     Raises:
-        SystemExit: DEVGRAPH_SGLANG or DEVGRAPH_MODE is invalid, or devgraph cannot be installed
-            under ``strict``. SGLang would log any other exception and continue without devgraph.
+        SystemExit: DEVGRAPH_SGLANG or DEVGRAPH_MODE is invalid, or, with ``strict``, installation
+            fails. SGLang would log any other exception and continue without devgraph.
     """
     try:
         asked = switch(SGLANG_VARIABLE)

@@ -277,7 +277,7 @@ def plugin() -> None:
 
     Raises:
         ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE is invalid.
-        InstallError: under DEVGRAPH_VLLM=strict, devgraph cannot be installed.
+        InstallError: DEVGRAPH_VLLM is ``strict``, but devgraph cannot be installed.
     """
     asked = switch(VLLM_VARIABLE)
     if asked:
