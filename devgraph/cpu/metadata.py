@@ -86,6 +86,8 @@ _UNFAITHFUL = {
     "aten::mkldnn_rnn_layer",
     "aten::_native_multi_head_attention",
     "aten::quantize_per_tensor",
+    "aten::im2col",
+    "aten::roll",
     *(f"aten::native_{norm}_norm{back}" for norm in _NORMS for back in ("", "_backward")),
     "aten::_native_batch_norm_legit",
     "aten::_native_batch_norm_legit_no_training",

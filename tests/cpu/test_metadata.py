@@ -172,3 +172,14 @@ def test_strides_of_dimensions_of_size_1_choose_the_kernels_of_eager() -> None:
     captured = dg.capture(step, x, backend="cpu")
     assert captured.prove().ok and torch.equal(captured.replay(), step(x))
     assert captured.outputs.stride() == step(x).stride()
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.roll(1, 2), lambda x: torch.nn.functional.unfold(x.transpose(2, 3), 1)]
+)
+def test_strides_of_images_in_channels_last_equal_eager(fn: Callable[..., Any]) -> None:
+    x = torch.randn(2, 8, 6, 4).to(memory_format=torch.channels_last)
+    for image in (x, x.permute(1, 0, 2, 3)):
+        captured = dg.capture(fn, image, backend="cpu")
+        assert torch.equal(captured.replay(), fn(image))
+        assert captured.outputs.stride() == fn(image).stride()
