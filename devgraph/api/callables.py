@@ -535,6 +535,8 @@ class Graphed:
                 )
             if entry.reason is not None:  # The error and its autograd nodes are freed now.
                 return self._run_eagerly(entry.reason, args, kwargs)
+        if entry.state and _share_memory(entry.state, call.tensors):
+            return self._run_eagerly(EagerReason.SHARED_MEMORY, args, kwargs)
         graph = entry.graph
         if not timed:
             entry.graph_seconds = _NO_TIMES
@@ -654,6 +656,8 @@ class Graphed:
                     f"opened, because a graphed callable creates and closes graphs on demand. "
                     f"Capture the step with dg.capture or a runner, which have gates."
                 )
+            for tensor in captured.changed:
+                entry.state.setdefault(memory_of(tensor), []).append(tensor)
             entry.graph = _Inference(captured, static_inputs, clone=self._options.clone)
         leaves = (leaf for _, leaf in self._named_leaves(call.args, call.kwargs))
         kinds = (torch.Tensor, float, *_PLAIN)

@@ -47,6 +47,7 @@ from devgraph.api.registry import get_backend
 from devgraph.api.results import Outputs
 from devgraph.api.session import explained, session, supported_error_mode
 from devgraph.api.snapshots import DEFAULT_LIMIT
+from devgraph.api.tensors import has_place
 
 
 class Captured:
@@ -272,6 +273,13 @@ class Captured:
     def written(self) -> Collection[int]:
         """The ``id`` of each argument tensor that the step writes."""
         return () if self._job is None else self._job.owned.written
+
+    @property
+    def changed(self) -> list[torch.Tensor]:
+        """The tensors, other than arguments and weights, that the step writes."""
+        owned = None if self._job is None else self._job.owned
+        held = () if owned is None else dict(owned.changing).values()
+        return [t for t in held if owned and id(t) in owned.changed and has_place(t)]
 
     def prove(
         self,

@@ -364,6 +364,24 @@ def test_argument_in_the_memory_of_named_state_that_the_step_writes() -> None:
     assert stats["eager"]["shared_memory"] == 5 and stats["replays"] == 2
 
 
+def test_argument_in_the_memory_of_a_buffer_that_the_step_writes() -> None:
+    class Adder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sums", torch.arange(8.0))
+
+        def forward(self, x: Any) -> Any:
+            self.sums.add_(x.sum())
+            return self.sums[:4] * 2 + x
+
+    twin, module = Adder(), Adder()
+    graphed_step = graphed(module)
+    for call in range(8):
+        ours, theirs = (m.sums[4:] if call % 3 else torch.ones(4) for m in (module, twin))
+        assert torch.equal(graphed_step(ours), twin(theirs))
+        assert torch.equal(module.sums, twin.sums)
+
+
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(3))])
 def test_scripted_module_is_graphed(make: Any) -> None:
     module = make(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
