@@ -87,7 +87,8 @@ class Captured:
         self._marks = self.gates.recorded
         self._job: Job | None = job
         self._plan = plan
-        self.places: Mapping[str, int] = addresses(job.owned.everything())
+        held = job.owned.everything()
+        self.places: Mapping[str, int] = addresses(held)
         """Addresses at capture of the tensors that the step can reach, by name."""
         self._broken = [isinstance(segment, DeviceGraph) for segment in plan.segments] != [True]
         self._given, found = job.owned.watch()
@@ -102,7 +103,7 @@ class Captured:
         """The gradients that replays accumulate."""
         self.guard = Guard([*self._watched, *named], outside)
         """The comparison of the state of the step with its state at the capture."""
-        self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
+        self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared, held)
 
     @property
     def outputs(self) -> Any:
@@ -277,9 +278,8 @@ class Captured:
     @property
     def changed(self) -> list[torch.Tensor]:
         """The tensors, other than arguments and weights, that the step writes."""
-        owned = None if self._job is None else self._job.owned
-        held = () if owned is None else dict(owned.changing).values()
-        return [t for t in held if owned and id(t) in owned.changed and has_place(t)]
+        changed = () if self._job is None else self._job.owned.changed.values()
+        return [tensor for tensor in changed if has_place(tensor)]
 
     def prove(
         self,

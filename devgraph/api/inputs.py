@@ -8,14 +8,12 @@ import functools
 import numbers
 import re
 import types
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from devgraph.api.errors import (
-    DeviceGraphWarning,
     HostArgumentError,
     InputError,
     InputTypeError,
@@ -48,14 +46,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Inputs:
     """The bound arguments of a capture, which receive the inputs of replays."""
 
-    def __init__(self, owned: Owned, host: Collection[str]) -> None:
-        self._host = host
+    def __init__(
+        self, owned: Owned, host: Collection[str], held: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
+        self._host, self._held = host, held[len(owned.given) :]
         self._arguments, self._count = owned.arguments, owned.count
         self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
         self._written, self._iterated, self._moved = owned.written, owned.iterated, owned.moved
-        self._asked, self._owned = owned.asked, owned
-        self._has_warned = False
+        self._asked, self._changed = owned.asked, owned.changed
+        self._warned = set[str]()
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -151,20 +151,22 @@ class Inputs:
                         f"{difference}. Pass inputs with the strides, memory and identity of the "
                         f"bound tensors, or capture again."
                     )
-                if not self._has_warned:
-                    self._has_warned = True
-                    warnings.warn(
-                        f"{difference}, which is wrong if the result of the step depends on "
-                        f"strides. Pass an input with the old strides.",
-                        DeviceGraphWarning,
-                        stacklevel=4,
-                    )
+                self._warn_once(
+                    "strides",
+                    f"{difference}, which is wrong if the result of the step depends on strides. "
+                    f"Pass an input with the old strides.",
+                )
+
+    def _warn_once(self, subject: str, text: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warn(text)
 
     @functools.cached_property
     def _state(self) -> dict[int, list[tuple[str, torch.Tensor]]]:
         """The tensors that the step can reach in addition to its arguments, by storage."""
         state: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in [*self._owned.changing, *self._owned.reached()[0]]:
+        for name, tensor in self._held:
             if has_place(tensor):
                 state.setdefault(memory_of(tensor), []).append((name, tensor))
         return state
@@ -172,8 +174,10 @@ class Inputs:
     def _require_apart_from_state(self, pairs: Sequence[Pair]) -> None:
         """Refuse an input that would overwrite state; warn once if the step writes an input."""
         for target, source in pairs:
+            if source is target:
+                continue
             near = [self._state.get(memory_of(tensor), ()) for tensor in (target, source)]
-            if source is target or not any(near) or _window(source) == _window(target):
+            if not any(near) or _window(source) == _window(target):
                 continue
             if held := next((name for name, t in near[0] if share_memory(target, t)), None):
                 raise InputError(
@@ -181,14 +185,14 @@ class Inputs:
                     f"also uses, so a copy of the input {brief(source)} would overwrite it. "
                     f"Capture with a clone()."
                 )
-            changed = (pair for pair in near[1] if id(pair[1]) in self._owned.changed)
+            changed = (pair for pair in near[1] if id(pair[1]) in self._changed)
             written = next((name for name, t in changed if share_memory(source, t)), None)
-            if written and not self._has_warned:
-                self._has_warned = True
-                warn(
+            if written:
+                self._warn_once(
+                    "memory",
                     f"the input {brief(source)} shares memory with {written}, which the step "
                     f"writes. A replay copies the input before the step begins, so later writes of "
-                    f"the step do not change it. Pass a clone() if this is intended."
+                    f"the step do not change it. Pass a clone() if this is intended.",
                 )
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:

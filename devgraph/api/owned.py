@@ -127,10 +127,10 @@ class Owned:
         """Names and objects from which the search for state of the step starts."""
         self.written: set[int] = set()
         """The ``id`` of each argument tensor that the step writes."""
-        self.changing: list[tuple[str, torch.Tensor]] = []
-        """State other than arguments and weights, such as ``bound`` and named tensors."""
-        self.changed: set[int] = set()
-        """The ``id`` of each tensor of ``changing`` that the step writes."""
+        self._others: dict[int, torch.Tensor] = {}
+        """State other than arguments and weights, by ``id``: ``bound`` and named tensors."""
+        self.changed: dict[int, torch.Tensor] = {}
+        """The tensors of ``_others`` that the step writes."""
         self.moved: dict[str, tuple[Any, Any]] = {}
         """Old and new values of plain values that the step changed, by path."""
         self._added: dict[str, Any] = {}
@@ -205,7 +205,7 @@ class Owned:
         self._settings.clear()
         before_bodies: list[Change] = []
         self._refuse = raise_rebinding if captured else before_bodies.extend
-        counted = [t for t in (*self.given, *dict(self.changing).values()) if not t.is_inference()]
+        counted = [t for t in (*self.given, *self._others.values()) if not t.is_inference()]
         versions = [tensor._version for tensor in counted]
         before = optimizer_state(self.roots) if captured and is_first else []
         try:
@@ -219,10 +219,10 @@ class Owned:
                 self._require_settings(watch)
         finally:
             self._watch = outer
+        changed = {id(t): t for t, n in zip(counted, versions, strict=True) if t._version != n}
         given = {*map(id, self.given)}
-        for tensor, version in zip(counted, versions, strict=True):
-            if tensor._version != version:
-                (self.written if id(tensor) in given else self.changed).add(id(tensor))
+        self.written |= changed.keys() & given
+        self.changed |= {number: t for number, t in changed.items() if number not in given}
         self._is_first_captured |= captured and is_first
         if captured and is_first and len(made := optimizer_state(self.roots)) > len(before):
             raise CaptureError(
@@ -371,7 +371,8 @@ class Owned:
         """
         tensors, generators = self.reached()
         changing = [(path, tensor) for path, tensor in tensors if not _is_weight(tensor)]
-        self.changing = [*self.tensors[len(self.given) :], *changing]
+        others = [*self.tensors[len(self.given) :], *changing]
+        self._others = {id(tensor): tensor for _, tensor in others}
         snapshot = Snapshot(backend, self.tensors, generators, limit=limit, optional=changing)
         watch = Watch(self.roots, gradients=True)
         self._before = {id(tensor) for _, tensor in tensors}

@@ -25,6 +25,7 @@ from devgraph.api.errors import (
     did_you_mean,
     require_result,
 )
+from devgraph.api.marks.source import add_machinery
 
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend
@@ -135,6 +136,7 @@ def _load_plugin(entry: importlib.metadata.EntryPoint) -> Callable[[], Backend]:
             f"backend {entry.name!r} cannot be loaded from {entry.value!r}{package}, which "
             f"declares it: {type(error).__name__}: {error}"
         ) from error
+    add_machinery(entry.module.partition(".")[0])
     return factory
 
 
@@ -167,7 +169,6 @@ def _make(name: str, factory: Callable[[], Backend]) -> Backend:
             f"backend {name!r} failed to start: {type(error).__name__}: {error}"
         ) from error
     from devgraph.api.backend import Backend  # deferred, because it imports torch
-    from devgraph.api.marks.source import add_machinery
 
     if not isinstance(backend, Backend):
         raise BackendUnavailableError(
@@ -177,8 +178,9 @@ def _make(name: str, factory: Callable[[], Backend]) -> Backend:
     if backend.name != name:
         raise BackendUnavailableError(_other_name(name, type(backend), backend.name))
     _require_update_hooks(backend)
-    if (module := type(backend).__module__) != "__main__":  # this module may define steps too
-        add_machinery(module)
+    for kind in type(backend).__mro__:
+        if kind.__module__ != "__main__":  # this module may define steps too
+            add_machinery(kind.__module__)
     return backend
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import devgraph as dg
 from devgraph.api import registry
+from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.registry import _registry
 from devgraph.cpu.backend import CpuBackend
 
@@ -115,6 +116,7 @@ def test_entry_point_is_loaded_on_first_use_only(tmp_path: Any, monkeypatch: pyt
     backend = dg.get_backend("late")
     assert backend.name == "late"
     assert dg.get_backend("late") is backend
+    assert is_machinery_module("late_vendor.recorder")
     sys.modules.pop("late_vendor")
 
 
