@@ -90,6 +90,11 @@ class ReplayDoesNothing(_Launches):
         pass
 
 
+class FreesNothing(CpuGraph):
+    def _free(self) -> None:
+        pass
+
+
 class ClearedInSilence(CpuGraph):
     """Does not tell those who bound its executable that it is gone."""
 
@@ -368,6 +373,12 @@ MUTANTS = (
         "a replay runs nothing",
         "test_every_replay_runs_the_work_once",
         ReplayDoesNothing,
+    ),
+    Mutant(
+        "nothing-freed",
+        "a graph that is closed keeps what it recorded",
+        "test_graph_that_was_freed_releases_the_tensors_that_it_used",
+        FreesNothing,
     ),
     Mutant(
         "cleared-in-silence",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import devgraph as dg
 from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
@@ -172,6 +173,15 @@ def scaled(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
 UPDATED = [
     pytest.param(how, marks=declares("region_update")) for how in ("update", "replay update")
 ]
+
+
+@pytest.mark.parametrize("end", ["reset", "close"])
+def test_graph_that_was_freed_releases_the_tensors_that_it_used(kit: Kit, end: str) -> None:
+    used = [kit.tensor(4)]
+    graph, _ = kit.record(lambda: used[0] + 1)
+    kept: Any = StorageWeakRef(used.pop().untyped_storage())  # type: ignore[no-untyped-call]
+    getattr(graph, end)()
+    assert kept.expired()
 
 
 @pytest.mark.parametrize("how", ["nothing", "replay", "bound", *UPDATED])
