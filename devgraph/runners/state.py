@@ -305,9 +305,9 @@ class StateStore:
         if not isinstance(rows, Mapping):
             raise InputTypeError(f"state must be a mapping of names to tensors, got {brief(rows)}")
         if rows.keys() != self.slots.keys():
+            given = ", ".join(sorted(map(str, rows))) or "no names"
             raise InputError(
-                f"the state has {', '.join(sorted(map(str, rows)))}; this runner needs "
-                f"{', '.join(sorted(self.slots))}"
+                f"the state has {given}; this runner needs {', '.join(sorted(self.slots))}"
             )
         for name, declared in self.slots.items():
             value = rows[name]

@@ -277,6 +277,8 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_written(change: Any, 
             runner.import_state(1, {"count": torch.tensor(9, dtype=torch.int32), **state, **change})
         with pytest.raises(dg.InputTypeError, match="a mapping of names"):
             runner.import_state(1, [state])
+        with pytest.raises(dg.InputError, match="has no names; this runner needs count, total"):
+            runner.import_state(1, {})
         assert rows(runner, 2, state_slots=[1]) == [3]
 
 
