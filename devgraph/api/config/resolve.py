@@ -115,8 +115,8 @@ def resolve(
     """Apply the compatibility rules to the configuration for ``facts.backend``.
 
     An explicit choice that violates a preference rule causes a ``DeviceGraphWarning``, which is not
-    repeated when ``effective`` of the result is resolved again, as runners do. Changes of defaults
-    are logged and listed in the result.
+    repeated when ``config`` or ``effective`` of the result is resolved again, as runners do.
+    Changes of defaults are logged and listed in the result.
 
     Args:
         config: the configuration of the deployment.
@@ -156,6 +156,8 @@ def resolve(
             if str(rule) not in one.kept:
                 warn(f"{prefix}{rule}")
                 effective[rule.phase] = attrs.evolve(one, kept=one.kept | {str(rule)})
+                if not prefix:  # a runner may receive the given configuration
+                    object.__setattr__(config.phase(rule.phase), "kept", one.kept | {str(rule)})
         else:
             level = logging.WARNING if rule.outcome == "changed" else logging.INFO
             logger.log(level, "%s%s", prefix, rule)
