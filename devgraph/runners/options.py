@@ -199,6 +199,7 @@ class Options:
         backend = given.get("backend", "auto")
         if not isinstance(backend, Backend):
             backend = get_backend(backend)
+        config = config.for_backend(backend.name)
         settled = {"config": config, "variants": variants, "backend": backend}
         options = cls(**{"name": phase, **given, **settled})
         config = _compatible(options, phase)

@@ -57,7 +57,7 @@ def _default(key: Key) -> str:
 
 def test_every_field_is_a_key_with_its_flag_and_reader() -> None:
     fields = [field.name for field in attrs.fields(PhaseConfig)]
-    assert fields == [*KEYS, "explicit", "kept"]
+    assert fields == [*KEYS, "explicit", "kept", "overlays"]
     options = make_parser()._option_string_actions
     for key in KEYS.values():
         for phase in PHASES:

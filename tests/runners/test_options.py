@@ -71,6 +71,15 @@ def test_keys_and_modes_in_the_place_of_options_are_answered_with_their_place() 
         double_runner(buckets=[1])
     with pytest.raises(dg.ConfigTypeError, match=r"mapping of keys .*got \{'decode': 'full'\}"):
         double_runner(config={"decode": "full"})
+    with pytest.raises(dg.ConfigTypeError, match=r"from_json\(text\).decode.*got '\{\"policy\""):
+        double_runner(config='{"policy": "full"}')
+
+
+def test_a_runner_applies_the_part_of_the_mode_for_its_backend() -> None:
+    text = '{"decode": "full", "backends": {"cpu": {"decode": "disabled"}, "npu": {}}}'
+    config = dg.DeviceGraphConfig.from_json(text)
+    assert double_runner(config=config.decode).stats().requested == "disabled"
+    assert config.decode.policy == "full"
 
 
 @pytest.mark.parametrize(

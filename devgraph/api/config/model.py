@@ -85,7 +85,10 @@ class DeviceGraphConfig:
             value = getattr(self, phase)
             if value.policy != DEFAULT_POLICY[phase] and "policy" not in value.explicit:
                 chosen = value.with_checked({}, value.explicit | {"policy"})
-                object.__setattr__(self, phase, chosen)
+                object.__setattr__(self, phase, value := chosen)
+            parts = {name: part[phase] for name, part in self.overlays.items() if phase in part}
+            if parts != value.overlays:
+                object.__setattr__(self, phase, attrs.evolve(value, overlays=parts))
         for backend in self.overlays:  # so that every node reports a contradiction
             self._under(backend)
 
@@ -174,11 +177,10 @@ class DeviceGraphConfig:
 
     def _under(self, backend: str) -> dict[str, Any]:
         """Return both phases as configured for ``backend``."""
-        phases: dict[str, Any] = {phase: self.phase(phase) for phase in PHASES}
-        for phase, changes in self.overlays.get(backend, {}).items():
-            explicit = phases[phase].explicit | set(changes)
+        phases: dict[str, Any] = {}
+        for phase in PHASES:
             try:
-                phases[phase] = phases[phase].with_checked(changes, explicit)
+                phases[phase] = self.phase(phase).for_backend(backend)
             except ConfigError as error:
                 raise ConfigError(f"backends.{backend}.{phase}: {error}") from error
         return phases

@@ -412,6 +412,8 @@ class PhaseConfig:
     is always explicit. Comparisons ignore this field."""
     kept: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
     """The preference rules that ``resolve`` reported for explicit choices; it warns once."""
+    overlays: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, eq=False, repr=False)
+    """The parts of the mode for single backends. ``for_backend`` applies one, as runners do."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in KEYS.items():
@@ -429,8 +431,14 @@ class PhaseConfig:
             object.__setattr__(config, name, value)
         object.__setattr__(config, "explicit", explicit)
         object.__setattr__(config, "kept", self.kept)
+        object.__setattr__(config, "overlays", {})
         config._settle()
         return config
+
+    def for_backend(self, name: str) -> PhaseConfig:
+        """Return the configuration with the part for one backend merged into the general part."""
+        changes = self.overlays.get(name, {})
+        return self.with_checked(changes, self.explicit.union(changes)) if self.overlays else self
 
     def _settle(self) -> None:
         """Refuse contradictions, and mark each key with a non-default value as explicit."""
@@ -475,13 +483,14 @@ def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: st
         return config
     if config is None:
         return _DEFAULTS[phase]
-    if isinstance(config, str):
+    if isinstance(config, str) and "{" not in config:  # else it is JSON text
         return PhaseConfig(policy=config)
     if isinstance(config, Mapping) and phase not in config:  # else it is a whole mode
         check_names(phase, config, KEYS, what="key")
         chosen = {"policy": RUNNER_POLICY[phase], **config}
         return PhaseConfig(**chosen, explicit=frozenset(config))
     raise ConfigTypeError(
-        f"the configuration of {phase} must be one phase such as DeviceGraphConfig().decode, a "
-        f"policy name or a mapping of keys such as {{'buckets': [1, 2]}}, got {brief(config)}"
+        f"the configuration of {phase} must be one phase such as "
+        f"DeviceGraphConfig.from_json(text).decode, a policy name or a mapping of keys such as "
+        f"{{'buckets': [1, 2]}}, got {brief(config)}"
     )
