@@ -221,9 +221,6 @@ def _explain(add: Options) -> None:
     add("--chrome-trace", text, metavar="FILE")
     text = "write segments, regions, nodes, memory and times as one HTML file"
     add("--html", text, metavar="FILE")
-    add("--prove", "also compare replays with eager runs", action="store_true")
-    text = "a further value of a host argument for --prove; may be repeated"
-    add("--prove-with", text, action="append", default=[], metavar="NAME=VALUE")
 
 
 COMMANDS = {

@@ -15,13 +15,12 @@ import torch
 
 from devgraph.api import html
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import counted, did_you_mean, format_bytes
+from devgraph.api.errors import counted, format_bytes
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.names import NodeRange, nodes_text
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import check_compilers
 from devgraph.cli.tables import (
-    CommandError,
     check_folder,
     print_json,
     print_table,
@@ -29,7 +28,7 @@ from devgraph.cli.tables import (
     time_text,
     write_file,
 )
-from devgraph.cli.target import Target, find_target, literals, user_code
+from devgraph.cli.target import Target, find_target, user_code
 from devgraph.cli.timing import say_cautions, seconds_per_call
 
 _RUNS = 10
@@ -54,18 +53,12 @@ class _Part:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Capture and print the report; return 1 if ``--prove`` finds a difference."""
+    """Capture and print the report; return 0."""
     check_compilers(args, [args.policy])
     for path in (args.dot, args.chrome_trace, args.html):
         check_folder(path)
     backend = get_backend(args.backend)
     target = find_target(args, args.target)
-    cases = [literals("--prove-with", [text]) for text in args.prove_with]
-    for name in itertools.chain(*cases):
-        if name not in target.host_args:
-            hint = did_you_mean(name, target.host_args)
-            text = f"--prove-with {name}: there is no host argument {name!r}. {hint}"
-            raise CommandError(f"{text} Add --host-arg {name}=VALUE")
     owner = getattr(target.fn, "__self__", target.fn)
     with contextlib.ExitStack() as stack:
         with torch.set_grad_enabled(args.grad), user_code(target.name):
@@ -79,19 +72,17 @@ def run(args: argparse.Namespace) -> int:
             captured = capture(target.fn, *target.args, **way)
             stack.enter_context(captured)
             parts = list(map(_part, itertools.count(), captured.segments, _timed(captured, target)))
-            values = [target.host_args, *(target.host_args | case for case in cases)]
-            report = captured.prove(host_args=values) if args.prove or cases else None
         if args.dot is not None:
             write_file(args.dot, _dot(target, parts))
         if args.chrome_trace is not None:
             write_file(args.chrome_trace, json.dumps(_trace(captured, parts)))
         if args.html is not None:
-            write_file(args.html, _page(captured, target, parts, report))
+            write_file(args.html, _page(captured, target, parts))
         if args.json:
-            print_json(_data(captured, parts, report))
+            print_json(_data(captured, parts))
         else:
-            _print(captured, target, parts, report)
-    return 0 if report is None or report.ok else 1
+            _print(captured, target, parts)
+    return 0
 
 
 def _timed(captured: Captured, target: Target) -> list[list[float]]:
@@ -115,7 +106,7 @@ def _part(index: int, segment: Any, walls: list[float]) -> _Part:
     return part(kind="graph", name=f"graph {index}", ranges=tuple(segment.ranges), **work)
 
 
-def _data(captured: Captured, parts: list[_Part], report: Any) -> dict[str, Any]:
+def _data(captured: Captured, parts: list[_Part]) -> dict[str, Any]:
     return {
         "policy": captured.policy,
         "backend": captured.backend.name,
@@ -124,11 +115,10 @@ def _data(captured: Captured, parts: list[_Part], report: Any) -> dict[str, Any]
         "phases": captured.phases,
         "pool_bytes": captured.pool.bytes,
         "segments": [attrs.asdict(part) for part in parts],
-        "proof": None if report is None else {"ok": report.ok, "text": str(report)},
     }
 
 
-def _page(captured: Captured, target: Target, parts: list[_Part], report: Any) -> str:
+def _page(captured: Captured, target: Target, parts: list[_Part]) -> str:
     longest = max(part.seconds for part in parts)
     times = [
         (part.index, part.name, time_text(part.seconds), "█" * round(30 * part.seconds / longest))
@@ -150,11 +140,10 @@ def _page(captured: Captured, target: Target, parts: list[_Part], report: Any) -
         html.table("one replay", ("#", "segment", "median", ""), times),
         html.table("nodes", ("#", "module or region", "nodes"), ranges),
         html.table("memory", ("", ""), memory),
-        *([] if report is None else [html.table("proof", ("",), [(report,)])]),
     )
 
 
-def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) -> None:
+def _print(captured: Captured, target: Target, parts: list[_Part]) -> None:
     info = captured.info()
     print_table(
         f"{target.name}: policy {captured.policy} on {captured.backend.name} "
@@ -178,8 +167,6 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
         f"({format_bytes(captured.pool.recordings.bytes)} with executables)"
     )
     say_cautions({part.name: part.spread for part in parts}, on_cpu=False)
-    if report is not None:
-        say(f"proof: {report}")
 
 
 def _counted(names: tuple[str, ...]) -> str:

@@ -36,19 +36,19 @@ def find_target(args: argparse.Namespace, name: str) -> Target:
     """Import the function ``name`` (MODULE:FUNCTION), and create its inputs."""
     fn = _find(name)
     positional, keywords = _inputs(args, module=name.rpartition(":")[0])
-    host_args = literals("--host-arg", args.host_arg)
+    host_args = _literals(args.host_arg)
     return Target(name=name, fn=fn, args=positional, kwargs=keywords, host_args=host_args)
 
 
-def literals(flag: str, given: Sequence[str]) -> dict[str, Any]:
-    """Parse the values of a repeated option NAME=VALUE as Python literals."""
+def _literals(given: Sequence[str]) -> dict[str, Any]:
+    """Parse the values of ``--host-arg`` as Python literals."""
     values = {}
-    for name, text in by_name(flag, given, "kv_len=512").items():
+    for name, text in by_name("--host-arg", given, "kv_len=512").items():
         try:
             values[name] = ast.literal_eval(text)
         except Exception as error:  # literal_eval raises many types, such as MemoryError.
             why = f"{text!r} is not a Python literal such as 512, [1, 2] or 'x'"
-            raise CommandError(f"{flag} {f'{name}={text}'!r}: {why}") from error
+            raise CommandError(f"--host-arg {f'{name}={text}'!r}: {why}") from error
     return values
 
 

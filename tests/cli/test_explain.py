@@ -15,13 +15,12 @@ def test_break_is_an_eager_segment_between_graphs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     target = f"{write_steps(tmp_path)}:breaks"
-    argv = [target, "--inputs", "inputs", "--policy", "breakable", "--backend", "cpu", "--prove"]
+    argv = [target, "--inputs", "inputs", "--policy", "breakable", "--backend", "cpu"]
     data = run_json(capsys, "explain", *argv)
     assert [one["kind"] for one in data["segments"]] == ["graph", "eager", "graph"]
     assert data["segments"][1]["name"] == "eager synced"
     assert [one["nodes"] for one in data["segments"]] == [1, None, 1]
     assert data["info"]["segments"] == 3
-    assert data["proof"]["ok"] is True
     text = run_cli(capsys, "explain", *argv).out
     assert "eager synced" in text
     assert "3 segments, 2 nodes" in text
@@ -38,13 +37,6 @@ def test_updatable_region_is_named_under_full(tmp_path: Path, capsys: pytest.Cap
     assert data["pool_bytes"] > 0
     text = run_cli(capsys, "explain", *argv).out
     assert "scaled x1" in text and "0: scaled, node" in text
-    assert "not varied: factor" in run_cli(capsys, "explain", *argv, "--prove").out
-    text = run_cli(capsys, "explain", *argv, "--prove-with", "factor=3").out
-    assert "proof: 6 cases: graphs equal eager bit for bit\n" in text
-    assert (
-        "--prove-with 'factor=x'"
-        in run_cli(capsys, "explain", *argv, "--prove-with", "factor=x").err
-    )
 
 
 def test_dot_and_trace_have_every_segment_in_order(
@@ -69,18 +61,18 @@ def test_dot_and_trace_have_every_segment_in_order(
     assert [one["ts"] for one in timed[1:]] == pytest.approx(ends[:-1])
 
 
-def test_page_has_segments_times_nodes_memory_and_proof(
+def test_page_has_segments_times_nodes_and_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     page = tmp_path / "capture.html"
     target = f"{write_steps(tmp_path)}:hosted"
     result = run_cli(
         capsys, "explain", target, "--inputs", "inputs", "--host-arg", "factor=2",
-        "--backend", "cpu", "--html", page, "--prove",
+        "--backend", "cpu", "--html", page,
     )  # fmt: skip
     assert result.code == 0
     text = page.read_text(encoding="utf-8")
-    for part in ("scaled", "one replay", "nodes", "memory", "graphs equal eager", "█"):
+    for part in ("scaled", "one replay", "nodes", "memory", "█"):
         assert part in text
     assert "http" not in text  # it needs no other file
 
@@ -129,8 +121,6 @@ def test_file_that_cannot_be_written_is_an_error(
     ("words", "said"),
     [
         (["--html", "no/page.html"], "cannot write no/page.html: there is no such folder"),
-        (["--prove-with", "k=1"], "--prove-with k: there is no host argument 'k'. Known: (none)."),
-        (["--prove-with", "k=1"], "Add --host-arg k=VALUE"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_the_capture(
