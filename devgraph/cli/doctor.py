@@ -336,10 +336,7 @@ _SIZE = 64
 
 
 def probe_backend(backend: Backend) -> list[dict[str, Any]]:
-    """Probe each capability of ``backend`` by a capture; return the results as JSON values.
-
-    An exception in a probe counts as a failure.
-    """
+    """Probe each capability by a capture; an exception counts as a failure."""
     able = backend.capabilities
     usable = [name for name in policies() if able.piecewise or not compiles(name)]
     probes = [(name, True, functools.partial(_policy, backend, name)) for name in usable]

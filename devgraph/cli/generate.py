@@ -148,11 +148,7 @@ def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
 
 
 class OrderedText:
-    """A printer that streams the texts of concurrent requests in order.
-
-    The first unfinished text is printed as its tokens arrive. Later texts are buffered until all
-    earlier ones have finished.
-    """
+    """A printer that streams the first unfinished text and buffers all later ones."""
 
     def __init__(self, headings: Sequence[str]) -> None:
         self._waiting = list(headings)
@@ -202,11 +198,7 @@ def _run_all(
     args: argparse.Namespace,
     on_event: Callable[[TokenEvent], None] | None,
 ) -> list[dict[str, Any]]:
-    """Run the prompts with graphs and, with ``--compare``, eagerly; return both as JSON values.
-
-    ``ask`` has the arguments of ``Engine.generate``. Graph and eager runs alternate, so that
-    changes in the speed of the machine affect both.
-    """
+    """Alternate runs with graphs and, with ``--compare``, without; return both as JSON values."""
 
     def run(engine: Engine, **more: Any) -> _Repeat:
         engine.reset_stats()
@@ -235,10 +227,7 @@ def _run_all(
 
 
 def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str, Any]:
-    """Return the report of one engine with medians over repeats.
-
-    Seconds are the time in steps, without printing.
-    """
+    """Return the report of one engine, with medians of the time in steps over repeats."""
     done, stats = repeats[0]
     seconds = statistics.median(stats.seconds for _, stats in repeats)
     decode_seconds = statistics.median(stats.decode_seconds for _, stats in repeats)

@@ -200,10 +200,7 @@ def _stream_error(
 
 
 def _emit(plans: list[_Plan], form: str) -> None:
-    """Print the effective mode of each group as flags or as environment variables.
-
-    Each mode has every key, so that it overrides all weaker settings of its node.
-    """
+    """Print the whole effective mode of each group as flags or as environment variables."""
     for plan in plans:
         if plan.resolution is None or plan.error is not None:
             print_lines(f"# {plan.title}: cannot be planned: {' '.join(str(plan.error).split())}")

@@ -137,10 +137,7 @@ def print_table(
 
 
 def _widths(names: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) -> list[int] | None:
-    """Return column widths that break no word, or None if ``room`` is too narrow.
-
-    Headings wrap before cells do.
-    """
+    """Return column widths that break no word of a cell, or None if ``room`` is too narrow."""
     columns = list(zip(names, *rows, strict=True))
     least = [max(max(map(cell_len, text.plain.split()), default=0) for text in c) for c in columns]
     widths = [max(text.cell_len for text in column) for column in columns]

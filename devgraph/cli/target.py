@@ -132,10 +132,7 @@ def _inputs(args: argparse.Namespace, *, module: str) -> tuple[tuple[Any, ...], 
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Report exceptions of the user's code with their line; print the code's output on stderr.
-
-    Standard output is for the result, which programs read.
-    """
+    """Report exceptions of the user's code with their line; print its output on stderr."""
     try:
         with redirect_stdout(sys.stderr):
             yield

@@ -59,11 +59,7 @@ class HostValues(Mapping[str, Any]):
 
 
 class Live:
-    """The part of a batch that changes between runs of the same graph.
-
-    All batches of a runner's graphs share one object, in which the runner stores the size and the
-    tensors of a run before the replay.
-    """
+    """The size and the tensors of the current run, which all batches of a runner's graphs share."""
 
     __slots__ = ("size", "tensors")
 
@@ -247,10 +243,7 @@ class HostArgs:
     def resolve(
         self, given: Mapping[str, Any] | None, real: Size, padded: Size
     ) -> Mapping[str, Any]:
-        """Check the host arguments of a run, and pad sequences from ``real`` to ``padded``.
-
-        The result has only the given names: ``prepare`` may return the others.
-        """
+        """Check the given host arguments, and pad sequences from ``real`` to ``padded``."""
         # Fast path for every step: values of exactly the declared types need no further check.
         if type(given) is dict:
             kinds = zip(given, map(type, given.values()), strict=True)
@@ -275,10 +268,7 @@ class HostArgs:
     def completed(
         self, host: Mapping[str, Any], planned: Mapping[str, Any] | None, size: Size
     ) -> Mapping[str, Any]:
-        """Return ``host`` with the host arguments ``planned`` that ``prepare`` returned.
-
-        Raises the errors of ``resolve``, and HostArgumentError for arguments without a value.
-        """
+        """Return ``host`` with the results of ``prepare``; refuse a missing argument."""
         values = {**host, **self.resolve(planned, size, size)}
         self._require_all(values)
         return values

@@ -152,11 +152,7 @@ class CaptureScheduler:
         return graph if is_alone and self._is_due(graph) and not graph.dropped else None
 
     def elect(self, *, ready: bool) -> BucketGraph | None:
-        """Return the graph that all ranks capture between two steps, or None.
-
-        The candidates are the pending graphs, or with ``capture="lazy"`` those that are due on a
-        rank. The largest candidate is elected.
-        """
+        """Return the largest graph that all ranks capture between two steps, or None."""
         all_graphs, has_room = list(self._graphs), bool(self.pending)
         is_lazy = self._config.capture == "lazy"
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
@@ -409,11 +405,7 @@ class CaptureScheduler:
     def _captured(
         self, graph: BucketGraph, barrier: Callable[[], None], pool: Pool, runs: int
     ) -> Captured | EmulatedGraph:
-        """Capture one graph into ``pool``.
-
-        ``barrier`` is called after every warm-up run and, with several ranks, before every eager
-        body.
-        """
+        """Capture one graph; ``barrier`` follows each warm-up run and precedes eager bodies."""
         step, config, options = self._step, self._config, self._options
         write = step.outputs.writer(graph.key.variant, graph.size)
         static = StaticBatch(step, graph)

@@ -108,10 +108,7 @@ class Dispatcher:
         return self._delivered(outputs, clone)
 
     def _fallback(self, graph: BucketGraph, error: UpdateError | ExecutableError) -> Decision:
-        """Return the decision to run eagerly after a failed launch of ``graph``.
-
-        Raises ``error`` if the runner is strict or part of the step has run already.
-        """
+        """Return the decision after a failed launch; raise ``error`` if no eager run is allowed."""
         if self._config.strict or (isinstance(error, ExecutableError) and error.partly):
             raise error
         logger.debug("%s: %s", self._name, error)

@@ -62,11 +62,7 @@ class EmulatedGraph:
 
 
 class BucketGraph:
-    """One graph of a runner: its bucket and variant, its capture and its counters.
-
-    While ``captured`` is None, ``reason`` explains why. If ``dropped`` is set, the graph is not
-    captured before the next ``invalidate``.
-    """
+    """One graph: its capture, or the ``reason`` for its absence, and its counters."""
 
     def __init__(self, key: GraphKey, size: Size, options: Mapping[str, Any]) -> None:
         self.key = key
@@ -134,10 +130,7 @@ class Counters:
 
 
 class Graphs:
-    """All graphs of a runner, and the rule that chooses one for a batch.
-
-    A runner with the policy ``disabled`` has no graphs.
-    """
+    """All graphs of a runner (none if ``disabled``), and the rule that chooses one for a batch."""
 
     def __init__(self, options: Options, buckets: Buckets, counting: ByTokens, pool: Pool) -> None:
         self._pool = pool
@@ -212,10 +205,7 @@ class Graphs:
         return variant
 
     def pad_variant(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the variant of a step on pad values: ``options``, or the first declared variant.
-
-        Empty options stay empty if ``{}`` is a declared variant.
-        """
+        """Return ``options``, or the first declared variant if ``{}`` is not declared."""
         return options if options or () in self.variants else next(iter(self.variants.values()))
 
     def decide(self, size: Size, options: Mapping[str, Any]) -> Decision:
@@ -234,10 +224,7 @@ class Graphs:
         return self.launchable(self._choose(variant, size))
 
     def unusable(self) -> Reason | None:
-        """Return the reason why a captured graph cannot be launched now, or None if all can.
-
-        Without any captured graph, return the reason for the largest graph.
-        """
+        """Return the reason why a captured graph cannot be launched now, or None if all can."""
         for graph in self.captured or self._order[:1]:
             decision = self.launchable(Decision(Reason.GRAPH, graph.key))
             if not decision.ok:
@@ -245,11 +232,7 @@ class Graphs:
         return None
 
     def launchable(self, decision: Decision) -> Decision:
-        """Return ``decision``, or an eager decision if its graph cannot be launched now.
-
-        A graph cannot be launched if it is not captured, if the runner is suspended, if another
-        runner released the memory of the pool, or if weights were replaced.
-        """
+        """Return ``decision``, or an eager decision if its graph cannot be launched now."""
         if not decision.ok:
             return decision
         graph = self.get(decision.key)

@@ -126,10 +126,7 @@ class InputArena:
             raw(view).fill_(raw_value(self.slots[name].pad.value, view.dtype))
 
     def template(self, slot: InputSlot, pad: Pad) -> torch.Tensor | None:
-        """Return a flat tensor of the constant ``pad`` in the slot's ``raw_dtype``.
-
-        Return None if the pad is not constant or the tensor would exceed ``TEMPLATE_BYTES``.
-        """
+        """Return a flat tensor of pad values for copies; None if not constant or too large."""
         needed = math.prod(slot.shape(self.largest))
         if pad.kind != "fill" or needed * slot.dtype.itemsize > TEMPLATE_BYTES:
             return None
@@ -143,11 +140,7 @@ class InputArena:
         return template
 
     def admit(self, inputs: Mapping[str, Any], real: Size) -> list[torch.Tensor]:
-        """Check the inputs and return them in the order of ``given``, as plain tensors.
-
-        Tensors in the static buffers are copied, and gradient history is dropped. Tensors may be on
-        the device or the host.
-        """
+        """Check the inputs; return plain tensors outside the buffers, in the order of ``given``."""
         self.require(inputs, self.given)
         return [self.admit_one(slot, inputs[name], real) for name, slot in self.given.items()]
 
@@ -186,10 +179,7 @@ class InputArena:
         return _copy(plain) if self.buffers.overlaps(plain) else plain
 
     def require_ranges(self, inputs: Mapping[str, Any]) -> None:
-        """Raise InputError for a value outside the range of its slot that is not its pad value.
-
-        This waits for the device.
-        """
+        """Raise InputError for a value outside the range of its slot; wait for the device."""
         for name, slot in self.given.items():
             value = inputs.get(name)
             if slot.high is None or not isinstance(value, torch.Tensor):
@@ -207,10 +197,7 @@ class InputArena:
                 )
 
     def require_offsets(self, slot: InputSlot, tensor: torch.Tensor, real: Size) -> None:
-        """Raise InputError for cumulative offsets on the host that no batch of ``real`` can have.
-
-        Offsets on the device are not checked, because that would need a synchronization.
-        """
+        """Raise InputError for impossible offsets on the host; a device would have to wait."""
         if slot.start is None or not tensor.is_cpu:
             return
         offsets: list[int] = tensor.tolist()
@@ -291,11 +278,7 @@ class Staging:
     def transfer(
         self, layouts: Sequence[tuple[Sequence[int], torch.dtype]]
     ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        """Return a function that copies host tensors of these layouts to the device at once.
-
-        Each separate copy would take about 25 us of host time. The returned tensors are valid until
-        the next transfer.
-        """
+        """Return a function that sends host tensors at once (each copy alone takes about 25 us)."""
         offsets, total = [], 0
         for shape, dtype in layouts:
             offsets.append(total)

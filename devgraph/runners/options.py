@@ -231,10 +231,7 @@ class Options:
 
 
 def _compatible(options: Options, phase: Phase) -> PhaseConfig:
-    """Apply the compatibility rules to the configuration, as ``devgraph plan`` does.
-
-    Raises the errors of ``resolve``.
-    """
+    """Apply the compatibility rules to the configuration, as ``devgraph plan`` does."""
     facts = EngineFacts() if options.facts is None else options.facts
     if not isinstance(facts, EngineFacts):
         raise ConfigTypeError(f"facts must be dg.EngineFacts(...), got {brief(facts)}")

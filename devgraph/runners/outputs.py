@@ -68,11 +68,7 @@ class Layout:
 
 
 class OutputStore:
-    """The output buffers of a runner.
-
-    Call ``learn`` once per variant, ``allocate`` once, then ``writer`` for each graph and ``views``
-    for each size.
-    """
+    """The output buffers: ``learn`` each variant, ``allocate``, then ``writer`` and ``views``."""
 
     def __init__(self, slots: Any, share: OutputStore | None = None) -> None:
         for slot in pytree.tree_leaves(slots):
@@ -193,11 +189,7 @@ class OutputStore:
         return out
 
     def writer(self, variant: Variant, size: Size) -> Callable[[Any], Any]:
-        """Return a function that copies a result of ``size`` into the buffers.
-
-        The function raises ConfigError if the result differs from that of the variant's largest
-        bucket in structure, shape or dtype.
-        """
+        """Return a function that copies a result of ``size`` into the buffers, or refuses it."""
         layout = self._layouts[variant]
         views = self._full_views(variant, size)
         step = ResultCheck(

@@ -193,10 +193,7 @@ class Proof:
     def _inputs(
         self, real: Size
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
-        """Return inputs, marks of real rows, and the slots without a source of legal data.
-
-        The marks are the values of slots with both ``real`` and ``sample``.
-        """
+        """Return inputs, marks of real rows, and the slots without a source of legal data."""
         step = self.step
         implied = self._implied(real) if self._implied else {}
         last = self._last(real, self.generator)
@@ -599,10 +596,7 @@ def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
 
 
 def _last_inputs(step: Step) -> Callable[[Size, torch.Generator], dict[str, torch.Tensor]]:
-    """Return a callable that makes inputs of a batch from the integers of the last replay.
-
-    Whole requests are permuted, so the values of one request stay together.
-    """
+    """Return a callable that permutes whole requests of the last replay into new inputs."""
     # These inputs are indices into live state, which must be known in order to be restored.
     is_known = step.options.bound or all(map(roots_of, step.engine))
     last = step.last if is_known and not step.inputs.is_shared else None
@@ -631,10 +625,7 @@ def _last_inputs(step: Step) -> Callable[[Size, torch.Generator], dict[str, torc
 
 
 def _rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
-    """Return row counts of batches for this bucket: the largest, the smallest, and others.
-
-    ``most`` is the padding factor.
-    """
+    """Return row counts of batches for this bucket: the largest, the smallest, and others."""
     bucket = graph.key.bucket
     below = max((size for size in buckets if size < bucket), default=0)
     fewest = max(below + 1, -int(-bucket // most))

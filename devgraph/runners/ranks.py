@@ -535,10 +535,7 @@ def store_of(group: ProcessGroup | None) -> Any:
 
 
 def _polling() -> Iterator[tuple[float, bool]]:
-    """Pace a polling loop: yield the seconds waited, and whether to check for failures now.
-
-    Pauses begin after ``_SPIN_S`` and grow to 10 ms.
-    """
+    """Yield the seconds waited and whether to check for failures; pause for at most 10 ms."""
     started, look = time.monotonic(), _LOOK_S
     pauses = itertools.chain.from_iterable([pause] * 20 for pause in (2e-5, 1e-4, 5e-4, 2e-3))
     while True:

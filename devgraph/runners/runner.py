@@ -339,10 +339,7 @@ class Runner:
         return inputs, slots
 
     def _require_outside(self, call: str) -> None:
-        """Raise StateError inside a step that uses the pool or the buffers of this runner.
-
-        The caller must hold the lock of the pool.
-        """
+        """Raise StateError inside a step that uses this pool or these buffers."""
         if self.pool.occupied:
             self.pool.require_free(f"{call} {self._name}")
         if self._busy:

@@ -375,10 +375,7 @@ def _only_zero(dtype: torch.dtype) -> str:
 
 
 def pad_rows(tensor: torch.Tensor, pad: Pad, axis: int, real: torch.Tensor) -> None:
-    """Write the pad value into every row of ``tensor`` along ``axis`` that is not in ``real``.
-
-    All work is done on the device, so a graph can contain it. ``real`` contains a bool per row.
-    """
+    """Write the pad value on the device into rows along ``axis`` where ``real`` is false."""
     padded = real.logical_not()
     tensor, value = raw(tensor), raw_value(pad.value, tensor.dtype)
     if pad.kind == "last":

@@ -82,10 +82,7 @@ class Step:
 
     @contextlib.contextmanager
     def names_kept(self, variant: Variant, *, first: bool) -> Iterator[None]:
-        """Raise StateError if named state differs from earlier captures, unless this is the first.
-
-        Raise CaptureError if the step, captured in the block, replaces a tensor.
-        """
+        """Refuse named state that differs from earlier captures, and steps that replace tensors."""
         if first:
             self.forget_names()
         self.require_names()
@@ -111,10 +108,7 @@ class Step:
         self.types_checked.clear()
 
     def settle_autocast(self) -> None:
-        """Fix the autocast settings of all captures and later steps.
-
-        The settings come from the last step, or from the caller if there was no step.
-        """
+        """Fix the autocast settings to those of the last step, or else of the caller."""
         if self.autocast is None:
             self.autocast = current_autocast()
         self.captured = True
@@ -162,10 +156,7 @@ class Step:
         return [root for function in functions for root in roots_of(function)]
 
     def tensors(self, *, weights: bool = True) -> list[tuple[str, torch.Tensor]]:
-        """Return tensors that the engine's functions reach, bound tensors and the requests' state.
-
-        Parameters are left out unless ``weights``.
-        """
+        """Return reached and bound tensors and the requests' state; parameters if ``weights``."""
         named = [*self._reached()[0], *self._given()]
         return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]
 
@@ -201,10 +192,7 @@ class Step:
         host_args: Mapping[str, Any] | None,
         options: Mapping[str, Any],
     ) -> Any:
-        """Run the whole step on copies of ``inputs`` and return its result.
-
-        Raises the errors of ``InputArena.admit`` and ``HostArgs.resolve`` before any change.
-        """
+        """Run the whole step on copies of ``inputs``; refuse invalid data before any change."""
         host = self.host.resolve(host_args, size, size)
         tensors = self.inputs.eager_views(inputs, size)
         self.clock.now += 1
@@ -253,10 +241,7 @@ class Step:
             return self.called(self.tail, result, batch)
 
     def prepared(self, batch: Batch, host: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
-        """Call ``prepare`` with ``batch``; return ``host`` and the host arguments it returned.
-
-        Raises the errors of ``prepare`` and, for a batch of ``size``, of ``HostArgs.resolve``.
-        """
+        """Call ``prepare`` with ``batch``; return ``host`` and the host arguments it returned."""
         prepare = self.options.prepare
         if prepare is None:
             return host
@@ -294,10 +279,7 @@ class Step:
         host: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> Any:
-        """Call ``function`` with a batch that cannot be read after the call.
-
-        Graphs then read the run slots of this run.
-        """
+        """Call ``function`` with a batch that is invalid after the call."""
         run_slots = self.inputs.run_slots
         self.live.size = size
         self.live.tensors = {name: tensors[name] for name in run_slots}
@@ -318,10 +300,7 @@ class Step:
 
 
 class StaticBatch:
-    """The static views of one graph, filled with pad values.
-
-    Run slots, which eager bodies read, hold one request of pad values.
-    """
+    """The static views of one graph, filled with pad values; run slots hold one request."""
 
     def __init__(self, step: Step, graph: BucketGraph) -> None:
         inputs = step.inputs

@@ -50,10 +50,7 @@ class ReplayTimer:
         return timed
 
     def read(self) -> None:
-        """Count the replays that the device has finished, without blocking.
-
-        The caller must hold the lock of the pool.
-        """
+        """Count finished replays without blocking; the caller holds the lock of the pool."""
         while self._unread and (seconds := self._unread[0]()) is not None:
             self._unread.popleft()
             self._bins[bisect.bisect_left(BOUNDS, seconds)] += 1

@@ -23,11 +23,7 @@ class InstallError(DeviceGraphError):
 
 
 class Changes:
-    """The changed attributes of an engine, in order.
-
-    Args:
-        engine: name and tested versions of the engine, for messages.
-    """
+    """The changed attributes of an engine; ``engine`` has its name and tested versions."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
@@ -71,11 +67,7 @@ class Changes:
         self.wrap(owner, name, wrap)
 
     def change(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of ``owner``.
-
-        Raises:
-            InstallError: ``owner`` has no such attribute.
-        """
+        """Set an attribute of ``owner``, or raise InstallError if there is none."""
         self.require(owner, name)
         if name in vars(owner):
             self.on_undo(setattr, owner, name, vars(owner)[name])

@@ -90,10 +90,7 @@ class GraphMemory:
         return {pool for ref in self._pools.valuerefs() if (pool := ref()) is not None}
 
     def release(self) -> None:
-        """Release the memory of releasable pools until ``restore``. Idempotent.
-
-        Until then, replays raise ExecutableError; see ``Pool.release``.
-        """
+        """Release the memory of releasable pools until ``restore``. Idempotent."""
         before = self.bytes
         for pool in self._alive:
             if pool.releasable:

@@ -110,10 +110,7 @@ def segment_classes() -> tuple[Any, Any]:
             self.plan.segments.clear()
 
     class SegmentCapture(engine.BreakableCUDAGraphCapture):  # type: ignore[misc]
-        """The capture that SGLang's marks use, with graphs of devgraph.
-
-        Enter it inside ``session``, on the current stream.
-        """
+        """The capture of SGLang's marks; enter it inside ``session``, on the current stream."""
 
         def __init__(
             self,

@@ -100,10 +100,7 @@ class GenerateStats:
 
 
 class _Hook:
-    """A replacement of a module's method that calls an ``_Acceleration``.
-
-    A copy or a pickle of the module has the module's own method instead.
-    """
+    """A replacement of a method; copies and pickles of the module get the original method."""
 
     def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
         self.acceleration: _Acceleration = call.__self__  # type: ignore[attr-defined]

@@ -232,11 +232,7 @@ class KVCache(Cache):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
     def prepare(self, slot: int, length: int, upto: int) -> None:
-        """Clear the rows of ``slot`` from ``length`` to ``upto``.
-
-        Rows below ``length`` hold the request's tokens. Only the request writes to its slot, so
-        cleared rows stay clean until ``release``.
-        """
+        """Clear the rows of ``slot`` from ``length`` to ``upto`` that are not clean yet."""
         first = max(length, self._clean[slot])
         if first < upto and self._tensors:
             start = slot * self.max_len

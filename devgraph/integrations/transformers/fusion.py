@@ -43,10 +43,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 class _FairLock:
-    """A reentrant lock that waiting threads take before the thread that released it.
-
-    With an RLock, a thread that calls forwards in a loop would block all other threads.
-    """
+    """A reentrant lock that waiting threads take before the thread that released it."""
 
     def __init__(self) -> None:
         self._queue, self._lock = threading.Lock(), threading.Lock()
@@ -75,10 +72,7 @@ One lock serves all models: they may share layers, and rotary functions belong t
 
 @contextlib.contextmanager
 def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes to other values inside the block, under ``model_lock``.
-
-    The assignment bypasses checks because some configurations reject None as the padding token.
-    """
+    """Set attributes inside the block, under ``model_lock`` and without checks of the owner."""
     with model_lock:
         changes = list(changes)
         saved = [(o, name, getattr(o, name), name in vars(o)) for o, name, _ in changes]
@@ -96,10 +90,7 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 def _rotary_changes(
     rotations: Mapping[ModuleType, Callable[..., Any]],
 ) -> list[tuple[Any, str, Any]]:
-    """Return the changes that replace the rotary functions of Python modules.
-
-    A replacement receives the original function as its first argument.
-    """
+    """Return changes of rotary functions; ``rotations`` receive the original function first."""
     return [
         (home, _ROTARY, functools.partial(rotate, getattr(home, _ROTARY)))
         for home, rotate in rotations.items()
@@ -154,10 +145,7 @@ class OperationTrace:
         return call()
 
     def groups(self) -> Iterator[tuple[list[nn.Linear], torch.Size]]:
-        """Yield consecutive sibling layers with the same input, and the shape of that input.
-
-        Layers whose weights are used more than once are excluded.
-        """
+        """Yield siblings with one input, whose weights have no other use, and its shape."""
         counts = Counter(child.weight for _, child, _ in self._calls)
         for _, calls in itertools.groupby(self._calls, lambda call: (id(call[0]), id(call[2]))):
             run = list(calls)
@@ -259,10 +247,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Fusion:
-    """The verified replacements for one model.
-
-    Values of weights never change. Weights of joined layers stay adjacent after ``close``.
-    """
+    """The verified replacements for one model; joined weights stay adjacent after ``close``."""
 
     def __init__(self, trace: OperationTrace) -> None:
         self.unfused: Counter[str] = Counter()
@@ -414,10 +399,7 @@ def _rotate_together(
 
 
 def _joined_heads(q: Tensor, k: Tensor, dim: int) -> Tensor:
-    """Concatenate ``q`` and ``k`` along ``dim``, as a view if they are adjacent in memory.
-
-    Outputs of one joined projection are adjacent.
-    """
+    """Concatenate along ``dim``; outputs of one joined projection are adjacent in memory."""
     step = (q if q.shape[dim] > 1 else k).stride(dim)
     if (
         # The stride of a dimension of size one carries no information.

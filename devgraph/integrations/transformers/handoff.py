@@ -101,11 +101,7 @@ class Progress:
         callback()
 
     def wait(self, layers: int, timeout_s: float) -> int:
-        """Wait until more than ``layers`` layers are ready or the handoff ended; return ``ready``.
-
-        Raises:
-            HandoffError: the timeout passed first.
-        """
+        """Return ``ready`` when it exceeds ``layers`` or the handoff ended, within the timeout."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.ready > layers or self.ended, timeout_s):
                 raise HandoffError(f"layer {layers} is not ready after {timeout_s:g} s")

@@ -217,10 +217,7 @@ class _BodyFound(Exception):
 
 
 def _body_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the first module that the model's forward calls.
-
-    This module computes the hidden states. It is the base model or a part of it (OPT's decoder).
-    """
+    """Return the module that computes hidden states: the first that the forward calls."""
     called: list[torch.nn.Module] = []
 
     def stop(module: torch.nn.Module, args: Any) -> None:

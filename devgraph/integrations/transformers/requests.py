@@ -119,10 +119,7 @@ def ids_of(what: str, given: Any) -> list[int]:
 
 
 class TextStream:
-    """A converter of a stream of tokens into pieces of text.
-
-    Text that ends inside a character is held back. The joined pieces are the whole text.
-    """
+    """A converter of tokens into pieces of text, which end with whole characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = tokenizer.decode

@@ -51,13 +51,7 @@ def _flags(layer: Any) -> list[bool]:
 
 
 class Seat:
-    """The request slots that hold one cache, and the steps that read and write them.
-
-    Args:
-        engine: the engine that has the slots and the runners.
-        cache: a cache for which ``fits`` is true.
-        pads: number of left padding tokens of each row of the batch.
-    """
+    """The request slots of one cache; ``pads`` counts the left padding tokens of each row."""
 
     def __init__(self, engine: Engine, cache: DynamicCache, pads: Sequence[int]) -> None:
         self.pads = list(pads)

@@ -47,10 +47,7 @@ def _tensors(layer: Any) -> Iterator[tuple[str, int | None, Tensor]]:
 
 
 def layer_with(layer: Any, tensors: list[Tensor], *, carried: bool) -> Any:
-    """Return a copy of a used cache layer with other tensors, in the order of ``state_tensors``.
-
-    ``carried`` states whether the tensors hold the state of earlier tokens.
-    """
+    """Return a copy of a cache layer with other tensors; ``carried``: from earlier tokens."""
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
@@ -79,11 +76,7 @@ class Mixer:
 
 
 class RecurrentLayers:
-    """The layers with recurrent state, and their state slots.
-
-    Args:
-        layers: a filled cache layer for each layer with state, by index.
-    """
+    """The filled cache layers with recurrent state, by index, and their state slots."""
 
     def __init__(self, layers: Mapping[int, Any]) -> None:
         self.layers = dict(layers)

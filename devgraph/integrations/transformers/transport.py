@@ -374,10 +374,7 @@ class _Peer:
 
     @contextlib.contextmanager
     def transfer(self) -> Iterator[None]:
-        """Use the connections for one transfer.
-
-        Messages of a failed transfer may still arrive, so later transfers reconnect.
-        """
+        """Use the connections for one transfer; reconnect after a failed one."""
         with self._lock:
             try:
                 yield
@@ -404,10 +401,7 @@ def owner_of(offer_id: str) -> tuple[str, int]:
 
 
 def _library(device: torch.device) -> Callable[..., Any] | None:
-    """Return a function that makes a process group of two devices of this type, or None.
-
-    The function takes the store, the side, a name of the pair and the timeout.
-    """
+    """Return a function of store, side, pair and timeout that connects devices, or None."""
     name = dist.get_default_backend_for_device(device).upper()
     kind, plugin = getattr(dist, f"ProcessGroup{name}", None), dist.Backend._plugins.get(name)
     if kind is None and plugin is None:
