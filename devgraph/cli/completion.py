@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-import attrs
-
-from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.phase import choices
 from devgraph.api.registry import BUILT_IN, ENTRY_POINT_GROUP
-from devgraph.cli.arguments import COMMANDS, KINDS, Options
+from devgraph.cli.arguments import COMMANDS, Options
 from devgraph.cli.tables import print_json, print_lines
-from devgraph.cli.troubleshoot import read_sections
 
 _BASH = """_devgraph() {
   local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"
@@ -62,23 +58,10 @@ def _values(action: argparse.Action) -> str:
     """Return the known values of an option or argument, separated by spaces."""
     if action.metavar == "POLICY":
         return " ".join(choices())
-    plugins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP).names
-    known: dict[str, Iterable[str]] = {"--fact": _facts()}
-    known |= {"--backend": [*BUILT_IN, *sorted(plugins)], "--ignore": KINDS}
-    if action.dest == "section":
-        known["section"] = [name for name in read_sections() if " " not in name]
-    name = (*action.option_strings, action.dest)[0]
-    return " ".join(map(str, action.choices or known.get(name, ())))
-
-
-def _facts() -> Iterator[str]:
-    """Yield the facts of an engine, and the values that are not the default of a fact."""
-    for fact in attrs.fields(EngineFacts):
-        values = fact.metadata.get("names", lambda: ())()
-        if isinstance(fact.default, bool):
-            values = (str(not fact.default).lower(),)
-        others = [value for value in values if value != fact.default]
-        yield from (f"{fact.name}={value}" for value in others or [""] if fact.name != "backend")
+    if action.dest == "backend":
+        plugins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP).names
+        return " ".join((*BUILT_IN, *sorted(plugins)))
+    return " ".join(map(str, action.choices or ()))
 
 
 def _bash() -> Iterator[str]:

@@ -33,11 +33,6 @@ def _complete(script: str, *words: str) -> list[str]:
         (("devgraph", "--json", "plan", "--em"), ["--emit"]),
         (("devgraph", "plan", "--decode-device-graph-mode", "d"), ["disabled"]),
         (("devgraph", "doctor", "--backend", "c"), ["cuda", "cpu"]),
-        (("devgraph", "check", "a:b", "--ignore", "se"), ["seeding"]),
-        (("devgraph", "troubleshoot", "Region"), ["RegionError"]),
-        (("devgraph", "plan", "--fact", "lo"), ["lora=true"]),
-        (("devgraph", "plan", "--fact", "ro"), ["role=prefill", "role=decode"]),
-        (("devgraph", "plan", "--fact", "pipe"), ["pipeline_parallel="]),
         (("devgraph", "-V"), ["-V"]),
         (("devgraph", "generate", "--model", ""), []),  # a file
         (("devgraph", "plan", "--cuda-graph-b"), []),  # older flags are accepted, not offered
