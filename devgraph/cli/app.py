@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             warn_unknown()
             words = [*(sys.argv[1:] if argv is None else argv)]
             _set_color(words)  # for errors of the parser too
-            _Parser.as_json = any(len(word) > 2 and "--json".startswith(word) for word in words)
+            _Parser.as_json = "--json" in words
+            if not words:
+                _parser().print_help(sys.stderr)
+                return ERROR
             if words[:1] == ["help"]:
                 words = [*words[1:], "--help"]
             args = _parser().parse_args(words)
@@ -55,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _set_color(argv: list[str]) -> None:
     for option, value in zip(argv, [*argv, ""][1:], strict=True):
-        flag, equals, own = option.partition("=")  # argparse accepts the start of a flag
+        flag, equals, own = option.partition("=")
         color = own if equals else value
-        if color in _COLORS and len(flag) > 4 and "--color".startswith(flag):
+        if color in _COLORS and flag == "--color":
             os.environ[_COLORS[color][0]] = "1"
             os.environ.pop(_COLORS[color][1], None)
 
@@ -113,6 +116,9 @@ class _Parser(argparse.ArgumentParser):
 
     as_json = False
     """Whether to print errors as JSON, because the arguments ask for it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

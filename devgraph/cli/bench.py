@@ -26,6 +26,7 @@ from devgraph.cli.decoder import Decoder
 from devgraph.cli.tables import (
     CommandError,
     check_folder,
+    on_device,
     print_json,
     print_table,
     ratio,
@@ -236,8 +237,8 @@ def _print(report: dict[str, Any]) -> None:
     rows = report["rows"]
     shape = {**report["shape"], "kv_len": report["kv_len"]}
     print_table(
-        f"{report['work']} on {report['backend']} ({report['device']}, {report['threads']} CPU "
-        f"threads, torch {report['torch']}): "
+        f"{report['work']} on {on_device(report['backend'], report['device'])}, "
+        f"{report['threads']} CPU threads, torch {report['torch']}: "
         + ", ".join(f"{name} {value}" for name, value in shape.items()),
         ("", "host", "wall", "host vs eager", "wall vs eager", "equals eager"),
         [

@@ -22,6 +22,7 @@ from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import check_compilers
 from devgraph.cli.tables import (
     check_folder,
+    on_device,
     print_json,
     print_table,
     say,
@@ -146,8 +147,8 @@ def _page(captured: Captured, target: Target, parts: list[_Part]) -> str:
 def _print(captured: Captured, target: Target, parts: list[_Part]) -> None:
     info = captured.info()
     print_table(
-        f"{target.name}: policy {captured.policy} on {captured.backend.name} "
-        f"({captured.backend.device_name})",
+        f"{target.name}: policy {captured.policy} on "
+        f"{on_device(captured.backend.name, captured.backend.device_name)}",
         ("#", "segment", "nodes", "updatable regions", "bytes", "replay"),
         [
             (p.index, "graph", p.nodes, _counted(p.regions) or None, format_bytes(p.bytes), time)

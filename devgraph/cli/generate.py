@@ -25,6 +25,7 @@ from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS, check_model
 from devgraph.cli.tables import (
     CommandError,
     number,
+    on_device,
     percent,
     print_json,
     print_table,
@@ -278,7 +279,7 @@ def _print_phases(report: dict[str, Any]) -> None:
         "memory": [format_bytes(phase["graph_bytes"]) for phase in phases],
     }
     print_table(
-        f"phases on {report['backend']} ({report['device']})",
+        f"phases on {on_device(report['backend'], report['device'])}",
         ("", *(phase["name"] for phase in phases)),
         [(name, *cells) for name, cells in rows.items()],
     )

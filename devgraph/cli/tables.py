@@ -54,6 +54,11 @@ def _console(*, stderr: bool = False) -> Console:
     return console
 
 
+def on_device(backend: str, device: str) -> str:
+    """Return the name of the backend, with the device if its name is another."""
+    return backend if device == backend else f"{backend} ({device})"
+
+
 def say(text: str = "", *, style: str = "", stderr: bool = False) -> None:
     """Print a text wrapped at words; ``style`` is a key of ``STYLES``.
 

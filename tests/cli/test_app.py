@@ -84,7 +84,7 @@ def test_version_is_that_of_the_package(option: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == f"devgraph {dg.__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["plan", "--nonsense"]])
+@pytest.mark.parametrize("argv", [["nonsense"], ["plan", "--nonsense"]])
 def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         main(argv)
@@ -102,6 +102,7 @@ def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureF
         (["dcotor"], "argument command: 'dcotor' does not exist. Known: "),
         (["dcotor"], "Did you mean 'doctor'?"),
         (["explain", "a:b", "--policy", "ful"], "Did you mean 'full'?"),
+        (["plan", "--backen", "cpu"], "Did you mean '--backend'?"),
         (["plan", "--beckend", "cpu"], "Did you mean '--backend'? (devgraph plan --help"),
         (["plan", "--model", "/nope"], "--model /nope: there is no such folder or file"),
     ],
@@ -135,7 +136,7 @@ def test_colour_is_the_choice_of_the_user(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    for given in (["--color", color], [f"--color={color}"], ["--col", color]):
+    for given in (["--color", color], [f"--color={color}"]):
         for wrong in (["--backend", "cuba"], ["--emit", "nothing"]):  # the parser's error, too
             result = run_cli(capsys, "plan", *given, *wrong)
             assert result.code == 2
@@ -219,6 +220,8 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]):
     for command in ([], ["plan"]):
         said = run_cli(capsys, "help", *command)
         assert said == run_cli(capsys, *command, "--help") and said.code == 0
+    missing = run_cli(capsys)
+    assert missing.code == 2 and missing.err == run_cli(capsys, "--help").out
 
 
 def test_older_flag_is_warned_about_in_one_line(capsys: pytest.CaptureFixture[str]):

@@ -97,6 +97,8 @@ def test_sentences_wrap_at_words_and_keep_their_indent(
         (tables.number(0.12345), "0.123"),
         (tables.ratio(2.349), "2.35x"),
         (tables.percent(0.967), "97 %"),
+        (tables.on_device("cpu", "cpu"), "cpu"),
+        (tables.on_device("cuda", "NVIDIA H200"), "cuda (NVIDIA H200)"),
         (tables.ranges([1, 2, 4, 8, 12, 16, 32]), "1 2 4..16 by 4 32"),
         (tables.ranges([]), ""),
         (str(tables._text(3100)), "3,100"),
