@@ -78,7 +78,11 @@ def all_of(terms: Iterable[Term]) -> Callable[[], bool]:
 
 
 def by_turns(terms: Sequence[Term], first: int, each: int) -> Iterator[Term]:
-    """Yield the ``first`` terms, and a term that checks ``each`` of the others per call in turn."""
+    """Yield the ``first`` terms, and a term that checks ``each`` of the others per call in turn.
+
+    If there are no more than ``first + each`` terms, yield all.
+    """
+    first = len(terms) if len(terms) <= first + each else first
     yield from terms[:first]
     if parts := [all_of(terms[at : at + each]) for at in range(first, len(terms), each)]:
         yield "{}()()", (itertools.cycle(parts).__next__,)

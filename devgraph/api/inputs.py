@@ -75,7 +75,7 @@ class Inputs:
                 host[name] = value
             else:
                 pairs += self._pairs(name, self._named(name, len(given)), value)
-        if self._asked:
+        if self._asked and pairs:
             self._require_same_answers(pairs)
         new: dict[int, torch.Tensor] = {}
         for target, source in pairs:

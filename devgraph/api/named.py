@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -170,10 +170,15 @@ class NamedState:
         self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= SMALL]
         self._tables = named.tables
         terms: dict[str, list[Term]] = {"each": [], "outer": [], "inner": []}
+        wholes = [*_wholes(self._held)]
+        terms["each"] += (("[*{}.values()] == {}", whole) for whole in wholes)
+        compared = {id(mapping) for mapping, _ in wholes}
         for entry in self._held:
+            if id(entry.holder) in compared:
+                continue
             kind = "outer" if isinstance(entry.holder, dict) else "each"
             terms["inner" if entry.place in named.inner else kind].append(term_of(entry))
-            if entry.content is not None:
+            if entry.content is not None and entry.holder is not None:
                 terms["each"].append(term_of(entry._replace(holder=None)))
         for space in self._spaces:
             is_inner = (id(space.value), None) in named.inner
@@ -282,10 +287,29 @@ class NamedState:
                 _refuse(entry, entry.modification)
         spaces = {id(space.value) for space in named.spaces}
         for entry in itertools.chain(*after.values()):
-            is_read = named.is_named(entry) or entry.key in named.texts
+            is_read = not isinstance(entry.key, str) or named.is_named(entry)
+            is_read = is_read or entry.key in named.texts
             if id(entry.holder) in spaces and is_read:
                 _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
         self._settle(named)
+
+
+def _wholes(held: Iterable[Entry]) -> Iterator[tuple[dict[Any, Any], list[Any]]]:
+    """Yield the dictionaries whose values are all held, and differ from all others by ``==``.
+
+    A comparison of unequal tensors with several elements raises, which counts as a difference.
+    """
+    holders = {id(entry.holder): entry.holder for entry in held if type(entry.holder) is dict}
+    counts = Counter(id(entry.holder) for entry in held if _is_distinct(entry.value))
+    for number, holder in holders.items():
+        if 1 < counts[number] == len(holder):
+            yield holder, [*holder.values()]
+
+
+def _is_distinct(value: Any) -> bool:
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value.numel() > 1
+    return type(value).__eq__ is object.__eq__
 
 
 def changed_contents(held: Iterable[Entry]) -> Iterator[tuple[str, Any, Any]]:

@@ -81,8 +81,8 @@ class Entry(NamedTuple):
 
     @property
     def place(self) -> tuple[int, Any]:
-        """The ``id`` of the holder and the key, which identify the place."""
-        return id(self.holder), self.key
+        """The ``id`` of the holder and the key, or the ``id`` of a value without a holder."""
+        return id(self.value if self.holder is None else self.holder), self.key
 
     def now(self) -> Any:
         """Return the value that the place holds now."""
@@ -341,7 +341,9 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
                 if isinstance(module := space[name], types.ModuleType) and _is_users(module):
                     used = sorted(uses.names & vars(module).keys())
                     yield _Place(name, _ATTRIBUTE, vars(module), used)
-        yield from (_fixed(path, child) for child in value.__defaults__ or ())
+        defaults, code = value.__defaults__ or (), value.__code__
+        names = code.co_varnames[code.co_argcount - len(defaults) :]
+        yield from (_fixed(name, child) for name, child in zip(names, defaults, strict=False))
         if (wrapped := vars(value).get("__wrapped__")) is not None:
             yield _fixed(path, wrapped)
     elif isinstance(value, types.MethodType):
@@ -663,7 +665,7 @@ class Named:
                     continue
                 entries = self._below(path, value)
             seen.add(id(value))
-            is_open = isinstance(value, torch.nn.Module) or has_state(value)
+            is_open = isinstance(value, torch.nn.Module | threading.local) or has_state(value)
             for space in (value, getattr(value, "__dict__", None) if is_open else None):
                 is_compared = is_first or space is value or len(self.spaces) < _MOST_SPACES
                 if isinstance(space, dict) and is_compared:
@@ -674,14 +676,14 @@ class Named:
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
                 if isinstance(entry.value, types.ModuleType) and not _is_users(entry.value):
                     continue
+                noted = entry if isinstance(entry.value, dict) else entry.noted()
                 if (
-                    entry.holder is not None
+                    (entry.holder is not None or noted.content is not None)
                     and entry.place not in places
                     and entry.now() is entry.value
                 ):
                     places.add(entry.place)
-                    is_space = isinstance(entry.value, dict)
-                    self.places.append(entry if is_space else entry.noted())
+                    self.places.append(noted)
                     if not is_first:
                         self.inner.add(entry.place)
                 if is_leaf:
@@ -713,7 +715,7 @@ class Named:
                 elif mark is None and hasattr(value, "__wrapped__"):  # @torch.no_grad(), ...
                     yield _fixed(path, value.__wrapped__)
                 if isinstance(functions := vars(value).get("registry"), Mapping):  # singledispatch
-                    yield from (_fixed(path, f) for f in functions.values())
+                    yield _fixed(path, functions)
                 return
             self._use(value)
             if value.__defaults__:

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import operator
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -661,7 +662,46 @@ def _of_number_of_c() -> Any:
     return lambda x: x * number.value, lambda: setattr(number, "value", 5.0)
 
 
+def _of_tuple() -> Any:
+    steps = ([2.0],)
+    return lambda x: x * sum(steps[0]), lambda: steps[0].append(5.0)
+
+
+def _of_default_list() -> Any:
+    return lambda x, steps=(factors := {2.0}): x * sum(steps), lambda: factors.add(5.0)
+
+
+def _of_missing_number() -> Any:
+    table = {2: 3.0}
+    return lambda x: x * table.get(1, 1.0), lambda: table.update({1: 5.0})
+
+
+def _of_new_implementation() -> Any:
+    @functools.singledispatch
+    def scaled(kind: object, x: Any) -> Any:
+        return x * 2
+
+    return lambda x: scaled(1, x), lambda: scaled.register(int, lambda kind, x: x * 3)
+
+
+def _of_new_local() -> Any:
+    held = threading.local()
+    return lambda x: x * getattr(held, "gain", 2.0), lambda: setattr(held, "gain", 5.0)
+
+
+def _of_large_table() -> Any:
+    table = {f"w{index}": torch.ones(4) for index in range(80)}
+    step = lambda x: x * sum(table.values())  # noqa: E731
+    return step, lambda: table.update(w70=torch.zeros(4))
+
+
 UNNAMED = [
+    _of_tuple,
+    _of_default_list,
+    _of_missing_number,
+    _of_new_implementation,
+    _of_new_local,
+    _of_large_table,
     _of_class_entry,
     _of_new_object,
     _of_single_dispatch,
@@ -690,6 +730,14 @@ def test_state_that_code_reads_indirectly_is_compared(cap: Any, make: Any) -> No
     with pytest.warns(DeviceGraphWarning, match=AGAIN):
         assert torch.equal(captured(x), step(x))
     assert torch.equal(captured(x), step(x))
+
+
+def test_replay_without_inputs_captures_a_step_that_reads_attributes_again(cap: Any) -> None:
+    held, x = types.SimpleNamespace(gain=2.0), torch.randn(4)
+    captured = cap(lambda x: x * getattr(held, "gain"), x)  # noqa: B009
+    held.gain = 3.0
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured.replay(), x * 3)
 
 
 def test_attribute_that_a_helper_of_a_module_reads_is_compared(cap: Any) -> None:
