@@ -42,7 +42,7 @@ from devgraph.api.errors import (
     finite,
     whole,
 )
-from devgraph.api.guard import Guard, all_of
+from devgraph.api.guard import LATE, Guard, all_of, change_in
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.source import warn
 from devgraph.api.modes import Settings
@@ -375,10 +375,10 @@ class Graphed:
         try:
             if not self._guard.same():
                 self._guard.settle()
-        except StateError:
+        except StateError as error:
             self._watch_weights()
             self._named, self._names = None, Guard(())
-            self._drop_all()
+            self._drop_all(error)
             return False
         return True
 
@@ -411,8 +411,8 @@ class Graphed:
             self._names.settle()
             named = self._name() if self._named is None else self._named
             constants = named.constants()
-        except StateError:
-            self._drop_all()
+        except StateError as error:
+            self._drop_all(error)
             named = self._name()
             constants = named.constants()
         plain = (entry._replace(value=entry.now()) for entry in named.plain)
@@ -677,8 +677,10 @@ class Graphed:
     def _live(self) -> list[_Entry]:
         return [entry for entry in [*self._entries.values()] if entry.graph is not None]
 
-    def _drop_all(self) -> None:
+    def _drop_all(self, cause: StateError) -> None:
         """Drop all graphs, because state was replaced. The next call of each key is eager."""
+        if LATE in str(cause):
+            warn(f"{self!r} captures again, because {change_in(cause)}. {LATE}")
         for entry in self._live:
             self._drop(entry, "recaptures")
         for entry in [*self._entries.values()]:

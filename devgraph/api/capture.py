@@ -29,7 +29,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.gates import Gates
 from devgraph.api.graph import DeviceGraph, GraphInfo, summed
-from devgraph.api.guard import Guard, change_in
+from devgraph.api.guard import LATE, Guard, change_in
 from devgraph.api.inputs import Inputs, Pair, write, write_back
 from devgraph.api.marks.gates import entered_gates
 from devgraph.api.marks.host_values import HostSpec
@@ -220,7 +220,7 @@ class Captured:
         warn(
             f"a replay captured the step again, at most {job.recaptures} times (recaptures=), "
             f"because {change_in(cause)}. Keep state that changes often in tensors, and write into "
-            f"them."
+            f"them.{f' {LATE}' * (LATE in str(cause))}"
         )
         return kept
 

@@ -28,6 +28,12 @@ class Watched(Protocol):
         """Raise StateError if the state differs from the capture; accept equal objects."""
 
 
+LATE = "Earlier replays may have used the old state, because replays compare large state in turns."
+"""The end of the message of an error for a change that only terms in turns found."""
+
+_TURNS = "{}()()"
+
+
 def change_in(error: Exception) -> str:
     """Return the part of a message that names the change, without its effect and the remedy."""
     return re.split(r", (?:but|and) the graph |\. ", str(error))[0]
@@ -47,12 +53,20 @@ class Guard:
 
     def settle(self) -> None:
         """Raise StateError if the state differs from the capture, else update ``same``."""
-        for part in self._parts:
-            part.check()
+        try:
+            for part in self._parts:
+                part.check()
+        except StateError as error:
+            if self._seen is None or not all_of(t for t in self._now() if t[0] != _TURNS)():
+                raise
+            raise StateError(f"{error} {LATE}") from None
         now = [part.terms for part in self._parts]
         if self._seen is None or not all(map(operator.is_, now, self._seen)):
             self._seen = now
-            self.same = all_of([*self._terms, *(term for terms in now for term in terms)])
+            self.same = all_of([*self._terms, *self._now()])
+
+    def _now(self) -> Iterator[Term]:
+        return itertools.chain.from_iterable(part.terms for part in self._parts)
 
     def difference(self) -> str:
         """Return the first difference from the capture as text, or ""."""
@@ -85,7 +99,7 @@ def by_turns(terms: Sequence[Term], first: int, each: int) -> Iterator[Term]:
     first = len(terms) if len(terms) <= first + each else first
     yield from terms[:first]
     if parts := [all_of(terms[at : at + each]) for at in range(first, len(terms), each)]:
-        yield "{}()()", (itertools.cycle(parts).__next__,)
+        yield _TURNS, (itertools.cycle(parts).__next__,)
 
 
 @functools.lru_cache(maxsize=256)

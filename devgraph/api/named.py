@@ -286,10 +286,10 @@ class NamedState:
             if entry.is_modified:
                 _refuse(entry, entry.modification)
         spaces = {id(space.value) for space in named.spaces}
+        asks = not named.names.isdisjoint(("in", "get", "setdefault", "pop", "KeyError"))
         for entry in itertools.chain(*after.values()):
-            is_read = not isinstance(entry.key, str) or named.is_named(entry)
-            is_read = is_read or entry.key in named.texts
-            if id(entry.holder) in spaces and is_read:
+            is_read = named.is_named(entry) or entry.key in named.texts
+            if id(entry.holder) in spaces and (is_read or (asks and type(entry.key) is not str)):
                 _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
         self._settle(named)
 
@@ -307,9 +307,10 @@ def _wholes(held: Iterable[Entry]) -> Iterator[tuple[dict[Any, Any], list[Any]]]
 
 
 def _is_distinct(value: Any) -> bool:
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return value.numel() > 1
-    return type(value).__eq__ is object.__eq__
+    kind: Any = type(value)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return bool(value.numel() > 1)
+    return bool(kind.__eq__ is object.__eq__)
 
 
 def changed_contents(held: Iterable[Entry]) -> Iterator[tuple[str, Any, Any]]:

@@ -728,6 +728,9 @@ class Weights:
             for path, name, table in tables
             if isinstance(table, dict) or name == "_modules"  # not the tensors of a ScriptModule
         ]
+        self._hooked = [t for _, n, t, held in self._held if held and n.endswith("_hooks")][
+            :CHECKED
+        ]
         self._kinds = [*map(_kind_of, self.modules)]
         kinds = {kind for kind, _ in self._kinds if not is_machinery_module(kind.__module__)}
         forwards = ((kind, getattr(kind, "forward", None)) for kind in kinds)
@@ -757,7 +760,8 @@ class Weights:
         yield "{}.next_id == {}[1]", (RemovableHandle, self._seen)
         yield from self._memory.terms
         yield from (("{}.training == {}", (module, module.training)) for module in self._roots)
-        yield from (("len({}) == {}", (table, len(table))) for table in self._tables)
+        every = (*self._tables, *self._hooked)
+        yield from (("len({}) == {}", (table, len(table))) for table in every)
 
     def _term_of(self, module: torch.nn.Module) -> Term:
         kind, forward = _kind_of(module)

@@ -508,8 +508,8 @@ class _Uses(NamedTuple):
     """How code, and the code nested in it, uses names."""
 
     names: set[str]
-    """Names of globals and attributes, "is" for a comparison of the identities of values, and
-    "grad =" for an assignment to a gradient."""
+    """Names of globals and attributes, "is" for a comparison of the identities of values, "in" for
+    a test of membership, and "grad =" for an assignment to a gradient."""
     globals: set[str]
     """Names of globals, not of attributes."""
     read: set[str]
@@ -525,7 +525,7 @@ class _Uses(NamedTuple):
 def _uses_of(code: types.CodeType) -> _Uses:
     steps = [*dis.get_instructions(code)]
     uses = _Uses(
-        names={*code.co_names, *_identities_in(steps)},
+        names={*code.co_names, *_operators_in(steps)},
         globals={step.argval for step in steps if step.opname in _OF_GLOBALS},
         read={
             step.argval
@@ -560,12 +560,14 @@ def _iterated_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
 _ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())
 
 
-def _identities_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
+def _operators_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
     for before, step in itertools.pairwise(steps):
         if step.opname == "IS_OP" and before.opname != "LOAD_CONST":
             yield "is"
         elif step.opname == "STORE_ATTR" and step.argval == "grad":
             yield "grad ="
+        elif step.opname == "CONTAINS_OP":
+            yield "in"
 
 
 def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
@@ -715,6 +717,7 @@ class Named:
                 elif mark is None and hasattr(value, "__wrapped__"):  # @torch.no_grad(), ...
                     yield _fixed(path, value.__wrapped__)
                 if isinstance(functions := vars(value).get("registry"), Mapping):  # singledispatch
+                    self.names.add("get")
                     yield _fixed(path, functions)
                 return
             self._use(value)

@@ -6,7 +6,7 @@ import pytest
 
 from devgraph.api.buffers import term_of
 from devgraph.api.errors import StateError
-from devgraph.api.guard import Guard, all_of, by_turns
+from devgraph.api.guard import LATE, Guard, all_of, by_turns
 from devgraph.api.reach import Entry
 
 
@@ -101,6 +101,16 @@ def test_terms_that_take_turns_are_all_compared(place: int) -> None:
     held[place] = -1
     answers = [same() for _ in range(6)]
     assert answers.count(False) == (6 if place < 2 else 2)
+
+
+def test_change_that_only_turns_find_may_be_late() -> None:
+    number = Number(1000)
+    guard = Guard([number])
+    guard.settle()
+    number.terms = [*by_turns([("{}[0] == 1000", (number.held,))] * 3, first=0, each=1)]
+    number.held[0] = 1001
+    with pytest.raises(StateError, match=LATE):
+        guard.settle()
 
 
 def test_few_terms_take_no_turns() -> None:

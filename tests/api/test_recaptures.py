@@ -695,7 +695,14 @@ def _of_large_table() -> Any:
     return step, lambda: table.update(w70=torch.zeros(4))
 
 
+def _of_removed_hook() -> Any:
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+    handle = module[9].register_forward_hook(_doubled)
+    return module, handle.remove
+
+
 UNNAMED = [
+    _of_removed_hook,
     _of_tuple,
     _of_default_list,
     _of_missing_number,
@@ -730,6 +737,19 @@ def test_state_that_code_reads_indirectly_is_compared(cap: Any, make: Any) -> No
     with pytest.warns(DeviceGraphWarning, match=AGAIN):
         assert torch.equal(captured(x), step(x))
     assert torch.equal(captured(x), step(x))
+
+
+@pytest.mark.parametrize("is_graphed", [False, True])
+def test_change_that_only_turns_find_is_said_to_be_late(cap: Any, is_graphed: bool) -> None:
+    module, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30))), torch.randn(4)
+    with torch.no_grad():
+        captured = dg.graphed(lambda x: module(x), backend="cpu") if is_graphed else cap(module, x)
+        for _ in range(3):
+            captured(x)
+        module[20].forward = torch.relu
+        with pytest.warns(DeviceGraphWarning, match="Earlier replays"):
+            for _ in range(30):
+                captured(x)
 
 
 def test_replay_without_inputs_captures_a_step_that_reads_attributes_again(cap: Any) -> None:
