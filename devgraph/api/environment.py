@@ -59,6 +59,12 @@ def switch(variable: str) -> bool | str:
     return value
 
 
+def applied_by_runners() -> list[str]:
+    """Return the names of the variables in the environment that runners apply to their mode."""
+    names = (EMULATE_VARIABLE, VERIFY_VARIABLE)
+    return [name for name in names if boolean(os.environ.get(name, "")) is not False]
+
+
 def warn_unknown() -> None:
     """Warn about each variable in the environment that has the prefix but does not exist."""
     for name in os.environ:

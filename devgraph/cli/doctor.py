@@ -23,15 +23,9 @@ from devgraph.api.capture import Captured, capture
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PHASES, as_object, in_environment, verify_from_environment
+from devgraph.api.config.phase import as_object, verify_from_environment
 from devgraph.api.config.resolve import resolve
-from devgraph.api.environment import (
-    EMULATE_VARIABLE,
-    MODE_VARIABLE,
-    SWITCHES,
-    VERIFY_VARIABLE,
-    switch,
-)
+from devgraph.api.environment import MODE_VARIABLE, SWITCHES, applied_by_runners, switch
 from devgraph.api.errors import (
     ConfigError,
     DeviceGraphError,
@@ -134,9 +128,8 @@ def _expect(args: argparse.Namespace) -> int:
                 say(f"  {line}", style="error")
         if any(": planned " in line for lines in report.values() for line in lines):
             say("devgraph plan --cluster FILE --emit env prints the mode that each node needs")
-        names = [name for name in (EMULATE_VARIABLE, VERIFY_VARIABLE) if os.environ.get(name)]
-        if any(report.values()) and names:
-            say(f"unset {' and '.join(names)}: runners apply them on top of the mode")
+        if any(report.values()) and (names := applied_by_runners()):
+            say(f"unset {' and '.join(names)}: runners apply each of these variables to their mode")
     return 1 if any(report.values()) else 0
 
 
@@ -157,19 +150,21 @@ def _differences(group: dict[str, Any]) -> list[str]:
     """Return the differences between a planned group and this machine."""
     differences: list[str] = []
     if group["devgraph"] != __version__:
-        differences.append(f"devgraph: planned with {group['devgraph']}, here {__version__}")
+        differences.append(
+            f"devgraph: version {group['devgraph']} in the plan, {__version__} here; install the "
+            f"planned version, or plan again"
+        )
     if group.get("error"):
         return [*differences, f"the plan itself failed: {group['error']}"]
     try:
         backend = get_backend(group["backend"])
-        facts = EngineFacts.from_dict({**group["facts"], "role": group["role"]})
+        facts = EngineFacts.from_dict(group["facts"])
         given = argparse.Namespace()
         if not os.environ.get(MODE_VARIABLE):  # Otherwise, the node gets the mode as flags.
             given.device_graph_mode = json.dumps(group["mode"])
         config = DeviceGraphConfig.from_args(given)
-        effective = resolve(config, facts.on_backend(backend)).effective
-        phases: dict[str, Any] = {p: in_environment(effective.phase(p)) for p in PHASES}
-        here = attrs.evolve(effective, **phases).to_dict(everything=True)
+        resolution = resolve(config, facts.on_backend(backend)).in_environment()
+        here = resolution.effective.to_dict(everything=True)
     except DeviceGraphError as error:
         return [*differences, str(error)]
     for phase, keys in group["effective"].items():
@@ -270,7 +265,8 @@ def _settings() -> dict[str, Any]:
             read()
         except ConfigError as error:
             errors.append(str(error))
-    return {"mode": mode, "errors": errors}
+    variables = {name: os.environ[name] for name in applied_by_runners()}
+    return {"mode": mode, "variables": variables, "errors": errors}
 
 
 def _report(checked: list[dict[str, Any]]) -> dict[str, Any]:
@@ -292,6 +288,8 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
     say(f"accelerators: {', '.join(report['devices']) or 'none that torch can see'}")
     if report["mode"]:
         say(f"mode of {MODE_VARIABLE} and [tool.devgraph]: {json.dumps(report['mode'])}")
+    for name, value in report["variables"].items():
+        say(f"{name}={value} changes the mode of all runners")
     checked = report["backends"]
     print_table(
         "backends",

@@ -22,7 +22,7 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.older_flags import MODE
 from devgraph.api.config.phase import PHASES, PhaseConfig, phase_config
 from devgraph.api.config.resolve import Resolution, resolve
-from devgraph.api.environment import MODE_VARIABLE
+from devgraph.api.environment import MODE_VARIABLE, applied_by_runners
 from devgraph.api.errors import BackendUnavailableError, ConfigError, format_bytes
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
@@ -43,7 +43,8 @@ from devgraph.runners.options import warn_unused
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if a device cannot run it."""
     config = DeviceGraphConfig.from_args(args)
-    if names := [source.name for source in sources_of(argparse.Namespace())]:
+    names = [source.name for source in sources_of(argparse.Namespace())]
+    if names := names + applied_by_runners():
         note(f"devgraph: the mode includes settings from {' and '.join(names)}")
     sizes = _sizes(args)
     if args.emit and args.json:
@@ -162,8 +163,9 @@ def _sizes(args: argparse.Namespace) -> ModelSizes | None:
 def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) -> _Plan:
     """Return the plan with estimates, and with an error if the device lacks streams."""
     assert plan.resolution is not None
+    resolution = plan.resolution.in_environment()
     capacities: dict[Phase, int] = {"decode": args.max_requests, "prefill": args.max_tokens}
-    configs = {phase: plan.resolution.effective.phase(phase) for phase in capacities}
+    configs = {phase: resolution.effective.phase(phase) for phase in capacities}
     if args.encoder_budgets:
         capacities["encoder"] = max(args.encoder_budgets)
         configs["encoder"] = phase_config({"buckets": args.encoder_budgets}, "encoder")
@@ -181,7 +183,7 @@ def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) 
         for phase, capacity in capacities.items()
     ]
     error = _stream_error(plan.backend, estimates)
-    return attrs.evolve(plan, estimates=estimates, error=error)
+    return attrs.evolve(plan, resolution=resolution, estimates=estimates, error=error)
 
 
 def _stream_error(
@@ -194,7 +196,7 @@ def _stream_error(
     mode = json.dumps({"backends": {backend.name: dict(backend.recommended_mode)}})
     advice = f"the recommended mode '{mode}'" if backend.recommended_mode else "the policy full"
     return ConfigError(
-        f"{streams:,} graphs need at least as many streams, and {backend.name} has {limit:,}; use "
+        f"the graphs need at least {streams:,} streams, and {backend.name} has {limit:,}; use "
         f"{advice}, or fewer buckets"
     )
 
@@ -342,7 +344,8 @@ class Estimate:
     """Number of all graphs. Under ``full``, a variant of a bucket has one graph. Other policies
     have graphs before, between and after the regions, with one region for each layer."""
     streams: int | None = 0
-    """Minimum number of streams, one per graph; None if graphs of the backend hold no streams."""
+    """Minimum number of streams: one per graph, and one more for its collectives. None if graphs of
+    the backend hold no streams."""
     uncovered: str = ""
     """Sizes of steps that fit no listed bucket, as text."""
     bytes: int | None = 0
@@ -360,6 +363,8 @@ def estimate(
 ) -> Estimate:
     if config.policy == "disabled":
         return Estimate(phase=phase, policy=config.policy)
+    if config.emulate:
+        return Estimate(phase=phase, policy="emulated")
     facts = EngineFacts() if facts is None else facts
     drafts = facts.speculative_tokens if phase == "decode" else 0
     widths = [1, 1 + drafts] if drafts else [1]
@@ -375,6 +380,9 @@ def estimate(
     chosen = config.changed & {"buckets", "max_bs"}
     missing = buckets.uncovered(capacity, config.max_padding) if chosen else ()
     counted = "requests" if phase == "decode" else "tokens"
+    streams = None
+    if graphs is not None and capabilities.max_streams is not None:
+        streams = graphs * (1 + facts.collectives)
     memory = None
     if sizes is not None:
         # Logits of every row are inside a decode graph; a prefill's tail runs after the replay.
@@ -389,7 +397,7 @@ def estimate(
         buckets=tuple(buckets),
         variants=variants,
         graphs=graphs,
-        streams=None if capabilities.max_streams is None else graphs,
+        streams=streams,
         uncovered=f"{spans(missing)} {counted}" if missing else "",
         bytes=memory,
     )

@@ -272,7 +272,7 @@ def test_differences_from_a_plan_are_listed(planned: Path, capsys: pytest.Captur
     result = run_cli(capsys, *argv)
     assert result.code == 1
     assert "here: NOT as planned\n  devgraph: " in result.out
-    assert f"devgraph: planned with 0.0.1, here {dg.__version__}" in result.out
+    assert f"devgraph: version 0.0.1 in the plan, {dg.__version__} here" in result.out
     assert "decode.max_bs: planned 4, here null" in result.out
     assert len(run_json(capsys, *argv, code=1)["here"]) == 2
 

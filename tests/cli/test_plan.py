@@ -179,16 +179,40 @@ def test_plan_says_where_streams_are_too_few_and_which_mode_is_recommended(
     chosen = ["--device-graph-mode", '{"prefill": "breakable"}']
     result = run_cli(capsys, *argv, *chosen)
     assert result.code == 1
-    assert "npu: 1 x npu: error: 1,834 graphs need at least as many streams, and npu has 1,800" in (
-        result.out
-    )
+    error = "npu: 1 x npu: error: the graphs need at least 1,834 streams, and npu has 1,800"
+    assert error in result.out
     mode = '{"backends": {"npu": {"prefill": "full"}}}'
     assert mode in result.out
     assert "'breakable' kept, 'full' is preferable" in result.err
     (npu, cuda) = run_json(capsys, *argv, *chosen, code=1)["groups"]
-    assert "at least as many streams" in npu["error"]
+    assert "at least 1,834 streams" in npu["error"]
     assert cuda["error"] is None
-    assert "at least as many" not in run_cli(capsys, *argv).out
+    assert "at least 1," not in run_cli(capsys, *argv).out
+
+
+def test_graphs_with_collectives_need_a_second_stream(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "cluster.json"
+    group = {"name": "a", "backend": "npu", "role": "prefill", "tensor_parallel": 2, "count": 2}
+    path.write_text(json.dumps({"groups": [group]}))
+    [planned] = run_json(capsys, "plan", "--cluster", path)["groups"]
+    assert [(one["graphs"], one["streams"]) for one in planned["estimates"]] == [(0, 0), (58, 116)]
+    assert planned["facts"]["role"] == "prefill" and planned["facts"]["backend"] == "npu"
+
+
+def test_plan_applies_the_variables_of_runners(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
+    monkeypatch.setenv("DEVGRAPH_VERIFY", "start")
+    result = run_cli(capsys, "plan", "--backend", "cpu", "--json")
+    assert "settings from DEVGRAPH_EMULATE and DEVGRAPH_VERIFY" in result.err
+    plan = json.loads(result.out)
+    assert {one["policy"] for one in plan["estimates"]} == {"emulated"}
+    assert plan["effective"]["decode"]["verify"] == "start"
+    report = run_json(capsys, "doctor", "--no-probe")
+    assert report["variables"] == {"DEVGRAPH_EMULATE": "1", "DEVGRAPH_VERIFY": "start"}
 
 
 def test_what_a_vendor_cannot_do_is_refused_where_it_is_not_installed(

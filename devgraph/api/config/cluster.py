@@ -37,7 +37,7 @@ class Group:
     role: str
     tensor_parallel: int
     facts: EngineFacts
-    """Facts about the engine of the group, including ``collectives`` of the cluster file."""
+    """Facts about the engine, with backend, role and ``collectives`` of the group."""
 
 
 @attrs.frozen(kw_only=True)
@@ -134,7 +134,6 @@ def plan_cluster(
             check_names("backend", [group.backend], registered_names(), what="backend")
             declared = declaration(group.backend)
             facts = group.facts if declared is None else group.facts.on_backend(declared)
-            facts = attrs.evolve(facts, backend=group.backend, role=group.role)
             outcome = resolve(config, facts, name=f"group {group.name}")
         except ConfigError as error:
             outcome = error
@@ -160,7 +159,8 @@ def _group(entry: object, path: str) -> Group:
     for key in ("backend", "role", "collectives"):
         if key in given:
             raise ConfigError(f"{path}.facts.{key}: write {key} in the group itself")
-    facts = EngineFacts.from_dict({**given, "collectives": collectives}, path=f"{path}.facts")
+    given = {**given, "backend": backend, "role": role, "collectives": collectives}
+    facts = EngineFacts.from_dict(given, path=f"{path}.facts")
     return Group(
         name=name, backend=backend, count=number, role=role, tensor_parallel=parallel, facts=facts
     )

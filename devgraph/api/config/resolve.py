@@ -24,6 +24,7 @@ from devgraph.api.config.phase import (
     PHASES,
     PhaseConfig,
     check_names,
+    in_environment,
     plain,
 )
 from devgraph.api.config.rules import RULES, WEAKER, Rule
@@ -85,6 +86,11 @@ class Resolution:
             "effective": self.effective.to_dict(everything=True),
             "rules": [attrs.asdict(fired) for fired in self.fired],
         }
+
+    def in_environment(self) -> Resolution:
+        """Apply the environment variables that runners apply to their mode."""
+        phases: dict[str, Any] = {p: in_environment(self.effective.phase(p)) for p in PHASES}
+        return attrs.evolve(self, effective=attrs.evolve(self.effective, **phases))
 
     def _repr_html_(self) -> str:
         title = "mode" if self.backend is None else f"mode on {self.backend}"
