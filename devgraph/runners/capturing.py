@@ -26,7 +26,6 @@ from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
     InputTypeError,
-    ResourceError,
     StateError,
     brief,
     counted,
@@ -42,7 +41,7 @@ from devgraph.api.prove import addresses
 from devgraph.api.session import session
 from devgraph.api.snapshots import Snapshot
 from devgraph.runners.checks import GraphChecks
-from devgraph.runners.decisions import Decision, Reason
+from devgraph.runners.decisions import Decision, Reason, refusal
 from devgraph.runners.graphs import BucketGraph, EmulatedGraph, Graphs
 from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import ReplayPace
@@ -489,11 +488,8 @@ class CaptureScheduler:
             reason.value.replace("_", " "),
             f", {detail}" if detail else "",
         )
-        if reason is Reason.OUT_OF_MEMORY and self._config.strict:
-            raise ResourceError(
-                f"{detail}. Buckets not captured: {keys}. Use fewer or smaller buckets, leave more "
-                f"memory for graphs, or allow eager steps with strict=False."
-            )
+        if self._config.strict:
+            raise refusal(Decision(reason), f"{self._name}: the steps of buckets {keys}", detail)
 
 
 def _beyond(wanted: Sequence[int], existing: Sequence[int]) -> int:

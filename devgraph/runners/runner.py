@@ -446,7 +446,7 @@ class Runner:
         again. If ``idle`` or ``run`` makes the first capture, the settings of the last step apply.
 
         Every capture starts from pad values in all slots, and buckets share their memory. If memory
-        runs out, the remaining buckets are dropped, and their batches run eagerly.
+        or a budget is exhausted, the remaining buckets are dropped, and their batches run eagerly.
 
         Args:
             everything: capture all buckets now, for every ``capture`` setting.
@@ -456,8 +456,8 @@ class Runner:
             InputTypeError: ``profile`` is not a path.
             OSError: the folder cannot be created.
             StateError: a torch profiler is running already.
-            ResourceError: memory or another resource ran out and the runner is strict, or another
-                runner released the memory of the pool.
+            ResourceError: memory, another resource or a budget is exhausted and the runner is
+                strict, or another runner released the memory of the pool.
             AgreementError: ranks have different settings, or a rank failed, is late or has exited.
             Exception: an error of the step in warm-up or capture; earlier captures are kept.
         """

@@ -424,9 +424,18 @@ def test_strict_exhaustion_raises_with_what_is_missing(monkeypatch):
     """FAULTS 3."""
     Recorder(monkeypatch, fail_at=2, error=torch.OutOfMemoryError("no memory"))
     runner = double_runner(strict=True, captured=False)
-    with pytest.raises(dg.ResourceError, match=r"2 graphs captured, .*B in their pool.*: 2, 1\."):
+    with pytest.raises(
+        dg.ResourceError, match=r"buckets 2, 1 cannot.*2 graphs captured, .*B in their pool"
+    ):
         runner.capture()
     assert runner.can_run(8).ok
+
+
+@pytest.mark.parametrize(("key", "budget"), [("graph_budget_bytes", 1), ("time_budget_s", 1e-9)])
+def test_strict_runner_refuses_to_start_over_its_budget(key, budget):
+    runner = double_runner(strict=True, captured=False, config={key: budget})
+    with pytest.raises(dg.ResourceError, match=f"1 cannot run in a graph: .*; raise {key}"):
+        runner.capture()
 
 
 def test_invalidate_gives_dropped_buckets_another_chance(monkeypatch):

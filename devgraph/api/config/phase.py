@@ -310,8 +310,8 @@ class PhaseConfig:
     )
     buckets: tuple[int, ...] | None = _key(
         optional({"kind": "integers of at least 1", "shape": "integers", "read": _buckets}),
-        "The exact sizes to capture: requests for decode, tokens for prefill. If null, default "
-        "sizes are captured.",
+        "The exact sizes to capture: requests for decode, tokens for prefill. Order and duplicates "
+        "have no effect. If null, default sizes are captured.",
         default=None,
         flag="bs",
     )
@@ -358,7 +358,10 @@ class PhaseConfig:
         default=1,
     )
     strict: bool = _key(
-        FLAG, "Raise an error with the reason instead of running a batch eagerly.", default=False
+        FLAG,
+        "Raise an error with the reason instead of running a batch eagerly, or at startup instead "
+        "of dropping a bucket.",
+        default=False,
     )
     emulate: bool = _key(
         FLAG,
@@ -368,8 +371,8 @@ class PhaseConfig:
     )
     verify: Verify | None = _key(  # noqa: RUF009 - declares a field
         optional({"kind": '`"start"` or `{"start": true, "every": 1000}`', "read": read_verify}),
-        "When to compare graphs with eager runs: after capture (`start`), and again every `every` "
-        "steps of the phase. If null, they are not compared.",
+        "When to compare graphs with eager runs: after capture (`start`), and again in the first "
+        "call of `idle()` after every `every` steps of the phase. If null, they are not compared.",
         default=None,
     )
     executable_budget: float | None = _key(
