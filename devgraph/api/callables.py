@@ -31,6 +31,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import term_of
 from devgraph.api.capture import Captured, capture
 from devgraph.api.device import raise_if_lost
+from devgraph.api.environment import EMULATE_VARIABLE, switch
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
@@ -114,7 +115,7 @@ class EagerReason(str, enum.Enum):
     TRACED = "traced"
     """A mode of torch, such as FakeTensorMode, or a transform of ``torch.func`` is active."""
     SWITCHED_OFF = "switched_off"
-    """The call is inside ``with step.eager()``."""
+    """The call is inside ``with step.eager()``, or DEVGRAPH_EMULATE is on."""
     SHARED_MEMORY = "shared_memory"
     """An argument shares memory with a tensor that the step references and writes."""
     BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
@@ -190,7 +191,7 @@ class Graphed:
         self._counts: Counter[str] = Counter()
         self._eager_counts: Counter[EagerReason] = Counter()
         self._float_keys: Counter[Any] = Counter()
-        self._switched_off = 0
+        self._switched_off = int(switch(EMULATE_VARIABLE))
         self._capturing = threading.Lock()
         self._closed = False
         self._process = identity.token

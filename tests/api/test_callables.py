@@ -500,6 +500,14 @@ def test_reasons_of_eager_calls_are_counted() -> None:
     assert step.stats()["eager"]["in_capture"] >= 1
 
 
+def test_variable_switches_graphs_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
+    step = graphed(lambda x: x + 1)
+    for _ in range(3):
+        step(torch.ones(2))
+    assert step.stats()["eager"] == {"switched_off": 3} and not step.stats()["graphs"]
+
+
 def test_settings_of_torch_are_part_of_the_key() -> None:
     step = graphed(lambda x: x + torch.full((2,), 0.1).to(x.dtype))
     x = torch.ones(2, dtype=torch.float64)
