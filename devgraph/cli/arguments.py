@@ -15,18 +15,18 @@ from devgraph.cli.tables import CommandError
 DTYPES = ("float32", "bfloat16", "float16")
 
 KINDS = {
-    "host_sync": "troubleshooting.md#hostreaderror",
+    "host_sync": "HostReadError",
     "host_value": "captures.md#arguments-and-containers",
-    "data_dependent_shape": "troubleshooting.md#hostreaderror",
+    "data_dependent_shape": "HostReadError",
     "rng": "captures.md#random-numbers",
     "seeding": "captures.md#random-numbers",
     "escaping_allocation": "captures.md#state-in-reach",
     "rebinding": "captures.md#state-in-reach",
     "python_state": "captures.md#state-in-reach",
     "thread": "captures.md#threads",
-    "refused": "troubleshooting.md#captureerror",
+    "refused": "CaptureError",
 }
-"""Kinds of findings of ``check``, and the section of the documentation that explains each kind."""
+"""Kinds of findings of ``check``, each with a section of ``troubleshoot`` or of another page."""
 
 SIZES = {
     "layers": (8, "decoder layers"),

@@ -62,9 +62,15 @@ def check_target(target: Target) -> list[dict[str, Any]]:
     options = {"kwargs": target.kwargs, "host_args": target.host_args}
     findings = [*map(attrs.asdict, reference.check(target.fn, target.args, **options))]
     for one in findings:
-        one["see"] = f"docs/{KINDS[one['kind']]}"
+        one["see"] = _explanation(one["kind"])
         one["source"] = getline(one["file"], one["line"]).strip()
     return sorted(findings, key=lambda finding: (finding["file"], finding["line"]))
+
+
+def _explanation(kind: str) -> str:
+    section = KINDS[kind]
+    in_page = "#" in section
+    return f"{section} in the documentation" if in_page else f"devgraph troubleshoot {section}"
 
 
 def _ignored_kinds(source: str) -> list[str]:
@@ -111,7 +117,7 @@ def _sarif(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         place = {"artifactLocation": file, "region": {"startLine": finding["line"]}}
         result = {"ruleId": finding["kind"], "level": "error", "message": {"text": finding["text"]}}
         results.append({**result, "locations": [{"physicalLocation": place}]})
-    rules = [{"id": kind, "help": {"text": f"docs/{page}"}} for kind, page in KINDS.items()]
+    rules = [{"id": kind, "help": {"text": _explanation(kind)}} for kind in KINDS]
     driver = {"name": "devgraph", "version": __version__, "rules": rules}
     runs = [{"tool": {"driver": driver}, "results": results}]
     schema = "https://json.schemastore.org/sarif-2.1.0.json"

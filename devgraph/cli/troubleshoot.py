@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({name: sections[name]})
         return 0
     text = re.sub(r"\[([^\]]+)\]\(#\w+\)", r"\1", sections[name])  # links within the page
-    text = re.sub(r"\[([^\]]+)\]\((\S+?)\)", r"\1 [docs/\2]", text)
+    text = re.sub(r"\[([^\]]+)\]\((\S+?)\)", r"\1 [\2]", text)
     say(name, style="title")
     say()
     say(re.sub(r"(?<=\S)\n *(?=[^\s|-])", " ", text))

@@ -77,7 +77,7 @@ def test_start_of_one_section_is_enough(start: str, capsys: pytest.CaptureFixtur
     out = run_cli(capsys, "troubleshoot", start).out
     assert out.lower().startswith(start.lower())
     assert "](" not in out  # Links show where their page is.
-    assert start != "regionErr" or "See results [docs/regions.md#results] for" in out
+    assert start != "regionErr" or "See results [regions.md#results] for" in out
 
 
 def test_installation_without_the_page_is_an_error(
