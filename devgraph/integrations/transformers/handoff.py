@@ -410,7 +410,7 @@ def check_fit(
     if found:
         can_convert = can_convert and not convert and not differing(True)
         advice = "; pass convert=True to convert the dtype" if can_convert else ""
-        lines = [f"\n  {name}: {_differing(*pair)}" for name, pair in found.items()]
+        lines = [f"\n  {name}: {_differing(name, *pair)}" for name, pair in found.items()]
         raise HandoffError(
             f"the handoff does not fit this engine{advice}:{''.join(lines)}", fields=tuple(found)
         )
@@ -424,9 +424,12 @@ def check_fit(
         )
 
 
-def _differing(there: Any, here: Any) -> str:
+def _differing(name: str, there: Any, here: Any) -> str:
     """Return the text of two unequal values; of columns, only the first unequal layer."""
     where = ""
+    if name == "model":
+        is_same = there.split("-")[0] == here.split("-")[0]
+        where = f" ({'only the weights' if is_same else 'the configurations'} differ)"
     if isinstance(there, tuple) and len(there) == len(here):
         layers = [at for at, pair in enumerate(zip(there, here, strict=True)) if pair[0] != pair[1]]
         there, here = there[layers[0]], here[layers[0]]

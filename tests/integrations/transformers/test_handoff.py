@@ -153,8 +153,8 @@ def test_weights_and_configuration_belong_to_the_digest() -> None:
     scaled = make_model("llama", rms_norm_eps=0.5)
     with make_engine(model) as engine, make_engine(other) as second, make_engine(scaled) as third:
         handoff = engine.export(begin(engine)[0])
-        for receiver in (second, third):
-            with pytest.raises(dg.HandoffError) as raised:
+        for receiver, parts in ((second, "only the weights"), (third, "the configurations")):
+            with pytest.raises(dg.HandoffError, match=f"{parts} differ") as raised:
                 receiver.admit(handoff)
             assert raised.value.fields == ("model",)
 
