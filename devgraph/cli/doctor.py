@@ -129,7 +129,7 @@ def _expect(args: argparse.Namespace) -> int:
         if any(": planned " in line for lines in report.values() for line in lines):
             say("devgraph plan --cluster FILE --emit env prints the mode that each node needs")
         if any(report.values()) and (names := applied_by_runners()):
-            say(f"unset {' and '.join(names)}: runners apply each of these variables to their mode")
+            say(f"unset {' and '.join(names)}: runners apply the environment to their mode")
     return 1 if any(report.values()) else 0
 
 

@@ -92,7 +92,7 @@ class GenerateStats:
     """Counters of an accelerated model since ``accelerate``."""
 
     requests: int
-    """Number of ``generate`` calls that started with graphs, and of ``generate_batch`` requests."""
+    """Number of ``generate`` calls that the engine started, and of ``generate_batch`` requests."""
     fallbacks: dict[str, int]
     """Number of requests that ran or continued in transformers' own code, by reason."""
     engine: Engine = attrs.field(repr=False)
