@@ -392,7 +392,8 @@ def leaving(rank: int, at: str | None) -> Callable[[int], None]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="auto", help="devgraph backend")
-    parser.add_argument("--device-graph-mode", metavar="JSON", default=json.dumps(MODE))
+    mode = os.environ.get("DEVGRAPH_MODE") or json.dumps(MODE)
+    parser.add_argument("--device-graph-mode", metavar="JSON", default=mode)
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
