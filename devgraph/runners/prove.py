@@ -39,7 +39,7 @@ from devgraph.api.snapshots import RowPlace, RowsOf, differs, read, row_at
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.loop import LOOP_SLOTS
 from devgraph.runners.ranks import RankGroup
-from devgraph.runners.slots import InputSlot, Size
+from devgraph.runners.slots import InputSlot, Size, raw
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
 _ENOUGH = 4096
@@ -415,7 +415,8 @@ class _CaseRun:
                 written = _changed(saved, now)
                 for place in shared(now, rows):
                     row_at(written, place).fill_(False)
-                other = torch.where(written, other, now)
+                # CUDA has no ``where`` for some unsigned integers.
+                other = torch.where(written, raw(other), raw(now)).view(now.dtype)
             state[name], graphs[name] = (now, now, rows), (other, other, rows)
         return self._compared.differences(
             RunResult(outputs=alone.outputs, state=state),
