@@ -16,6 +16,7 @@ such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has clear
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -88,6 +89,10 @@ class LayerShape:
     softcap: float | None = None
     """Bound of the scores, enforced by a tanh; None means unbounded."""
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.kv_heads, self.key_dim, self.value_dim
+
 
 class CacheLayer:
     """Keys and values of one layer; ``KVCache`` writes them.
@@ -143,20 +148,33 @@ class KVCache(Cache):  # type: ignore[misc]
         self._answers = answers
         self.max_len = max_len
 
-        def layer(shape: LayerShape) -> CacheLayer:
-            rows, heads = slots * max_len + 1, shape.kv_heads
-            keys, values = (
-                torch.zeros(rows, heads, dim, dtype=dtype, device=device).transpose(0, 1)
-                if rows_first
-                else torch.zeros(heads, rows, dim, dtype=dtype, device=device)
-                for dim in (shape.key_dim, shape.value_dim)
-            )
-            return CacheLayer(shape, keys, values, slots)
+        self._blocks: list[Tensor] = []
+        """Keys and values, ``[tensors, kv_heads, rows, dim]``. Neighbors share a block, so that one
+        operation copies many."""
 
+        def block(tensors: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+            rows = slots * max_len + 1
+            sizes = (rows, heads) if rows_first else (heads, rows)
+            new = torch.zeros(tensors, *sizes, dim, dtype=dtype, device=device)
+            self._blocks.append(new.transpose(1, 2) if rows_first else new)
+            return self._blocks[-1].unbind(0)
+
+        layers: list[CacheLayer | None] = []
         # Inference tensors cannot be written outside of inference mode.
         with torch.inference_mode(False):
-            super().__init__(layers=[shape and layer(shape) for shape in shapes])
-        self._tensors = [t for one in self.layers if one for t in (one.keys, one.values)]
+            for sizes, run in itertools.groupby(shapes, lambda s: s.sizes if s else None):
+                alike = list(run)
+                if sizes is None:
+                    layers += [None] * len(alike)
+                    continue
+                heads, key_dim, value_dim = sizes
+                if key_dim == value_dim:
+                    both = block(2 * len(alike), heads, key_dim)
+                    keys, values = both[::2], both[1::2]
+                else:
+                    keys, values = (block(len(alike), heads, dim) for dim in sizes[1:])
+                layers += map(CacheLayer, alike, keys, values, itertools.repeat(slots))  # type: ignore[arg-type]
+            super().__init__(layers=layers)
         self._clean = [0] * slots
         self._target: Tensor | None = None
         self._shown: int | Tensor | None = None
@@ -234,9 +252,10 @@ class KVCache(Cache):  # type: ignore[misc]
     def prepare(self, slot: int, length: int, upto: int) -> None:
         """Clear the rows of ``slot`` from ``length`` to ``upto`` that are not clean yet."""
         first = max(length, self._clean[slot])
-        if first < upto and self._tensors:
+        if first < upto:
             start = slot * self.max_len
-            torch._foreach_zero_([t[:, start + first : start + upto] for t in self._tensors])
+            for block in self._blocks:
+                block[:, :, start + first : start + upto].zero_()
             self._clean[slot] = upto
 
     def release(self, slot: int) -> None:
@@ -245,12 +264,9 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` rows of ``source`` to ``target`` and release ``source``."""
-        if length and self._tensors:
-            new, old = (
-                [t[:, slot * self.max_len :][:, :length] for t in self._tensors]
-                for slot in (target, source)
-            )
-            torch._foreach_copy_(new, old)
+        for block in self._blocks if length else ():
+            new, old = (block[:, :, s * self.max_len :][:, :, :length] for s in (target, source))
+            new.copy_(old)
         self._clean[target] = 0
         self.release(source)
 

@@ -8,6 +8,7 @@ bytes, which a transport sends without knowing its content.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -16,7 +17,7 @@ import operator
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -194,7 +195,7 @@ class Handoff:
         start = 0
         # One operation makes the views of consecutive equal tensors.
         for (size, dtype, shape), run in itertools.groupby(
-            self._layout(), key=operator.itemgetter(2, 3, 4)
+            self._layout, key=operator.itemgetter(2, 3, 4)
         ):
             places, flat, item = list(run), data.view(dtype), dtype.itemsize
             strides = [math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
@@ -212,12 +213,14 @@ class Handoff:
     def layer_ends(self) -> list[int]:
         """Numbers of bytes that hold the first 0, 1, 2, ... layers."""
         sizes = [0] * self.layers
-        for layer, _, size, *_ in self._layout():
+        for layer, _, size, *_ in self._layout:
             sizes[layer] += size
         return list(itertools.accumulate(sizes, initial=0))
 
-    def _layout(self) -> Iterator[tuple[int, str, int, torch.dtype, tuple[int, ...]]]:
-        """Yield layer, name, aligned size, dtype and shape of each tensor, in their order."""
+    @functools.cached_property
+    def _layout(self) -> list[tuple[int, str, int, torch.dtype, tuple[int, ...]]]:
+        """Layer, name, aligned size, dtype and shape of each tensor, in their order."""
+        layout = []
         columns = (self.kv_heads, self.head_dim, self.value_dim, self.states)
         kinds = enumerate(zip(*columns, strict=True))
         for (heads, key_dim, value_dim, states), run in itertools.groupby(
@@ -234,9 +237,8 @@ class Handoff:
                     raise HandoffError(f"the header of a handoff has an unknown dtype {dtype_name}")
                 size = math.prod(shape) * dtype.itemsize
                 places.append((name, -(-size // _ALIGNMENT) * _ALIGNMENT, dtype, shape))
-            for layer, _ in run:
-                for place in places:
-                    yield (layer, *place)
+            layout += [(layer, *place) for layer, _ in run for place in places]
+        return layout
 
     @classmethod
     def allocated(cls, device: torch.device | str = "cpu", **header: Any) -> Handoff:
@@ -296,7 +298,7 @@ class Handoff:
     def _end(self) -> Tensor:
         """The last bytes of the last floating-point tensor on the host; empty if there is none."""
         first = end = stop = 0
-        for _, _, size, dtype, shape in self._layout() if self.data.is_cpu else ():
+        for _, _, size, dtype, shape in self._layout if self.data.is_cpu else ():
             if dtype.is_floating_point and 0 not in shape:
                 first, end = stop, stop + math.prod(shape) * dtype.itemsize
             stop += size
@@ -327,9 +329,9 @@ class Handoff:
 _UNSET = 255
 """Value of the last bytes of a buffer before the tensors arrive, a NaN that no model computes."""
 
-_FIELDS = typing.get_type_hints(Handoff)
-"""Types of the fields of the header."""
-del _FIELDS["data"], _FIELDS["progress"]
+_HINTS = typing.get_type_hints(Handoff)
+_FIELDS = {f.name: _HINTS[f.name] for f in attrs.fields(Handoff)[:-2]}
+"""Types of the fields of the header; ``data`` and ``progress`` do not belong to it."""
 
 GEOMETRY = ("dtype", "layers", "kv_heads", "head_dim", "value_dim", "windows", "states")
 
@@ -491,12 +493,28 @@ class LayerStream:
 def copy_layers(
     target: Sequence[Mapping[str, Tensor]], source: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Copy tensors by layer and name; ``source`` may have more names."""
+    """Copy tensors by layer and name; ``source`` may have more names.
+
+    One operation copies all consecutive tensors at equal distances in memory.
+    """
     pairs = [
         (tensor, there[name])
         for here, there in zip(target, source, strict=True)
         for name, tensor in here.items()
     ]
-    if pairs:
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, sources)
+    layouts = [[(t.untyped_storage()._cdata, t.shape, t.stride()) for t in pair] for pair in pairs]
+    offsets = [[t.storage_offset() for t in pair] for pair in pairs]
+    first = 0
+    while first < len(pairs):
+        last, steps = first, [0, 0]
+        while last + 1 < len(pairs) and layouts[last + 1] == layouts[first]:
+            ahead = list(map(operator.sub, offsets[last + 1], offsets[last]))
+            if (last > first and ahead != steps) or min(ahead) < 0:
+                break
+            last, steps = last + 1, ahead
+        here, there = (
+            t.as_strided((1 + last - first, *t.shape), (step, *t.stride()))
+            for t, step in zip(pairs[first], steps, strict=True)
+        )
+        here.copy_(there)
+        first = last + 1
