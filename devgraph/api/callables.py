@@ -38,6 +38,7 @@ from devgraph.api.errors import (
     DeviceLost,
     InputError,
     InputTypeError,
+    NestedCaptureError,
     StateError,
     brief,
     finite,
@@ -228,7 +229,12 @@ class Graphed:
             for entry in self._recent:
                 if entry.repeat is None:  # The previous ``repeat`` dropped all graphs.
                     break
-                result = entry.repeat(self, args, kwargs)
+                try:
+                    result = entry.repeat(self, args, kwargs)
+                except NestedCaptureError:
+                    if not self._device().capture_lock.is_foreign_here:
+                        raise
+                    break
                 if result is not _OTHER:
                     return result
         return self._call(args, kwargs)
@@ -275,6 +281,8 @@ class Graphed:
         call = _Call(args, kwargs, host, tensors, needs_gradient, with_gradients, settings)
         if entry is None or entry.graph is None or entry.graph_seconds is not _NO_TIMES:
             return self._slow_call(tuple(key), entry, call)
+        if self._device().capture_lock.is_foreign_here:
+            return self._run_eagerly(EagerReason.IN_CAPTURE, args, {**kwargs, **host})
         entry.used = next(self._clock)
         graph = entry.graph
         with graph.lock:
@@ -509,7 +517,8 @@ class Graphed:
             with graph.lock:
                 self._weights_hold()
         if entry.graph is None:
-            if self._device().capture_lock.is_recording_here:  # warm-up of another capture
+            lock = self._device().capture_lock  # of a warm-up of another capture, or of other code
+            if lock.is_recording_here or lock.is_foreign_here:
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
             try:
                 with self._capturing:

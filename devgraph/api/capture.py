@@ -12,7 +12,7 @@ import torch
 
 from devgraph.api import html
 from devgraph.api.backend import Backend, own_pool
-from devgraph.api.device import raise_if_lost
+from devgraph.api.device import raise_if_lost, refuse_foreign_capture
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
@@ -518,6 +518,7 @@ def capture(
     whole("recaptures", recaptures)
     refuse_fakes("capture")
     device = backend if isinstance(backend, Backend) else get_backend(backend)
+    refuse_foreign_capture(device, "capture")
     get_policy(policy)
     memory = own_pool(device, pool)
     if compiler is not None and compiler not in COMPILERS:

@@ -6,13 +6,13 @@ import abc
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.errors import CaptureBusyError, DeviceLost
+from devgraph.api.errors import CaptureBusyError, DeviceLost, NestedCaptureError
 from devgraph.api.process import identity
 from devgraph.api.subclassed import Subclassed
 
@@ -28,6 +28,8 @@ class CaptureLock:
         self.buried: list[object] = []
         """Objects to free after a capture, because freeing them during it would abort the process.
         """
+        self.is_stream_capturing: Callable[[], bool] = lambda: False
+        """Whether the current stream is in a capture, of devgraph or of other code."""
 
     @property
     def is_held_here(self) -> bool:
@@ -36,6 +38,11 @@ class CaptureLock:
     @property
     def is_recording_here(self) -> bool:
         return self.recording and self.is_held_here
+
+    @property
+    def is_foreign_here(self) -> bool:
+        """Whether other code than devgraph captures here."""
+        return not self.is_recording_here and self.is_stream_capturing()
 
 
 class Device(Subclassed, abc.ABC):
@@ -168,6 +175,14 @@ def acquiring(lock: Any, seconds: float = 0) -> Iterator[bool]:
     finally:
         if acquired == [True]:
             lock.release()
+
+
+def refuse_foreign_capture(device: Device, action: str) -> None:
+    if device.capture_lock.is_foreign_here:
+        raise NestedCaptureError(
+            f"cannot {action} inside a capture by other code. Capture the whole step with "
+            f"dg.capture, or call the uncaptured function in it."
+        )
 
 
 def require_alive(device: Device) -> None:

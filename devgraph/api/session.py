@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from devgraph.api.device import Device, locked, raise_if_lost, require_alive
+from devgraph.api.device import (
+    Device,
+    locked,
+    raise_if_lost,
+    refuse_foreign_capture,
+    require_alive,
+)
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
@@ -126,6 +132,7 @@ def session(
             "a capture was started in a step that is being captured itself (or in its warm-up, or "
             "in the eager body of a break). Capture the inner callable before or after this step."
         )
+    refuse_foreign_capture(backend, "capture")
     require_alive(backend)
     # Acquire the pool's lock first, as a replay that records a region does: no graph of the pool
     # may replay while the session uses the pool's memory and capture stream.

@@ -415,7 +415,7 @@ class _CaseRun:
                 written = _changed(saved, now)
                 for place in shared(now, rows):
                     row_at(written, place).fill_(False)
-                # CUDA has no ``where`` for some unsigned integers.
+                # Not every device has ``where`` for unsigned integers.
                 other = torch.where(written, raw(other), raw(now)).view(now.dtype)
             state[name], graphs[name] = (now, now, rows), (other, other, rows)
         return self._compared.differences(

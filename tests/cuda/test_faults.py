@@ -43,3 +43,38 @@ def test_host_read_names_the_line_and_suggests_a_mark(be: Any, name: str, policy
     assert caught.value.__cause__ is not None
     captured = dg.capture(lambda x: x * 2, x, policy=policy, backend=be)
     assert captured.prove().ok
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_graphed_call_in_a_capture_by_torch_becomes_part_of_it(be: Any, gradient: bool):
+    net = torch.nn.Linear(8, 8, device=be.device)
+    step = dg.graphed(lambda x: net(x).relu(), backend=be)
+    x = torch.randn(4, 8, device=be.device)
+    graph = torch.cuda.CUDAGraph()
+    net(x).relu().sum().backward()  # torch's capture cannot make the handles of cuBLAS
+    with torch.set_grad_enabled(gradient):
+        for calls in range(3):  # an eager call, a capture and a replay
+            for _ in range(calls):
+                step(x)
+            with torch.cuda.graph(graph):
+                y = step(x)
+            x.normal_()
+            graph.replay()
+            assert torch.equal(y, net(x).relu())
+            graph.reset()
+        assert torch.equal(step(x), net(x).relu())
+
+
+def test_replay_and_capture_in_a_capture_by_torch_are_refused(be: Any):
+    x = torch.randn(8, device=be.device)
+    captured = dg.capture(lambda x: x * 2, x, backend=be)
+    captured.replay()
+    for use in (captured.replay, lambda: dg.capture(lambda x: x * 3, x, backend=be)):
+        with (
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+            pytest.raises(dg.NestedCaptureError, match="by other code"),
+        ):
+            x.add(1)  # torch warns of an empty graph
+            use()
+    new = torch.randn(8, device=be.device)
+    assert torch.equal(captured.replay(new), new * 2)

@@ -20,7 +20,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.device import raise_if_lost, require_alive
+from devgraph.api.device import raise_if_lost, refuse_foreign_capture, require_alive
 from devgraph.api.errors import (
     BackendError,
     BackendUnavailableError,
@@ -212,6 +212,7 @@ class TorchPool(Pool):
     def _switch(self, current: int) -> None:
         # A wait for the whole previous stream includes its last replay, so the stream is stored
         # only when it changes.
+        refuse_foreign_capture(self.backend, "replay")
         stream = self.backend.namespace.current_stream(self.backend.device)
         if self._last_stream is not None:
             self.backend.join(stream, self._last_stream)
@@ -516,6 +517,12 @@ class TorchBackend(Backend):
         if not self.capture_lock.is_recording_here:
             for gates in list(self.gate_sets):
                 gates.check()
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self.capture_lock.is_stream_capturing = lambda: bool(
+            self.namespace.is_current_stream_capturing()
+        )
 
     def keep_memory(self) -> None:
         super().keep_memory()
