@@ -237,7 +237,6 @@ COMMANDS = {
     "completion": ("print a completion script for a shell", _completion),
     "troubleshoot": ("print the documentation of an error class", _troubleshoot),
 }
-"""Summary and options of each command."""
 
 
 def check_compilers(args: argparse.Namespace, chosen: Sequence[str]) -> None:

@@ -452,4 +452,3 @@ def _host_read(backend: Backend) -> str:
 
 
 _PROBES = {"region_update": _region_update, "rng": _rng, "refuses_host_reads": _host_read}
-"""Probes by capability."""

@@ -29,7 +29,6 @@ STYLES: Mapping[str, str] = {
     "works": "green",
     "works, not declared": "yellow",
 }
-"""Colors by kind of text and by verdict."""
 
 
 class CommandError(DeviceGraphError):

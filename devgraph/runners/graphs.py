@@ -205,7 +205,7 @@ class Graphs:
         return variant
 
     def pad_variant(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``options``, or the first declared variant if ``{}`` is not declared."""
+        """Return ``options``; in place of undeclared empty ones, the first declared variant."""
         return options if options or () in self.variants else next(iter(self.variants.values()))
 
     def decide(self, size: Size, options: Mapping[str, Any]) -> Decision:

@@ -270,7 +270,6 @@ class _CaseRun:
         self._write = step.outputs.writer(graph.key.variant, graph.size)
         self._has_equal_rows = False
         self._read: dict[torch.Tensor, list[int]] = {}
-        """Values of integer inputs."""
         # If an earlier batch had left the values that padding writes now, the write would go
         # unnoticed.
         used = functools.partial(_places, [*self._used_pads()])

@@ -76,7 +76,6 @@ class Step:
     autocast: Autocast | None = None
     """Autocast settings of captures and later runs; before a capture, those of the last step."""
     captured: bool = False
-    """Whether there was a capture."""
     _saved: Snapshot | None = attrs.field(default=None, init=False)
     """Snapshot of the state before the outermost trial."""
 

@@ -15,7 +15,6 @@ BOUNDS = tuple(base * 10.0**power for power in range(-5, 1) for base in (1, 2.5,
 """Upper bounds of the histogram bins in seconds, from 10 us to 5 s; one more bin is unbounded."""
 
 MAX_UNREAD = 64
-"""Maximum number of unread timing events."""
 
 
 @attrs.frozen(kw_only=True)
@@ -24,7 +23,6 @@ class ReplayTimes:
 
     count: int
     seconds: float
-    """Total device time."""
     bins: tuple[int, ...]
     """Number of replays in each bin, including the unbounded one."""
 

@@ -209,7 +209,6 @@ class Engine:
             "facts": attrs.evolve(facts, traceable=False),
             "state": self.model.states.slots,
         }
-        """Options of all runners."""
         self._make_runners(max_requests, max_step_tokens)
 
     def _make_runners(self, max_requests: int, max_step_tokens: int) -> None:

@@ -145,7 +145,7 @@ class OperationTrace:
         return call()
 
     def groups(self) -> Iterator[tuple[list[nn.Linear], torch.Size]]:
-        """Yield siblings with one input, whose weights have no other use, and its shape."""
+        """Yield sibling layers that share an input but no weight, and the shape of the input."""
         counts = Counter(child.weight for _, child, _ in self._calls)
         for _, calls in itertools.groupby(self._calls, lambda call: (id(call[0]), id(call[2]))):
             run = list(calls)

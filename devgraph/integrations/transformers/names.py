@@ -38,4 +38,3 @@ def names_of(version: str) -> Names:
 
 
 NAMES = names_of(transformers.__version__)
-"""Names in the installed version."""

@@ -366,7 +366,6 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         self.functions: list[Callable[..., Tensor]] = []
         """Mask functions of a model that attends by itself."""
         self.windows: list[int | None] = []
-        """Windows of the masks."""
         self.shapes: dict[int, LayerShape] = {}
         self.attended: list[Tensor] = []
         """Queries, keys and values of all attention calls."""
