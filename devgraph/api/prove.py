@@ -718,10 +718,24 @@ def require_samples(sample: object, names: Iterable[str]) -> Mapping[str, Draw]:
     return sample
 
 
-def drawn(draw: Draw, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return new data for ``tensor`` that ``draw`` made on the host."""
+def drawn(name: str, draw: Draw, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return new data for ``tensor`` that ``draw`` made on the host.
+
+    Raises:
+        InputTypeError: the data has another shape, or a fraction that integers would lose.
+    """
     with torch.device("cpu"):
         data: torch.Tensor = draw(tuple(tensor.shape), generator)
+    real = tensor.is_floating_point() or tensor.is_complex()
+    if (
+        not isinstance(data, torch.Tensor)
+        or data.shape != tensor.shape
+        or (data.is_floating_point() and not real)
+    ):
+        raise InputTypeError(
+            f"sample={{{name!r}: ...}} must return data for {brief(tensor)}, but returned "
+            f"{brief(data)}"
+        )
     return data.to(device=tensor.device, dtype=tensor.dtype)
 
 
@@ -765,7 +779,7 @@ class _Prover:
         data = []
         for path, leaf in [*self.inputs, *self._renewed]:
             if path in self._sample:
-                value = drawn(self._sample[path], leaf, self._generator)
+                value = drawn(path, self._sample[path], leaf, self._generator)
             else:
                 value = leaf.detach().clone()
                 randomize(value, self._generator)

@@ -220,7 +220,7 @@ class Proof:
         device = self.step.inputs.device
         data = torch.full(slot.shape(real), slot.pad.value, dtype=slot.dtype, device=device)
         if slot.name in self._sample:
-            return drawn(self._sample[slot.name], data, self.generator)
+            return drawn(slot.name, self._sample[slot.name], data, self.generator)
         if slot.dtype.is_floating_point or slot.dtype.is_complex:
             randomize(data, self.generator)
         return data

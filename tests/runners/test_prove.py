@@ -468,6 +468,9 @@ def test_sample_of_a_proof_overrides_the_slots():
     assert seen
     with pytest.raises(dg.InputError, match="sample: there is no 'idz'"):
         runner.prove(sample={"idz": ids})
+    for data in (torch.rand(1), torch.zeros(99, dtype=torch.int64), [0]):
+        with pytest.raises(dg.InputTypeError, match="must return data for <Tensor"):
+            runner.prove(sample={"ids": lambda shape, g, data=data: data})
 
 
 def test_host_arguments_that_are_sampled_are_varied():
