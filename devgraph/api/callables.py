@@ -243,8 +243,8 @@ class Graphed:
         """Look up the graph of a call by its key, and run it or the function."""
         if self._closed:
             raise StateError(
-                f"{self!r} is closed. Call dg.ungraphed(module) to restore a module's forward, or "
-                f"make a new graphed callable with dg.graphed()."
+                f"{self!r} is closed. Call the module itself after dg.ungraphed(module), or make a "
+                f"new graphed callable with dg.graphed()."
             )
         if identity.token is not self._process:
             identity.require(self._process, "call a graphed function")
@@ -1038,21 +1038,26 @@ def graphed(
     return _GraphedFunction(fn_or_module, module, options)
 
 
-def ungraphed(module: torch.nn.Module) -> torch.nn.Module:
-    """Close the graphs of a graphed module and restore its ``forward``.
+def ungraphed(module: torch.nn.Module | Graphed) -> torch.nn.Module:
+    """Close the graphs of a graphed module and restore its ``forward``; return the module.
+
+    Args:
+        module: the module, or the callable that ``graphed`` returned for it.
 
     Raises:
         InputError: the module is not graphed.
     """
-    step = getattr(module, "__dict__", {}).get("forward")
+    owner: Any = module._module if isinstance(module, _GraphedModule) else module
+    step = getattr(owner, "__dict__", {}).get("forward")
     if not isinstance(step, Graphed):
-        raise InputError(f"{type(module).__name__} is not graphed")
+        raise InputError(f"{type(owner).__name__} is not graphed")
     step.close()
     fn = step._fn
     if getattr(fn, "__func__", None) is getattr(
-        type(module).forward, "__func__", type(module).forward
+        type(owner).forward, "__func__", type(owner).forward
     ):
-        del module.forward
+        del owner.forward
     else:
-        module.forward = fn
-    return module
+        owner.forward = fn
+    restored: torch.nn.Module = owner
+    return restored

@@ -271,7 +271,7 @@ def test_module_runs_in_graphs_and_gets_its_forward_back() -> None:
     assert step.stats()["captures"] == 1
     with pytest.raises(dg.StateError, match="graphed already"):
         graphed(module)
-    assert dg.ungraphed(module) is module
+    assert dg.ungraphed(step) is module
     assert "forward" not in vars(module)
     copy.deepcopy(module)
     with pytest.raises(dg.StateError, match="closed"):
