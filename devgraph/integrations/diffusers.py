@@ -45,6 +45,11 @@ class Accelerated:
                     f"{name} is offloaded by accelerate, which moves the weights in each call. "
                     f"Move the pipeline to the device with pipeline.to() instead."
                 )
+            if isinstance(getattr(module, "forward", None), Graphed):
+                raise StateError(
+                    f"{name} is graphed already. Call close() of the handle that accelerate "
+                    f"returned, or dg.ungraphed(pipeline.{name}), first."
+                )
         for name, module in denoisers.items():
             self.steps[name] = graphed(module, pool=self._pool, **options)
             self._undo.append(functools.partial(ungraphed, module))

@@ -57,6 +57,8 @@ def pair() -> tuple[Pipeline, Pipeline]:
 def test_pipeline_equals_eager_and_gets_its_methods_back() -> None:
     plain, ours = pair()
     handle = accelerate(ours, backend="cpu")
+    with pytest.raises(dg.StateError, match=r"close\(\) of the handle"):
+        accelerate(ours, backend="cpu")
     for rows in (1, 2, 1, 2):
         x = torch.randn(rows, 4)
         assert torch.equal(ours(x), plain(x))

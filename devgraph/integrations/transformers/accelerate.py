@@ -45,7 +45,12 @@ from devgraph.integrations.engine.installation import Changes
 from devgraph.integrations.transformers.engine import Engine, config_of, has_hooks
 from devgraph.integrations.transformers.fusion import model_lock
 from devgraph.integrations.transformers.names import NAMES
-from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of, parameters_of
+from devgraph.integrations.transformers.probe import (
+    UnsupportedModelError,
+    eos_of,
+    parameters_of,
+    require_model,
+)
 from devgraph.integrations.transformers.requests import SamplingParams
 from devgraph.integrations.transformers.seat import Seat, length_of, seat_of
 from devgraph.runners.decode import DecodeRunner
@@ -80,10 +85,7 @@ class Fallback(str, enum.Enum):
     LENGTH = "over_max_len", "more positions than max_len"
     LOGITS = "all_logits", "logits of padding, or of more tokens than one checking step returns"
     NESTED = "nested", "a generation inside another generation of the same model"
-    MODEL = (
-        "model",
-        "a model in training mode, with hooks, under autocast, or unsupported by the engine",
-    )
+    MODEL = "model", "a model that graphs cannot run"
     CONFIG = "generation_config", "options of generate_batch that the engine does not support"
 
 
@@ -163,6 +165,8 @@ class _Acceleration:
         self.model = model
         self.requests = 0
         self.fallbacks: Counter[str] = Counter()
+        self._logged: set[str] = set()
+        self._obstacle = ""
         self._make = make
         self.engine = make()
         self._checking: DecodeRunner | None = None
@@ -241,7 +245,8 @@ class _Acceleration:
             return Fallback.OUTPUTS
         if any(value is not None for name, value in inputs.items() if name not in _INPUTS):
             return Fallback.INPUTS
-        if not self._usable():
+        self._obstacle = self._find_obstacle()
+        if self._obstacle:
             return Fallback.MODEL
         if batch > self.engine.model.max_requests:
             return Fallback.BATCH
@@ -262,23 +267,22 @@ class _Acceleration:
         self._seat.assisted = mode is GenerationMode.ASSISTED_GENERATION
         return None
 
-    def _usable(self) -> bool:
-        """Whether graphs can run the model; rebuild the engine if the model was changed."""
-        if (
-            any(module.training for module in self.model.modules())
-            or has_hooks(self.model)
-            or torch.is_autocast_enabled(self.engine.model.device.type)
-        ):
-            return False
+    def _find_obstacle(self) -> str:
+        """Return why graphs cannot run the model, or ""; rebuild the engine of a changed model."""
+        if any(module.training for module in self.model.modules()):
+            return "a model with modules in training mode"
+        if has_hooks(self.model):
+            return "a model with hooks"
+        if torch.is_autocast_enabled(self.engine.model.device.type):
+            return "a model under autocast"
         if _fingerprint(self.model) != self._fingerprint or self.engine.closed:
             self._close()
             try:
                 self.engine = self._make()
             except (UnsupportedModelError, InputError) as error:
-                logger.warning("%s", error)
-                return False
+                return f"a changed model ({error})"
             self._fingerprint = _fingerprint(self.model)
-        return True
+        return ""
 
     def _fall_back(self, reason: Fallback, cache: Any = None, *, assisted: bool = False) -> None:
         """Count a request that runs transformers' own code; refuse it if the mode is strict."""
@@ -286,7 +290,8 @@ class _Acceleration:
         if seat is not None:
             assisted |= seat.assisted
             seat.leave()
-        request = f"{type(self.model).__name__}.generate: {reason.text}"
+        text = self._obstacle if reason is Fallback.MODEL else reason.text
+        request = f"{type(self.model).__name__}.generate: {text}"
         if self.engine.config.decode.strict:
             raise InputError(
                 f"{request}: graphs do not support this, and the mode is strict. Change the "
@@ -297,7 +302,8 @@ class _Acceleration:
                 f"{request}: graphs do not support this, and transformers does not check proposed "
                 f"tokens with recurrent state. Change the request, or do not propose tokens"
             )
-        if not self.fallbacks[reason.value]:
+        if text not in self._logged:
+            self._logged.add(text)
             logger.warning("%s: such requests run transformers' own code without graphs", request)
         self.fallbacks[reason.value] += 1
 
@@ -332,6 +338,8 @@ class _Acceleration:
         ids, keep = inputs.get("input_ids"), inputs.get("logits_to_keep", 0)
         others = inputs.keys() - _INPUTS - _ALWAYS
         if any(inputs[name] is not None for name in others) or ids is None or not ids.numel():
+            return Fallback.INPUTS, None
+        if ids.is_floating_point():  # An embedding refuses these; a static buffer would round them.
             return Fallback.INPUTS, None
         count = ids.shape[1]
         if seat.length + count - min(seat.pads) > self.engine.model.positions:
@@ -390,7 +398,8 @@ class _Acceleration:
             reason = None
             if self._depth:
                 reason = Fallback.NESTED
-            elif not self._usable():
+            elif obstacle := self._find_obstacle():
+                self._obstacle = obstacle
                 reason = Fallback.MODEL
             elif (
                 sampling is None
@@ -567,6 +576,9 @@ def unaccelerate(model: PreTrainedModel) -> Any:
     """Restore the methods of the model, free the graphs and return the model.
 
     Returned caches keep their contents. A model that is not accelerated is returned unchanged.
+
+    Raises:
+        UnsupportedModelError: ``model`` is no model of transformers, for example a pipeline.
     """
     acceleration = _of(model)
     if acceleration is not None:
@@ -600,5 +612,6 @@ def generate_stats(model: PreTrainedModel) -> GenerateStats:
 
 
 def _of(model: PreTrainedModel) -> _Acceleration | None:
+    require_model(model)
     hook = getattr(model, "__dict__", {}).get("generate")
     return hook.acceleration if isinstance(hook, _Hook) else None

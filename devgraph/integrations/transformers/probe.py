@@ -527,13 +527,20 @@ def ordinary_device() -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if ordinary else torch.device("cpu")
 
 
+def require_model(model: object) -> None:
+    """Raise UnsupportedModelError unless ``model`` is a model of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        way = "load one with AutoModelForCausalLM.from_pretrained(...)"
+        if isinstance(getattr(model, "model", None), PreTrainedModel):
+            way = "pass the model in its attribute 'model'"
+        raise UnsupportedModelError(
+            f"expected a transformers model, got {type(model).__name__}; {way}"
+        )
+
+
 def probe(model: PreTrainedModel) -> ModelShape:
     """Run ``model`` on three tokens and return its requirements."""
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"expected a transformers model, got {type(model).__name__}; load one with "
-            f"AutoModelForCausalLM.from_pretrained(...)"
-        )
+    require_model(model)
     try:
         with model_lock, ordinary_device():
             _check_static(model)

@@ -10,6 +10,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -392,6 +393,8 @@ def test_rows_masks_and_inputs_that_slots_cannot_hold_fall_back(model: Any) -> N
     for inputs, want in zip((five, gaps, embedded), wants, strict=True):
         assert torch.equal(generated(model, inputs), want)
     assert generate_stats(model).fallbacks == {"over_max_requests": 1, "mask": 1, "inputs": 1}
+    with pytest.raises(RuntimeError):
+        generated(model, {"input_ids": torch.tensor([[1.5, 2.5]])})
 
 
 def test_forward_outside_generate_is_the_models_own(model: Any) -> None:
@@ -455,6 +458,9 @@ def test_unaccelerated_model_is_as_it_was(model: Any) -> None:
         assert same is model
         with pytest.raises(StateError, match="already"):
             accelerate(model)
+        for call in (accelerate, unaccelerate, generate_stats):
+            with pytest.raises(UnsupportedModelError, match="attribute 'model'"):
+                call(SimpleNamespace(model=model))
         assert torch.equal(generated(model), want)
         check = getattr(utils, "DeferredStopCheck", utils.GenerationMixin)  # not in 5.10
         assert check.__module__ == utils.__name__
@@ -698,7 +704,9 @@ def test_changed_model_generates_what_it_then_does(model: Any) -> None:
     assert generated(model).tolist() == got[-1]
 
 
-def test_hooks_layers_in_training_and_autocast_fall_back(model: Any) -> None:
+def test_hooks_layers_in_training_and_autocast_fall_back(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     layer, seen = model.model.layers[1], []
     want = generated(model)
     accelerate(model, **OPTIONS)
@@ -714,6 +722,8 @@ def test_hooks_layers_in_training_and_autocast_fall_back(model: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = generated(model)
     assert generate_stats(model).fallbacks == {"model": 4}
+    for obstacle in ("with hooks", "in training mode", "under autocast"):
+        assert caplog.text.count(f"{obstacle}: such requests run transformers' own code") == 1
     # Hooks by which transformers collects outputs stay, and do nothing.
     generated(model, output_hidden_states=True, **RETURNED)
     assert torch.equal(generated(model), want)
@@ -885,8 +895,6 @@ def test_model_that_attends_itself_is_accelerated_and_keeps_its_padding_to_itsel
 
 @pytest.mark.parametrize("value", [5, None, "model", object(), torch.tensor([1, 2])])
 def test_what_is_no_model_is_refused(value: object) -> None:
-    with pytest.raises(DeviceGraphError, match="transformers model"):
-        accelerate(value)  # type: ignore[arg-type]
-    with pytest.raises(StateError, match="accelerate"):
-        generate_stats(value)  # type: ignore[arg-type]
-    assert unaccelerate(value) is value  # type: ignore[arg-type]
+    for call in (accelerate, generate_stats, unaccelerate):
+        with pytest.raises(UnsupportedModelError, match="transformers model"):
+            call(value)  # type: ignore[operator]
