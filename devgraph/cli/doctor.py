@@ -130,6 +130,8 @@ def _expect(args: argparse.Namespace) -> int:
             say("devgraph plan --cluster FILE --emit env prints the mode that each node needs")
         if any(report.values()) and (names := applied_by_runners()):
             say(f"unset {' and '.join(names)}: runners apply the environment to their mode")
+        if not os.environ.get(MODE_VARIABLE) and any(group["mode"] for group in here):
+            say(f"{MODE_VARIABLE} is not set: pass the mode of the plan to the engine as flags")
     return 1 if any(report.values()) else 0
 
 

@@ -246,7 +246,8 @@ def test_mode_of_pyproject_is_compared_with_the_plan(
     document = json.loads(planned.read_text())
     document["mode"] = {"decode": {"buckets": None}}  # the flag of a node is above pyproject.toml
     planned.write_text(json.dumps(document))
-    assert run_cli(capsys, *argv).code == 0
+    result = run_cli(capsys, *argv)
+    assert result.code == 0 and "DEVGRAPH_MODE is not set: pass the mode" in result.out
 
 
 def test_variables_that_runners_apply_are_compared_with_the_plan(
