@@ -161,6 +161,8 @@ class Gate:
         """The oldest epoch for which the gate may still be closed."""
         self.taken = 0
         """The last epoch for which ``wait`` was called without ``epoch``."""
+        self.kinds: set[str] = set()
+        """The marks of this name in the step: "wait", "signal" or both."""
 
     @property
     def epoch(self) -> int:
@@ -177,7 +179,9 @@ class Gate:
 
         Raises:
             GateError: that replay has finished.
+            InputError: the step has no ``dg.wait`` of this name.
         """
+        self._gates.require(self, "wait")
         return self._gates.open(self, epoch, None)
 
     def open_after(self, stream: Any = None) -> int:
@@ -186,6 +190,7 @@ class Gate:
         Args:
             stream: a stream of the device; None is the current stream.
         """
+        self._gates.require(self, "wait")
         return self._gates.open_after(self, stream)
 
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
@@ -202,7 +207,9 @@ class Gate:
             GateTimeoutError: no signal arrived in time, or the replay is invalid because one of its
                 gates was not opened.
             GateError: the replay ended without the signal.
+            InputError: the step has no ``dg.signal`` of this name.
         """
+        self._gates.require(self, "signal")
         return self._gates.wait(self, timeout, epoch)
 
     def __repr__(self) -> str:
@@ -302,6 +309,12 @@ class Gates(Mapping[str, Gate]):
         with self._state:
             return self._gates.setdefault(name, Gate(self, name, len(self._gates)))
 
+    def require(self, gate: Gate, kind: str) -> None:
+        """Raise InputError if no mark of this kind has the name of ``gate``."""
+        if self.complete and kind not in gate.kinds:
+            known = did_you_mean(gate.name, [n for n in self if kind in self._gates[n].kinds])
+            raise InputError(f"{self.owner} has no dg.{kind}({gate.name!r}). {known}")
+
     def name_of(self, place: int) -> str:
         return list(self._gates)[place // self._turns]
 
@@ -309,9 +322,10 @@ class Gates(Mapping[str, Gate]):
 
     def reach(self, kind: str, name: str, timeout: float | None, *, recording: bool) -> None:
         """Handle a gate mark: record it in a capture, run it in a launch, or else ignore it."""
-        place = (self._gates.get(name) or self._named(name)).number * self._turns
-        place += current_turn.get()
-        seconds = self.timeout if timeout is None else _timeout(timeout)
+        gate = self._gates.get(name) or self._named(name)
+        gate.kinds.add(kind)
+        place = gate.number * self._turns + current_turn.get()
+        seconds = self.timeout if timeout is None else _timeout(timeout, "timeout")
         launch, recorded, channel = self._now, self.recorded, self.channel
         if recording or (launch is None and self._records):
             if (kind, place) in recorded.marks:
@@ -700,9 +714,8 @@ class HostGates:
         return number > launch or (number == launch and fence())
 
 
-def _timeout(given: float | None) -> float:
+def _timeout(given: float | None, name: str = "gate_timeout") -> float:
     """Return a positive number of seconds, from the environment if ``given`` is None."""
-    name = "gate_timeout"
     if given is None:
         name, text = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE) or "30"
         try:

@@ -49,6 +49,11 @@ def test_unknown_gate_is_refused_with_the_nearest_name(captured):
     with pytest.raises(dg.InputError, match=r"no gate 'dome'.*Did you mean 'done'"):
         captured.gates["dome"]
     assert "dome" not in captured.gates
+    for act in captured.gates["done"].open, captured.gates["done"].open_after:
+        with pytest.raises(dg.InputError, match=r"no dg.wait\('done'\). Known: a, b"):
+            act()
+    with pytest.raises(dg.InputError, match=r"no dg.signal\('a'\). Known: done"):
+        captured.gates["a"].wait()
     assert list(captured.gates) == [*NAMES, "done"]
 
 

@@ -33,7 +33,7 @@ def test_runtime_that_runs_captured_waits_at_once_breaks_at_gates():
         backend = FakeBackend(fake)
         assert not backend.capabilities.gates
         x = torch.ones(4)
-        with pytest.raises(dg.CaptureError, match="full"):
+        with pytest.raises(dg.CaptureError, match="dg.wait or dg.signal .* 'full'"):
             dg.capture(step, x, backend=backend, policy="full")
         captured = dg.capture(step, x, backend=backend, policy="breakable")
         assert captured.stats()["gates_in_breaks"] == 2

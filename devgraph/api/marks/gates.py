@@ -114,8 +114,11 @@ def _reach(kind: str, name: str, timeout: float | None) -> None:
         gates.reach(kind, name, timeout, recording=recording)
 
 
-@no_graph
 def _gate(kind: str, name: str, timeout: float | None) -> Any:
     """Run a gate mark in a break, on a backend without gates inside graphs."""
     if (gates := current_gates.get()) is not None:
         gates.reach(kind, name, timeout, recording=False)
+
+
+_gate.__qualname__ = "dg.wait or dg.signal (a break without the capability gates)"
+_gate = no_graph(_gate)
