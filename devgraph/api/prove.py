@@ -277,7 +277,7 @@ def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
         "outputs that equal other outputs: the graph writes both into the same memory "
         f"({failures[0].where} {failures[0].message})": all(_EQUALS in f.message for f in failures),
         "only padded batches: real rows read padded rows": only("padded"),
-        f"only state differs: {lost}": (not outputs),
+        f"only state differs: {changed or lost}": (not outputs),
         f"only {', '.join(buckets)}: the graph of another bucket runs, or a value that depends on "
         "the size is in the graph": len(buckets) < len(tried),
         f"every element in every case: {changed or unknown}": always

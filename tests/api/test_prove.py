@@ -198,14 +198,18 @@ def test_error_of_the_step_in_a_proof_names_the_case_and_the_integers() -> None:
     )
 
 
-def test_changed_state_is_named_as_the_cause() -> None:
-    scale = [2.0]
-    captured = dg.capture(lambda x: x * scale[0], torch.ones(4), backend="cpu")
+@pytest.mark.parametrize("where", ["every element in every case", "only state differs"])
+def test_changed_state_is_named_as_the_cause(where: str) -> None:
+    scale, state = [2.0], torch.zeros(4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state.add_(x * scale[0])
+        return x * (scale[0] if "every" in where else 1)
+
+    captured = dg.capture(step, torch.ones(4), backend="cpu")
     scale[0] = 3.0
     (cause,) = captured.prove().causes
-    assert cause.startswith(
-        "every element in every case: the step reads an unmarked host value: scale[0] is 3.0"
-    )
+    assert cause.startswith(f"{where}: the step reads an unmarked host value: scale[0] is 3.0")
 
 
 class Linear(torch.nn.Module):
