@@ -19,7 +19,7 @@ class Capabilities:
     """The features in which backends differ. The defaults declare as little as possible.
 
     The conformance suite fails if a declared capability does not work, and reports an undeclared
-    capability that works.
+    capability whose tests all pass.
     """
 
     region_update: bool = _optional("DeviceGraph._record", "DeviceGraph._apply")

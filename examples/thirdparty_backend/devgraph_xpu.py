@@ -3,8 +3,8 @@
 ``TorchBackend`` implements everything that torch's device namespaces have in common: streams,
 pools, aliases, capture, replay and cleanup after failures. This module declares the name and the
 capabilities, and overrides one method. The capabilities have conservative defaults until the
-conformance suite has passed on a device. The following command reports each capability that works
-but is not declared:
+conformance suite has passed on a device. Declare others one at a time, and test each with this
+command:
 
     pytest --pyargs devgraph.testing.conformance --devgraph-backend xpu
 """
