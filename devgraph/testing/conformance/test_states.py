@@ -162,7 +162,7 @@ def test_closed_capture_releases_the_bound_tensors(kit: Kit, policy: str) -> Non
     captured.close()
     del x
     gc.collect()
-    assert bound() is None
+    assert bound() is None, "_free of the graph must drop the recorded work"
 
 
 @dg.region(host_args=("n",), mutates=("out",))
@@ -181,7 +181,7 @@ def test_graph_that_was_freed_releases_the_tensors_that_it_used(kit: Kit, end: s
     graph, _ = kit.record(lambda: used[0] + 1)
     kept: Any = StorageWeakRef(used.pop().untyped_storage())  # type: ignore[no-untyped-call]
     getattr(graph, end)()
-    assert kept.expired()
+    assert kept.expired(), "_free of the graph must drop the recorded work"
 
 
 @pytest.mark.parametrize("how", ["nothing", "replay", "bound", *UPDATED])
@@ -209,7 +209,7 @@ def test_dropped_graph_is_freed_without_a_collection(kit: Kit, how: str) -> None
         kit.backend.synchronize()
         kept = weakref.ref(graph)
         del graph
-        assert kept() is None
+        assert kept() is None, "the executable or a recording references its graph"
     finally:
         gc.enable()
 
@@ -304,6 +304,7 @@ def test_exception_in_a_captured_step_leaves_nothing_behind(
 def test_failed_captures_leak_nothing(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 1."""
     x = bound = kit.tensor(4096)
+    before = bound.clone()
     graph, y = kit.record(lambda: (bound + 1) * 2, pool=pool)
     sizes = []
     for _ in range(8):
@@ -313,10 +314,12 @@ def test_failed_captures_leak_nothing(kit: Kit, pool: dg.Pool) -> None:
         ):
             for _ in range(4):
                 x = x + 1
+            bound.add_(1)
             raise ValueError("body")
         gc.collect()
         sizes.append(pool.bytes)
     assert sizes[-1] <= sizes[1], f"bytes of the pool after each failure: {sizes}"
+    kit.same(bound, before, "a tensor that the failed bodies write")
     kit.refill(bound, 8)
     graph.replay()
     kit.same(y, (bound + 1) * 2)
