@@ -177,7 +177,7 @@ def _make(name: str, factory: Callable[[], Backend]) -> Backend:
         )
     if backend.name != name:
         raise BackendUnavailableError(_other_name(name, type(backend), backend.name))
-    _require_update_hooks(backend)
+    _require_hooks(backend)
     for kind in type(backend).__mro__:
         if kind.__module__ != "__main__":  # this module may define steps too
             add_machinery(kind.__module__)
@@ -193,12 +193,16 @@ def _other_name(name: str, kind: type, own: str) -> str:
     )
 
 
-def _require_update_hooks(backend: Backend) -> None:
+def _require_hooks(backend: Backend) -> None:
     from devgraph.api.capabilities import Capabilities, hooks
     from devgraph.api.graph import DeviceGraph
 
     require_result(backend.capabilities, Capabilities, backend, "capabilities")
     graph_type = backend.graph_type
+    if graph_type is DeviceGraph:
+        raise BackendUnavailableError(
+            f"{type(backend).__name__} has no graph_type; set it to a subclass of DeviceGraph"
+        )
     names = [hook.rpartition(".")[2] for hook in hooks("region_update")]
     missing = [name for name in names if getattr(graph_type, name) is getattr(DeviceGraph, name)]
     if backend.capabilities.region_update and missing:

@@ -191,6 +191,13 @@ def test_a_backend_has_the_name_under_which_it_is_registered():
     assert said in {info.name: info.reason for info in dg.backends()}["other"]
 
 
+def test_backend_without_a_graph_type_is_refused(monkeypatch):
+    monkeypatch.setattr(CpuBackend, "graph_type", dg.DeviceGraph)
+    dg.register("plain", _named("plain"))
+    with pytest.raises(dg.BackendUnavailableError, match="Plain has no graph_type; set it to"):
+        dg.get_backend("plain")
+
+
 def test_name_in_another_case_is_suggested():
     with pytest.raises(dg.UnknownBackendError, match="Did you mean 'cpu'"):
         dg.get_backend("CPU")
