@@ -39,7 +39,7 @@ from devgraph.api.snapshots import RowPlace, RowsOf, differs, read, row_at
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.loop import LOOP_SLOTS
 from devgraph.runners.ranks import RankGroup
-from devgraph.runners.slots import InputSlot, Size, raw
+from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size, raw
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
 _ENOUGH = 4096
@@ -287,6 +287,7 @@ class _CaseRun:
         if compared.agreed(bool(failures) and collides()):
             self._equalize()
             want, got, failures = self._on_padded_batch(no_rows, scratch)
+        failures += self._of_other_requests(want)
         stable = self.case.padded and all(failure.kind != "eager" for failure in failures)
         if not compared.agreed(stable and _writes(self._used_pads(), want)) and terms.quick:
             return failures
@@ -309,6 +310,23 @@ class _CaseRun:
             self.case.failure(where, f"compared with eager on the real batch {message}", "size")
             for where, message in sized
         ]
+
+    def _of_other_requests(self, want: RunResult) -> Iterator[Failure]:
+        """Yield a failure for each state of which the step wrote rows of other requests."""
+        store = self._step.state
+        if store is None:
+            return
+        for name in filter(want.state.__contains__, store.named):
+            now, saved, numbers = want.state[name]
+            written = _changed(saved, now).movedim(int(name.startswith("history")), 0)
+            rows = written.reshape(len(written), -1).any(1).nonzero().flatten().tolist()
+            others = {*rows}.difference(self._values(STATE_SLOTS), [store.rows])
+            if others and numbers is None:
+                message = (
+                    f"the step writes row {min(others)} of {name}, which belongs to no request of "
+                    f"the batch; write only the rows batch.state_slots"
+                )
+                yield self.case.failure(f"slot {STATE_SLOTS!r}:", message, "padding")
 
     def _eager(self, change: Callable[[], None] = lambda: None) -> NamedTensors:
         """Run the step on the padded batch, after ``change`` has modified the batch."""

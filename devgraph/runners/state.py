@@ -158,6 +158,12 @@ class StateStore:
         return [self.buffers] if self.earlier is None else [self.buffers, self.earlier]
 
     @property
+    def named(self) -> dict[str, torch.Tensor]:
+        named = {f"state {name!r} of requests": b for name, b in self.buffers.items()}
+        earlier = () if self.earlier is None else self.earlier.items()
+        return named | {f"history of state {name!r}": versions for name, versions in earlier}
+
+    @property
     def nbytes(self) -> int:
         return sum(buffers.nbytes for buffers in self.memory)
 

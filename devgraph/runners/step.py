@@ -166,9 +166,8 @@ class Step:
 
     def _given(self) -> list[tuple[str, torch.Tensor]]:
         bound = self.inputs.buffers.bound.items()
-        memory = [] if self.state is None else self.state.memory
-        rows = [(f"state {n!r} of requests", t) for buffers in memory for n, t in buffers.items()]
-        return [*((f"bound tensor {name!r}", tensor) for name, tensor in bound), *rows]
+        rows = {} if self.state is None else self.state.named
+        return [*((f"bound tensor {name!r}", tensor) for name, tensor in bound), *rows.items()]
 
     def _snapshot(self) -> Snapshot:
         reached, generators = self._reached()

@@ -282,6 +282,15 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_written(change: Any, 
         assert rows(runner, 2, state_slots=[1]) == [3]
 
 
+def test_prove_finds_rows_of_other_requests_that_a_step_writes():
+    def step(batch: Any) -> torch.Tensor:
+        batch.state.count[: batch.requests].add_(1)
+        return batch.x * 1
+
+    with decode_of(step, (X,), state=STATE, max_requests=4) as runner:
+        assert runner.prove().causes[0].startswith("the step writes row 3 of state 'count' of requ")
+
+
 def test_request_slot_that_was_never_assigned_is_refused():
     with decode_of(accumulate, (X,), state=STATE, max_requests=4) as runner:
         runner.assign(1)
