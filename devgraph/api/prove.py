@@ -492,7 +492,7 @@ class RunResult:
     outputs: NamedTensors
     state: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
     draws: bool = False
-    """Whether the run drew random numbers from the default generator of the backend."""
+    """Whether the run drew random numbers."""
 
 
 Run = Callable[[], NamedTensors]
@@ -534,6 +534,7 @@ class Comparison:
         draws = self.state.draws()
         self.draws |= draws
         state = self.state.changes() if self._with_state else {}
+        draws |= any(name.startswith("random generator") for name in state)
         return RunResult(outputs=outputs, state=state, draws=draws)
 
     def failures(

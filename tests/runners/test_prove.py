@@ -555,6 +555,14 @@ def test_cause_is_found_beside_written_rows_and_missing_data():
     assert "no real data: pad values in starts" in prefill.prove().causes[1]
 
 
+def test_a_step_may_draw_from_its_own_generator():
+    own = torch.Generator().manual_seed(0)
+    report = decode_of(
+        lambda batch: batch.x + torch.rand(len(batch.x), 1, generator=own), (X,)
+    ).prove()
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.float32], ids=str)
 def test_state_that_only_shared_rows_write_is_compared(dtype, devgraph_backend):
     """No element was left to compare, and a mask without true elements failed on a device."""
