@@ -120,13 +120,14 @@ def content_of(value: Any) -> Any:
         return frozenset(value) if len(value) <= SMALL else len(value)
     if isinstance(value, _BUFFERS) or is_array(value):
         view = memoryview(value)
-        return view.tobytes() if view.nbytes <= SMALL else None
+        return view.tobytes() if view.nbytes <= 64 * SMALL else None
     return None
 
 
 CONTAINERS = (Mapping, list, deque)
 SMALL = 1024
-"""Maximum size of an array (bytes), a set or a mapping (elements) whose content is compared."""
+"""Maximum number of elements of a set or a mapping whose content is compared. Arrays may have 64
+times as many bytes."""
 
 _BUFFERS = (bytearray, array.array, memoryview, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
@@ -904,8 +905,9 @@ def rebinding(verb: str, path: str) -> str:
     """Return the error text for a step that changes the tensors of a place."""
     if verb == "replaces":
         return (
-            f"the step replaces {path}: write into it with copy_(). A replay repeats the work of "
-            f"the device but no assignments, so a step must write in place."
+            f"the step replaces {path}: write into it with copy_(), or pass the new tensor on as "
+            f"an argument. A replay repeats the work of the device but no assignments, so a step "
+            f"must write in place."
         )
     way = "Return the tensor, or write in place into a tensor that exists before the capture."
     if verb == "advances":

@@ -146,6 +146,7 @@ CONTENTS: dict[str, tuple[Any, Any, Any]] = {
     "array": (lambda v, x: x * v[0], lambda: array.array("f", [2]), lambda v: v.append(1)),
     "bytes": (lambda v, x: x * v[0], lambda: bytearray(b"a"), lambda v: v.extend(b"b")),
     "numpy": (lambda v, x: x * float(v[1]), lambda: numpy.ones(3), lambda v: v.fill(2)),
+    "table": (lambda v, x: x * float(v[1]), lambda: numpy.ones(4096), lambda v: v.fill(2)),
 }
 
 
