@@ -82,7 +82,7 @@ class InputArena:
                 raise ConfigError(
                     f"input slot {slot.name!r} needs {slot.shape(largest)}, but the buffer of the "
                     f"share= runner has {tuple(lent[slot.name].shape)}; create the runner with the "
-                    f"larger batches first, and pass it as share= to the other"
+                    f"larger batches first, and pass it as share= to the other, or rename the slot"
                 )
         return lent
 
