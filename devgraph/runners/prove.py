@@ -195,16 +195,16 @@ class Proof:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
         """Return inputs, marks of real rows, and the slots without a source of legal data."""
         step = self.step
-        implied = self._implied(real) if self._implied else {}
+        implied = (self._implied or self._even_offsets)(real)
         last = self._last(real, self.generator)
         self._varied |= implied.keys() | self._sample.keys() | last.keys()
         inputs, filled = {}, []
         for name, slot in step.inputs.given.items():
             fixed = slot.fixed_in_proofs and name not in self._sample
-            if name in implied:
-                inputs[name] = implied[name]
-            elif fixed and name in last:
+            if fixed and name in last:
                 inputs[name] = last[name]
+            elif fixed and name in implied:
+                inputs[name] = implied[name]
             else:
                 inputs[name] = self.data(slot, real)
                 filled += [name] if fixed else []
@@ -214,6 +214,18 @@ class Proof:
             if slot.real is not None and slot.sample is not None
         }
         return inputs, marks, tuple(filled)
+
+    def _even_offsets(self, real: Size) -> dict[str, torch.Tensor]:
+        """Return offsets of requests of similar lengths, unless other data may depend on them."""
+        inputs, host = self.step.inputs, self.step.host.declared
+        name = inputs.token_offsets
+        rows = [s for s in inputs.given.values() if s.by_requests and s.dims[1:] == ()]
+        numbers = {s.name for s in rows if not s.dtype.is_floating_point} - {STATE_SLOTS}
+        if name is None or host or numbers != {name}:
+            return {}
+        slot = inputs.slots[name]
+        ends = torch.arange(real.requests + 1, device=inputs.device) * real.tokens
+        return {name: (ends // real.requests + slot.pad.value).to(slot.dtype)}
 
     def data(self, slot: InputSlot, real: Size) -> torch.Tensor:
         """Return new data for a slot; without a source of legal data, pad values."""

@@ -20,6 +20,9 @@ from tests.support.runner_steps import (
     double_runner,
 )
 
+STARTS = InputSlot("starts", ("requests+1",), torch.int64, pad=Pad.last())
+LENGTHS = InputSlot("lengths", ("requests",), torch.int64, pad=Pad.fill(1))
+
 
 def sampled_slots():
     """The slots of ``CacheStep`` with legal random data for ``prove``."""
@@ -74,19 +77,23 @@ def test_data_of_no_real_batch_is_named_as_a_cause():
             sums[first:last] = hidden[first:last].cumsum(0)
         return sums
 
+    def report_of(*slots):
+        runner = dg.PrefillRunner(
+            lambda batch: batch.x + attend(batch.x * 2, batch),
+            [X, STARTS, *slots],
+            max_tokens=8,
+            max_requests=4,
+            config={"policy": "breakable", "buckets": [4, 8]},
+            backend="cpu",
+        )
+        runner.capture()
+        return runner.prove()
+
     garbage = itertools.count(1.0)
-    runner = dg.PrefillRunner(
-        lambda batch: batch.x + attend(batch.x * 2, batch),
-        [X, InputSlot("starts", ("requests+1",), torch.int64, pad=Pad.last())],
-        max_tokens=8,
-        max_requests=4,
-        config={"policy": "breakable", "buckets": [4, 8]},
-        backend="cpu",
-    )
-    runner.capture()
-    report = runner.prove()
+    assert report_of().ok  # the proof divides the tokens among the requests
+    report = report_of(LENGTHS)
     assert "eager differs from itself" in report.causes[0]
-    assert "no real data: pad values in starts, in" in report.causes[1]
+    assert "no real data: pad values in lengths, starts, in" in report.causes[1]
     assert not any("another bucket" in cause for cause in report.causes)
 
 
@@ -539,10 +546,9 @@ def test_one_real_row_and_padding_that_write_the_scratch_row_are_no_failure():
 def test_cause_is_found_beside_written_rows_and_missing_data():
     step, factor = CacheStep(), [1.0]
     runner = decode_of(lambda batch: step(batch) + factor[0], sampled_slots())
-    starts = InputSlot("starts", ("requests+1",), torch.int64, pad=Pad.last())
     prefill = dg.PrefillRunner(
         lambda batch: batch.x + factor[0],
-        [X, starts],
+        [X, STARTS, LENGTHS],
         config={"buckets": [4, 8]},
         backend="cpu",
         max_tokens=8,
@@ -552,7 +558,7 @@ def test_cause_is_found_beside_written_rows_and_missing_data():
     factor[0] = 2.0
     for proven in (runner, prefill):
         assert "every element in every case" in proven.prove().causes[0]
-    assert "no real data: pad values in starts" in prefill.prove().causes[1]
+    assert "no real data: pad values in lengths, starts" in prefill.prove().causes[1]
 
 
 def test_a_step_may_draw_from_its_own_generator():
