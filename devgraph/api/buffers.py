@@ -272,9 +272,8 @@ class Bound:
             if (now := _layout_of(tensor)) != layout:
                 raise StateError(
                     f"{what} has moved or has a new layout: it was {_text(*layout)} and is "
-                    f"{_text(*now)}. Graphs use the old memory and layout: write new "
-                    f"data with copy_(), undo the in-place change (t_(), resize_(), ...), or "
-                    f"capture again."
+                    f"{_text(*now)}. Graphs use the old memory and layout: write new data with "
+                    f"copy_(), undo the in-place change (t_(), resize_(), ...), or {AGAIN}."
                 )
         if all(type(tensor) in _PLAIN for tensor in self.tensors):
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)

@@ -790,13 +790,13 @@ class Weights:
             elif name != "_modules" and [*table.values()] != [*held.values()]:
                 raise StateError(
                     "a module of the step has different forward hooks than at capture, but the "
-                    "graph contains the work of the old hooks. Capture again."
+                    f"graph contains the work of the old hooks. Restore them, or {AGAIN}."
                 )
         forwards = [(kind, getattr(kind, "forward", None)) for kind, _ in self._forwards]
         if [*map(_kind_of, self.modules)] != self._kinds or forwards != self._forwards:
             raise StateError(
                 "a module of the step has a different class or forward than at capture, but the "
-                "graph runs the old forward. Capture again."
+                f"graph runs the old forward. Restore it, or {AGAIN}."
             )
         if self._has_modes and self.training() != self._modes:
             raise StateError(
