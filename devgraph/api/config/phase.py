@@ -75,6 +75,8 @@ def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) ->
         )
     if what == "key" and name in REMOVED_KEYS:
         return ConfigError(f"{path}: the key {name!r} was removed: {REMOVED_KEYS[name]}")
+    if what == "phase" and name in KEYS:
+        return ConfigError(f"{path}: {name!r} is a key of a phase; move it into decode or prefill")
     hint = did_you_mean(name, names, OTHER_NAMES)
     return ConfigError(f"{path}: there is no {what} {name!r}. {hint}")
 
