@@ -433,6 +433,8 @@ class TorchBackend(Backend):
         self._device = torch.device(self.device_type, self.namespace.current_device())
         self.current_stream_id: Callable[[], int] = self._make_current_stream_id()
         self._capture_stream: Any = None
+        # A forked child gets a lock without this query, which would initialize the device.
+        self.capture_lock.is_stream_capturing = self.namespace.is_current_stream_capturing
 
     @property
     def capture_stream(self) -> Any:
@@ -517,12 +519,6 @@ class TorchBackend(Backend):
         if not self.capture_lock.is_recording_here:
             for gates in list(self.gate_sets):
                 gates.check()
-
-    def after_fork(self) -> None:
-        super().after_fork()
-        self.capture_lock.is_stream_capturing = lambda: bool(
-            self.namespace.is_current_stream_capturing()
-        )
 
     def keep_memory(self) -> None:
         super().keep_memory()
