@@ -270,7 +270,7 @@ class Graphed:
             torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         )
         key += (needs_gradient, with_gradients, shown)
-        key += (tuple(self._watched.training()), self._named_constants(), self._answers(tensors))
+        key += (tuple(self._watched.training()), self._named_constants())
         try:
             entry = self._entries.get(tuple(key))
         except TypeError:
@@ -335,7 +335,6 @@ class Graphed:
         required = [tensor.requires_grad for tensor in tensors]
         training, named = self._watched.training(), self._named_constants()
         grad = call.with_gradients
-        answers = self._answers(tensors)
 
         def repeat(step: Graphed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             flat: Sequence[Any] = args
@@ -363,8 +362,6 @@ class Graphed:
             elif step._constants is not named and step._constants != named:
                 return _OTHER
             if [tensor.requires_grad for tensor in flat] != required:
-                return _OTHER
-            if answers and step._answers(flat) != answers:
                 return _OTHER
             if state and _share_memory(state, flat):
                 return _OTHER
@@ -427,11 +424,6 @@ class Graphed:
         plain = (entry._replace(value=entry.now()) for entry in named.plain)
         self._constants, self._constants_same = constants, all_of(map(term_of, plain))
         return constants
-
-    def _answers(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Return the properties, other than data, that the step reads from tensors of a call."""
-        asked = None if self._named is None else self._named.asked
-        return asked.answers(tensors) if asked else ()
 
     def _name(self) -> NamedState:
         """Find the state that the function reads by name."""
@@ -630,13 +622,7 @@ class Graphed:
                 f"outside of the graph. Use torch.nn.utils.parametrizations, or graph a module "
                 f"that contains this one."
             )
-        names = () if self._named is None else self._named.names
-        static_inputs = StaticInputs(call.args, call.kwargs, names)
-        if self._answers(static_inputs.tensors) != self._answers(call.tensors):
-            raise CaptureError(
-                "the step reads the identity, address, layout or attributes of a tensor of the "
-                "call, which differ for the static copy in the graph"
-            )
+        static_inputs = StaticInputs(call.args, call.kwargs)
         if entry.has_gradients:
             parameters = [p for p in self._parameters() if p.requires_grad]
             # Activations live from the forward to the backward graph, so no other graph may share

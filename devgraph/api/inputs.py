@@ -22,7 +22,6 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.source import warn
-from devgraph.api.named import LAYOUT, attributes_of
 from devgraph.api.owned import Owned, require_place
 from devgraph.api.reach import PLAIN, is_array
 from devgraph.api.tensors import (
@@ -54,8 +53,7 @@ class Inputs:
         self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
         self._written, self._iterated, self._moved = owned.written, owned.iterated, owned.moved
-        self._asked, self._changed = owned.asked, owned.changed
-        self._warned = set[str]()
+        self._changed, self._has_warned = owned.changed, False
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -75,8 +73,6 @@ class Inputs:
                 host[name] = value
             else:
                 pairs += self._pairs(name, self._named(name, len(given)), value)
-        if self._asked and pairs:
-            self._require_same_answers(pairs)
         new: dict[int, torch.Tensor] = {}
         for target, source in pairs:
             if new.setdefault(id(target), source) is not source:
@@ -131,37 +127,6 @@ class Inputs:
         other._arguments = {**self._arguments, **values}
         return other
 
-    def _require_same_answers(self, pairs: Sequence[Pair]) -> None:
-        """Raise InputError if the step's code would get different answers than at capture.
-
-        If only strides differ, warn once: many steps read strides and compute equal results.
-        """
-        bound, given = (self._asked.answers(tensors) for tensors in zip(*pairs, strict=True))
-        for (what, then), (_, now) in zip(bound, given, strict=True):
-            for index, (_, source) in enumerate(pairs):
-                if now[index] == then[index]:
-                    continue
-                difference = (
-                    f"the step uses {what!r}, and its answer for the input {brief(source)} is "
-                    f"{brief(now[index])} and was {brief(then[index])} at capture. The graph has "
-                    f"only the work for the old answer"
-                )
-                if what not in LAYOUT:
-                    raise InputError(
-                        f"{difference}. Pass inputs with the strides, memory and identity of the "
-                        f"bound tensors, or capture again."
-                    )
-                self._warn_once(
-                    "strides",
-                    f"{difference}, which is wrong if the result of the step depends on strides. "
-                    f"Pass an input with the old strides.",
-                )
-
-    def _warn_once(self, subject: str, text: str) -> None:
-        if subject not in self._warned:
-            self._warned.add(subject)
-            warn(text)
-
     @functools.cached_property
     def _state(self) -> dict[int, list[tuple[str, torch.Tensor]]]:
         """The tensors that the step can reach in addition to its arguments, by storage."""
@@ -187,9 +152,9 @@ class Inputs:
                 )
             changed = (pair for pair in near[1] if id(pair[1]) in self._changed)
             written = next((name for name, t in changed if share_memory(source, t)), None)
-            if written:
-                self._warn_once(
-                    "memory",
+            if written and not self._has_warned:
+                self._has_warned = True
+                warn(
                     f"the input {brief(source)} shares memory with {written}, which the step "
                     f"writes. A replay copies the input before the step begins, so later writes of "
                     f"the step do not change it. Pass a clone() if this is intended.",
@@ -226,14 +191,6 @@ class Inputs:
                 raise InputTypeError(
                     f"input {name!r} is a {type(value).__name__} and was a {type(bound).__name__} "
                     f"at capture, and the graph has only the work for the old class. Capture again."
-                )
-            own, held = (attributes_of(tensor, self._asked.names) for tensor in (value, bound))
-            if own.keys() != held.keys() or not all(
-                same_value(own[key], held[key]) for key in held
-            ):
-                raise InputError(
-                    f"input {name!r} has the attributes {own} and had {held} at capture, and the "
-                    f"graph uses the old ones. Pass changing values as arguments, or capture again."
                 )
             if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
                 raise InputError(

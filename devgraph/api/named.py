@@ -8,7 +8,7 @@ import itertools
 import logging
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from devgraph.api.reach import (
     is_array,
     rebinding,
 )
-from devgraph.api.tensors import Memory, effective_strides, has_place, memory_of
+from devgraph.api.tensors import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -37,80 +37,6 @@ _EACH, _TURN = 32, 8
 A replay compares the first entries, up to this number, and as many of the rest in rotation. It
 compares all other places, and the lengths of containers outside of module containers.
 """
-
-_READS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "is_contiguous": effective_strides,
-    "stride": effective_strides,
-    "as_strided": torch.Tensor.stride,
-    "storage_offset": torch.Tensor.storage_offset,
-    **dict.fromkeys(("_base", "_is_view"), torch.Tensor._is_view),
-    **dict.fromkeys(("is_leaf", "grad_fn"), lambda tensor: tensor.is_leaf),
-    "requires_grad": lambda tensor: tensor.requires_grad,
-    "Parameter": type,
-}
-"""Properties of tensors that copies do not transfer, by names in code that reads them."""
-
-LAYOUT = frozenset(("is_contiguous", "stride"))
-"""Names in code that mostly select how a result is computed, and not the result."""
-
-
-class Asked:
-    """The questions that a step asks about tensors, in addition to type, shape and data.
-
-    Args:
-        names: the names in the code.
-        others: tensors with which the code may compare the tensors of a call.
-    """
-
-    def __init__(self, names: Collection[str], others: Sequence[torch.Tensor]) -> None:
-        self.names = names
-        self._reads = [(name, read) for name, read in _READS.items() if name in names]
-        storages = dict.fromkeys(("is_set_to", "storage", "untyped_storage"), _storage)
-        numbers = {"is": id, "id": id, "data_ptr": _place, **storages}
-        self._numbers = [pair for pair in numbers.items() if pair[0] in names]
-        self._others = others if self._numbers else ()
-        for name in ("getattr", "hasattr", "vars", "__dict__", "AttributeError"):
-            if name in names:
-                self._reads.append((name, self._attributes))
-
-    def __bool__(self) -> bool:
-        return bool(self._numbers or self._reads)
-
-    def answers(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, Any], ...]:
-        """Return the names in the code, each with the answers for ``tensors``, as a hashable key.
-
-        The answer to a comparison is the number of the first tensor that is equal.
-        """
-        found = [(name, tuple(map(read, tensors))) for name, read in self._reads]
-        every = [*self._others, *tensors]
-        for name, number_of in self._numbers:
-            numbers = [*map(number_of, every)]
-            found.append((name, tuple(map(numbers.index, numbers[len(self._others) :]))))
-        return tuple(found)
-
-    def _attributes(self, tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
-        held = attributes_of(tensor, self.names).items()
-        return tuple((n, exact(v) if isinstance(v, PLAIN) else id(v)) for n, v in held)
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """Return the address, or the id of a tensor without elements."""
-    return (tensor.data_ptr() if has_place(tensor) else 0) or id(tensor)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return memory_of(tensor) if has_place(tensor) else id(tensor)
-
-
-def attributes_of(tensor: torch.Tensor, names: Collection[str]) -> dict[str, Any]:
-    """Return a user's attributes of a tensor: plain public ones, and those in ``names``."""
-    held = vars(tensor)
-    if tensor.is_quantized:  # copies transfer the integers only
-        held = {**held, "quantizer": repr(tensor).rpartition("scheme=")[2]}
-    if not held:
-        return held
-    return {k: v for k, v in held.items() if k in names or (k[0] != "_" and isinstance(v, PLAIN))}
-
 
 class NamedState:
     """The globals, closure cells, attributes and entries that a step reads, with their values.
@@ -130,7 +56,6 @@ class NamedState:
         tensors: the tensors in the places.
         names: the names that the step uses.
         iterated: the names of values that the step iterates over.
-        asked: the questions that the step asks about its inputs.
         plain: all places with plain values, except those that the step added.
     """
 
@@ -160,7 +85,6 @@ class NamedState:
         self.plain = [entry for entry in plain if entry.place not in self._added]
         held = [entry.value for entry in self._held]
         self.tensors = [value for value in held if isinstance(value, torch.Tensor)]
-        self.asked = Asked(named.names, self.tensors)
         self._memory = Memory(self.tensors)
         self._spaces = named.spaces
         default = Entry("torch.default_generator", None, None, torch.default_generator)

@@ -44,7 +44,7 @@ from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.marks.source import is_machinery_module, warn
 from devgraph.api.modes import FAKE, PROXY, OwnMode, tracer
-from devgraph.api.named import Asked, NamedState, changed_contents, text_of_changes
+from devgraph.api.named import NamedState, changed_contents, text_of_changes
 from devgraph.api.process import several_ranks
 from devgraph.api.reach import (
     ABSENT,
@@ -157,8 +157,6 @@ class Owned:
         """The gradients that the step writes."""
         self._is_first_captured = False
         """Whether the captured run was the first run."""
-        self.asked = Asked((), ())
-        """The questions that the step asks about its inputs."""
         self.iterated: Collection[str] = ()
         """The names of values that the step iterates over."""
         self._after_run: list[Entry] = []
@@ -499,7 +497,7 @@ class Owned:
 
         state = NamedState(self.roots, has_changed, regions=regions, found=self._named)
         named = watched_in(state)
-        self.asked, self.iterated = state.asked, state.iterated
+        self.iterated = state.iterated
         if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
             leaves = {id(e.value): e.value for e in entries(self.roots)}.values()
             named.append(Flags([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))

@@ -509,8 +509,8 @@ class _Uses(NamedTuple):
     """How code, and the code nested in it, uses names."""
 
     names: set[str]
-    """Names of globals and attributes, "is" for a comparison of the identities of values, "in" for
-    a test of membership, and "grad =" for an assignment to a gradient."""
+    """Names of globals and attributes, "in" for a test of membership, and "grad =" for an assignment
+    to a gradient."""
     globals: set[str]
     """Names of globals, not of attributes."""
     read: set[str]
@@ -562,10 +562,8 @@ _ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min ma
 
 
 def _operators_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
-    for before, step in itertools.pairwise(steps):
-        if step.opname == "IS_OP" and before.opname != "LOAD_CONST":
-            yield "is"
-        elif step.opname == "STORE_ATTR" and step.argval == "grad":
+    for step in steps:
+        if step.opname == "STORE_ATTR" and step.argval == "grad":
             yield "grad ="
         elif step.opname == "CONTAINS_OP":
             yield "in"

@@ -49,15 +49,9 @@ _GROUPED = frozenset(
 
 
 class StaticInputs:
-    """Copies of a step's arguments in static tensors, which receive the data of later calls.
+    """Copies of a step's arguments in static tensors, which receive the data of later calls."""
 
-    ``names`` are names in the code of the step.
-    """
-
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str] = ()
-    ) -> None:
-        self._names = names
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._by_id: dict[int, torch.Tensor] = {}
         self.args = tuple([mapped(self._own, argument) for argument in args])
@@ -87,7 +81,7 @@ class StaticInputs:
             require_place("a tensor of the call", leaf)
             if leaf.is_quantized:
                 raise CaptureError("a tensor of the call is quantized: pass q.int_repr() instead")
-            if names := [n for n in vars(leaf) if n[0] != "_" or n in self._names]:
+            if names := [n for n in vars(leaf) if n[0] != "_"]:
                 raise CaptureError(
                     f"a tensor of the call has attributes ({', '.join(names)}), which its static "
                     f"copy in the graph does not have. Pass them as arguments."

@@ -103,21 +103,6 @@ def test_mapping_that_the_step_reads_whole_keeps_its_order(kit: Kit) -> None:
         whole.replay(other)
 
 
-def test_attributes_of_a_tensor_are_compared(kit: Kit) -> None:
-    def scaled(factor: float) -> Any:
-        x = kit.tensor(3)
-        x.factor = factor  # type: ignore[attr-defined]
-        return x
-
-    captured = kit.capture(lambda x: x * x.factor, scaled(2.0))
-    kit.same(captured.replay(scaled(2.0)), kit.tensor(3) * 2)
-    with pytest.raises(dg.InputError, match=r"has the attributes {'factor': 3\.0} and had"):
-        captured.replay(scaled(3.0))
-    kit.capture(lambda x: x * x.factor, scaled(float("nan"))).replay(scaled(float("nan")))
-    with pytest.raises(dg.InputError, match="has the attributes"):
-        kit.capture(lambda x: x * x.factor, scaled(0.0)).replay(scaled(-0.0))
-
-
 class Way(enum.Enum):
     """A constant among arguments."""
 
@@ -152,33 +137,10 @@ class Tagged(torch.Tensor):
     """A subclass with memory of its own."""
 
 
-def test_step_that_asks_about_its_inputs_gets_inputs_with_the_same_answers(kit: Kit) -> None:
-    """Identity, address, strides and private attributes decide branches of the step."""
-    x, y, z = kit.tensor(2, 2), kit.tensor(2, 2, seed=1), kit.tensor(2, 2, seed=2)
-    plain = kit.capture(lambda a, b: a.t() * b, x, y)
-    kit.same(plain.replay(z.t(), z.t()), z * z.t())
-    captured = kit.capture(lambda a, b: a * 5 if a is b else a + b, x, y)
-    with pytest.raises(dg.InputError, match="uses 'is'.* is 0 and was 1 at capture"):
-        captured.replay(z, z)
-    kit.same(captured.replay(z, y), z + y)
-    captured = kit.capture(lambda a: a * 2 if a is y else a, x)
-    with pytest.raises(dg.InputError, match="uses 'is'"):
-        captured.replay(y)
-    captured = kit.capture(
-        lambda a, b: a + b if a.data_ptr() != b.data_ptr() else a * 5, x.clone(), y.clone()
-    )
-    with pytest.raises(dg.InputError, match="uses 'data_ptr'"):
-        captured.replay(z, z.view(2, 2))
-    captured = kit.capture(lambda a: a.view(-1) if a.is_contiguous() else a.reshape(-1) * 2, x)
-    with pytest.warns(dg.DeviceGraphWarning, match=r"'is_contiguous'.*\(1, 2\) and was \(2, 1\)"):
-        kit.same(captured.replay(z.t()), z.t().reshape(-1))
-    kit.same(captured.replay(z.t()), z.t().reshape(-1))  # warns only once
-    captured = kit.capture(lambda a: a * 2 if getattr(a, "_scaled", False) else a, x)
-    z._scaled = True
-    with pytest.raises(dg.InputError, match="has the attributes {'_scaled': True} and had {}"):
-        captured.replay(z)
+def test_input_of_another_class_is_refused(kit: Kit) -> None:
+    captured = kit.capture(lambda a: a * 2, kit.tensor(2))
     with pytest.raises(dg.InputTypeError, match="is a Tagged and was a Tensor"):
-        captured.replay(y.as_subclass(Tagged))
+        captured.replay(kit.tensor(2).as_subclass(Tagged))
 
 
 def test_input_that_would_overwrite_state_is_refused(kit: Kit) -> None:
