@@ -38,6 +38,7 @@ A replay compares the first entries, up to this number, and as many of the rest 
 compares all other places, and the lengths of containers outside of module containers.
 """
 
+
 class NamedState:
     """The globals, closure cells, attributes and entries that a step reads, with their values.
 

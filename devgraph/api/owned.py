@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
@@ -42,9 +41,8 @@ from devgraph.api.guard import Term, Watched, by_turns
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.source import is_machinery_module, warn
-from devgraph.api.modes import FAKE, PROXY, OwnMode, tracer
+from devgraph.api.modes import FAKE, PROXY, tracer
 from devgraph.api.named import NamedState, changed_contents, text_of_changes
-from devgraph.api.process import several_ranks
 from devgraph.api.reach import (
     ABSENT,
     PLAIN,
@@ -61,7 +59,7 @@ from devgraph.api.reach import (
     walk,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
-from devgraph.api.tensors import Memory, has_place, is_size, tensors_in
+from devgraph.api.tensors import Memory, has_place, is_size
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
 logger = logging.getLogger(__name__)
@@ -230,7 +228,7 @@ class Owned:
             if created and self._saved:
                 after = self._saved[0].beside(created.items())
                 self.rewind()
-                self._first = _FirstRun(created, watch, after, self._before)
+                self._first = _FirstRun(created, after, self._before)
             changes = [item for item in changes if strict and item.verb != "adds"]
         elif not captured and not strict:  # a run that checks a compiled step
             changes = [item for item in changes if item.verb != "adds" or _is_written(item.tensors)]
@@ -246,45 +244,6 @@ class Owned:
         for saved in self._saved if self._has_run else ():
             self.written |= {id(tensor) for tensor in saved.written(self.given)}
             saved.restore()
-
-    def require_independent(self, host: Mapping[str, Any], *, regions: bool) -> None:
-        """Raise CaptureError if tensors that the first run made depend on its inputs.
-
-        Replays would not make such tensors again for new inputs. After the second run, the first
-        run is repeated to find the tensors, unless the second run made or wrote them as well.
-        """
-        first = self._first
-        before = None if first is None else first.places
-        if first is None or before is None or self.is_unsettled or several_ranks():
-            return
-        first.places, named = None, Named(self.roots, regions=regions)
-        modules = filter(None, (*named.modules, self._owner))
-        read = named.leaves.union(id(t) for m in modules for t in (*m.parameters(), *m.buffers()))
-        kept = first.unwritten() & read - self._before
-        made = {path for path, tensor in first.made.items() if id(tensor) in kept}
-        held = {path: tensor for change in before.changes() for path, tensor in change.tensors}
-        if not made or held.keys() != first.made.keys():
-            return
-        after = Watch(self.roots)
-        before.put_back(plain=True)
-        found: list[str] = []
-        try:
-            args, kwargs, _ = self.own_arguments()
-            with Origins(self.given) as origins:
-                self._fn(*args, **kwargs, **host)
-            made_now = [pair for change in before.changes() for pair in change.tensors]
-            found = [path for path, t in made_now if path in made and origins.include(t)]
-        except Exception as error:  # the step cannot repeat its first run
-            logger.debug("the first run was not repeated: %s", error)
-        finally:
-            after.put_back(plain=True)
-            self.rewind()
-        if found:
-            raise CaptureError(
-                f"the first run of the step computes {found[0]} from its inputs, and later runs "
-                f"reuse it, so replays would use the value for the inputs of the capture. Compute "
-                f"it in each run, or run the step once with real inputs before the capture."
-            )
 
     @contextlib.contextmanager
     def eager_body(self) -> Iterator[None]:
@@ -476,7 +435,6 @@ class _FirstRun:
 
     Args:
         made: the tensors by path.
-        places: the places before the run; None after ``Owned.require_independent``.
         after: the contents of the tensors after the run.
         before: the ``id`` of each tensor that the step could reach before the run.
     """
@@ -484,19 +442,12 @@ class _FirstRun:
     def __init__(
         self,
         made: Mapping[str, torch.Tensor],
-        places: Watch | None,
         after: Snapshot,
         before: Collection[int],
     ) -> None:
-        self.made, self.places, self._after, self._before = made, places, after, before
-        versioned = (tensor for tensor in made.values() if not tensor.is_inference())
-        self._versions = [(tensor, tensor._version) for tensor in versioned]
+        self._made, self._after, self._before = made, after, before
         self.is_settled = False
         """Whether a second run was compared."""
-
-    def unwritten(self) -> set[int]:
-        """Return the ``id`` of each tensor that no later run wrote."""
-        return {id(tensor) for tensor, version in self._versions if tensor._version == version}
 
     def require_settled(self, *, trains: bool) -> None:
         """Raise CaptureError if the second run changed tensors that the first run made.
@@ -523,11 +474,11 @@ class _FirstRun:
 
     def restore(self) -> None:
         """Restore the values of the tensors after the run, and warn if later runs wrote them."""
-        written = {id(tensor) for tensor in self._after.written(self.made.values())}
+        written = {id(tensor) for tensor in self._after.written(self._made.values())}
         if not written:
             return
         self._after.restore()
-        names = [path for path, tensor in self.made.items() if id(tensor) in written]
+        names = [path for path, tensor in self._made.items() if id(tensor) in written]
         warn(
             f"the first warm-up run made {', '.join(names)}, and later runs wrote to this state. "
             f"Its values after the first run were restored, and replays continue from them. Make "
@@ -848,39 +799,6 @@ def host_random() -> dict[str, tuple[Any, ...]]:
         _, keys, position, *rest = sys.modules["numpy"].random.get_state()
         states["the position of numpy.random"] = (keys.tobytes(), *rest, position)
     return states
-
-
-class Origins(OwnMode):
-    """A mode that finds tensors whose contents are computed from ``tensors``."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._memory: dict[int, Any] = {}
-        """Weak references, which keep the ids of freed memory from being used again."""
-        self._has_read = False
-        self._add(tensors)
-
-    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in filter(has_place, tensors):
-            memory: Any = tensor.untyped_storage()
-            kept: Any = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
-            self._memory[kept.cdata] = kept
-
-    def include(self, tensor: torch.Tensor) -> bool:
-        return has_place(tensor) and tensor.untyped_storage()._cdata in self._memory
-
-    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result, name = func(*args, **kwargs), func._schema.name
-        given = tensors_in((args, kwargs))
-        needs_data = not name.startswith("aten::new_") and not name.endswith("_like")
-        is_of_host = not given or name == "aten::lift_fresh"
-        if (any(map(self.include, given)) and needs_data) or (self._has_read and is_of_host):
-            arguments = func._schema.arguments
-            named = {**kwargs, **dict(zip([a.name for a in arguments], args, strict=False))}
-            written = [named.get(a.name) for a in arguments if a.is_write]
-            self._add(tensors_in((result, written)))
-            self._has_read |= name == "aten::_local_scalar_dense"
-        return result
 
 
 def _is_written(named: Iterable[tuple[str, torch.Tensor]]) -> bool:

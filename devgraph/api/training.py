@@ -579,7 +579,6 @@ def capture_steps(steps: Sequence[TrainingGraphs], warmup: int) -> None:
                 for _ in range(warmup):
                     step.owned.rewind()
                     step.warm_up()
-                    step.owned.require_independent({}, regions=True)
             backend.synchronize()
             for step in steps:
                 step.capture_forward(held)

@@ -672,69 +672,6 @@ def test_scratch_memory_that_the_first_run_makes_is_right(kit: Kit, cap: Cap, wa
     kit.same(captured.replay(), x)
 
 
-class _Lazy(torch.nn.Module):
-    """A module that registers its buffer at the first input."""
-
-    def forward(self, x: Any) -> Any:
-        if not hasattr(self, "scale"):
-            self.register_buffer("scale", x.abs().max().clone())
-        return x / self.scale
-
-
-def _memo(key: Any, value: Any) -> Any:
-    """Return a step that stores a value of its first input, and the dictionary that it fills."""
-    seen: dict[Any, Any] = {}
-
-    def step(x: Any) -> Any:
-        if key(x) not in seen:
-            seen[key(x)] = value(x)
-        return x / seen[key(x)]
-
-    return step
-
-
-def _once_by_layer() -> Any:
-    """Return a step that computes a value for each layer once and notes which ones it has."""
-    values: dict[int, torch.Tensor] = {}
-    done: dict[int, bool] = {}
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        for layer in range(2):
-            if not done.get(layer):
-                values[layer], done[layer] = x.sin(), True
-        return x + values[0] + values[1]
-
-    return step
-
-
-FROM_INPUTS = {
-    "with a note": _once_by_layer,
-    "by id": lambda: _memo(id, torch.Tensor.norm),
-    "by shape": lambda: _memo(lambda x: x.shape, lambda x: (x.view(3, 1) * 2)[1]),
-    "written into": lambda: _memo(lambda x: 0, lambda x: torch.ones_like(x).add_(x)),
-    "through the host": lambda: _memo(lambda x: 0, lambda x: torch.tensor(x.norm().item())),
-    "buffer": _Lazy,
-}
-
-
-@pytest.mark.parametrize("how", FROM_INPUTS)
-def test_tensor_that_the_first_run_computes_from_its_inputs_is_refused(
-    kit: Kit, cap: Cap, how: str
-) -> None:
-    """FAULTS 47."""
-    step, x = FROM_INPUTS[how](), kit.tensor(3)
-    with pytest.raises(dg.CaptureError, match="computes .* from its inputs, and later runs"):
-        cap(step, x)
-    with torch.no_grad():
-        step(x)  # eagerly, so that the state exists
-    if how in ("by id", "through the host"):
-        return
-    captured = cap(step, x)
-    for seed in (4, 5):
-        kit.refill(x, seed)
-        kit.same(captured.replay(), step(x))
-
-
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {}], ids=["state", "none"])
 def test_state_that_an_optimizer_makes_in_the_captured_run_is_refused(
     kit: Kit, cap: Cap, options: dict[str, float]
@@ -781,23 +718,6 @@ def test_gradient_that_the_captured_run_made_is_replaced_only_where_eager_makes_
         for _ in range(3):
             captured.replay()
     kit.same(weight.grad, x + x + x)
-
-
-def test_eager_body_may_store_what_it_computes_from_its_first_input(kit: Kit, policy: str) -> None:
-    if policy == "full":
-        pytest.skip("policy full has no eager bodies")
-    seen: dict[Any, Any] = {}
-
-    @dg.no_graph
-    def body(x: Any) -> Any:
-        if "first" not in seen:
-            seen["first"] = x.norm()
-        return x / seen["first"]
-
-    x = kit.tensor(3)
-    captured = kit.capture(lambda x: body(x * 1) * 2, x, policy=policy)
-    kit.refill(x, 4)
-    kit.same(captured.replay(), x / seen["first"] * 2)
 
 
 def test_eager_body_may_rebind(kit: Kit, policy: str) -> None:
