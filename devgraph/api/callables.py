@@ -53,7 +53,6 @@ from devgraph.api.owned import (
     Weights,
     assignment_count,
     parameter_names,
-    restores_parameters,
     roots_of,
 )
 from devgraph.api.policy import registration
@@ -518,12 +517,10 @@ class Graphed:
                     state = optimizer_state(roots_of(self._fn)) if entry.written else ()
                     changing = [*entry.written, *(tensor for _, tensor in state)]
                     saved = [(tensor, tensor.detach().clone()) for tensor in changing]
-                    token = restores_parameters.set(True)
                     try:
                         if entry.graph is None:
                             self._capture(entry, call)
                     finally:
-                        restores_parameters.reset(token)
                         for leaf, content in saved:
                             overwrite(leaf, content)
             except DeviceLost:

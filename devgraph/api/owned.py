@@ -11,7 +11,6 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -56,7 +55,6 @@ from devgraph.api.reach import (
     optimizer_state,
     reached,
     rebinding,
-    walk,
 )
 from devgraph.api.snapshots import Snapshot, same_bytes
 from devgraph.api.tensors import Memory, has_place, is_size
@@ -65,9 +63,6 @@ from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 logger = logging.getLogger(__name__)
 
 _TRAINING = operator.attrgetter("training")
-restores_parameters = ContextVar("restores_parameters", default=False)
-"""Whether the code around a capture restores parameters after it."""
-
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -368,19 +363,6 @@ class Owned:
             warn(text_of_changes(changes))
         elif changes:  # Steps may append to a list for a purpose outside of the step.
             logger.warning(text_of_changes(changes))
-        if not (weights or self._is_first_captured or restores_parameters.get()):
-            self._warn_of_parameters({id(weight): path for path, weight, _ in memories})
-
-    def _warn_of_parameters(self, paths: Mapping[int, str]) -> None:
-        """Warn if warm-up runs wrote parameters, unless an optimizer of torch may have done so."""
-        written = [paths[id(t)] for t, version in self._weights if t._version != version]
-        reached_objects = (value for _, value in walk(self.roots, True)) if written else ()
-        if written and not any(isinstance(v, torch.optim.Optimizer) for v in reached_objects):
-            warn(
-                f"warm-up runs wrote the parameters {brief(written)}. A capture does not restore "
-                f"parameters, so replays continue from these values. Save the parameters before "
-                f"the capture and restore them after it, or keep such state in buffers."
-            )
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
         """Return the caller's state and the found state, which replays and proofs compare."""

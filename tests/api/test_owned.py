@@ -9,7 +9,6 @@ import queue
 import random
 import sys
 import types
-import warnings
 import weakref
 from typing import Any
 
@@ -56,34 +55,6 @@ def test_gradient_that_the_step_makes_anew_stays_with_the_graph_after_a_proof(ki
     kit.refill(x, 4)
     captured.replay()
     kit.same(weight.grad, x)
-
-
-def test_parameter_that_warm_up_wrote_without_an_optimizer_is_named(kit: Kit) -> None:
-    average, weight = (torch.nn.Parameter(kit.tensor(3, seed=seed)) for seed in (1, 2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-
-    def step(x: Any) -> Any:
-        average.detach().mul_(0.5).add_(x * 0.5)
-        return average.detach() * 2
-
-    def training(x: Any) -> Any:
-        optimizer.zero_grad()
-        (weight * x).sum().backward()
-        optimizer.step()
-        return step(x)
-
-    x = kit.tensor(3)
-    with pytest.warns(dg.DeviceGraphWarning, match=r"wrote the parameters \['average'\].*restore"):
-        kit.capture(step, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", dg.DeviceGraphWarning)
-        kit.capture(training, x)
-        kit.capture(step, x, warmup=0)
-        called = dg.graphed(step, backend=kit.backend)
-        for _ in range(3):
-            want = torch.lerp(average.detach(), x, 0.5)
-            called(x)
-            kit.same(average.detach(), want)
 
 
 def test_capture_keeps_no_copies_of_its_state(kit: Kit) -> None:
