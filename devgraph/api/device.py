@@ -14,7 +14,6 @@ import torch
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import CaptureBusyError, DeviceLost, NestedCaptureError
 from devgraph.api.process import identity
-from devgraph.api.subclassed import Subclassed
 
 
 class CaptureLock:
@@ -45,7 +44,7 @@ class CaptureLock:
         return not self.is_recording_here and self.is_stream_capturing()
 
 
-class Device(Subclassed, abc.ABC):
+class Device(abc.ABC):
     """The methods of a backend that pools, graphs and sessions use."""
 
     name: str = ""

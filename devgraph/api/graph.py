@@ -49,7 +49,6 @@ from devgraph.api.marks.names import Names, NodeRange
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.reach import PLAIN, Entry, Named
-from devgraph.api.subclassed import Subclassed
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def summed(segments: Sequence[Any], *, state: str, capture_seconds: float) -> Gr
     )
 
 
-class DeviceGraph(Subclassed, abc.ABC):
+class DeviceGraph(abc.ABC):
     """Device work that is captured once, replayed many times and updated in its regions.
 
     ``backend.make_graph(pool)`` creates a graph, and ``backend.capture_context(graph)`` captures
@@ -195,10 +194,10 @@ class DeviceGraph(Subclassed, abc.ABC):
     def _size(self) -> tuple[int | None, int]:
         """Return the number of nodes (None if unknown) and the graph's own bytes."""
 
-    def _region_begin(self, call: MarkedCall) -> None:
+    def _region_begin(self, call: MarkedCall) -> None:  # noqa: B027
         """Mark the start of an updatable region."""
 
-    def _region_end(self, call: MarkedCall) -> None:
+    def _region_end(self, call: MarkedCall) -> None:  # noqa: B027
         """Mark the end of an updatable region.
 
         A vendor may use ``call.note`` freely and sets ``call.nodes``.

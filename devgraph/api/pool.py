@@ -18,13 +18,12 @@ from devgraph.api.device import Device
 from devgraph.api.errors import CapabilityError, ConfigError, InputTypeError, StateError, finite
 from devgraph.api.executable import Recordings
 from devgraph.api.process import identity
-from devgraph.api.subclassed import Subclassed
 
 if TYPE_CHECKING:
     from devgraph.api.buffers import StaticBuffers
 
 
-class Pool(Subclassed):
+class Pool:
     """Memory that graphs share, with their capture stream, recordings and executables.
 
     Because graphs of a pool share memory, their replays run one at a time, across threads and
