@@ -67,7 +67,6 @@ from devgraph.api.training import (
     TrainingGraphs,
     capture_steps,
     differentiable_leaves,
-    makers_of,
     results_of,
     tensors_of,
 )
@@ -893,8 +892,7 @@ class _Inference:
         spec = captured.host_spec
         self._fill = spec.fill if spec.declared else None
         self._written = captured.written
-        makers = makers_of(captured.outputs, static_inputs, captured.owns)
-        self._results = results_of(captured.outputs, static_inputs, makers, clone=clone)
+        self._results = results_of(captured.outputs, static_inputs, clone=clone)
 
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
         """Replay with the tensors of a call. The caller must hold the pool's lock."""

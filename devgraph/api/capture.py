@@ -110,10 +110,6 @@ class Captured:
         """The results of ``fn``, at fixed addresses."""
         return self._plan.outputs
 
-    def owns(self, output: torch.Tensor) -> bool:
-        """Whether the capture allocated the memory of an output."""
-        return self._job is not None and self._job.outputs.owns(output)
-
     @property
     def segments(self) -> list[Any]:
         """The captured graphs and eager segments in launch order."""

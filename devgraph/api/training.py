@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,13 +31,10 @@ from devgraph.api.registry import get_backend
 from devgraph.api.session import session
 from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.api.tensors import (
-    has_place,
-    memory_of,
     overlaps_itself,
     overwrite,
     share_memory,
     unexpanded,
-    with_bits_of,
 )
 from devgraph.api.trees import leaves_of, mapped
 
@@ -154,62 +150,12 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-Maker = Callable[[Sequence[torch.Tensor], dict[int, torch.Tensor]], torch.Tensor]
-"""A function that makes a result from the tensors of a call and copies of shared memory."""
-
-
-def makers_of(
-    outputs: Any, static_inputs: StaticInputs, owns: Callable[[torch.Tensor], bool]
-) -> dict[int, Maker]:
-    """Return makers of the results that share memory with others, by the id of the output.
-
-    In eager code, such results are views of each other, of arguments or of other tensors. ``owns``
-    says whether the graph allocated the memory of a tensor.
-    """
-    placed = {id(t): t for t in tensors_of(outputs) if has_place(t)}
-    memories = Counter(map(memory_of, placed.values()))
-    arguments = {memory_of(t): i for i, t in enumerate(static_inputs.tensors) if has_place(t)}
-    makers: dict[int, Maker] = {}
-    for key, output in placed.items():
-        memory = memory_of(output)
-        if (index := arguments.get(memory)) is not None:
-            static = static_inputs.tensors[index]
-            if static.dtype is output.dtype and not overlaps_itself(static):
-                makers[key] = functools.partial(_view, output, index, int(static.storage_offset()))
-        elif not owns(output):
-            makers[key] = functools.partial(_same, output)
-        elif memories[memory] > 1:
-            makers[key] = functools.partial(_part, output)
-    return makers
-
-
-def _view(output: torch.Tensor, index: int, start: int, tensors: Any, _: Any) -> torch.Tensor:
-    source = tensors[index]
-    offset = source.storage_offset() + output.storage_offset() - start
-    return with_bits_of(output, source.as_strided(output.shape, output.stride(), offset))
-
-
-def _same(output: torch.Tensor, *_: Any) -> torch.Tensor:
-    return output
-
-
-def _part(output: torch.Tensor, _: Any, memory: dict[int, torch.Tensor]) -> torch.Tensor:
-    storage, size = output.untyped_storage(), output.itemsize
-    key = memory_of(output)
-    if key not in memory:
-        flat = torch.empty(0, dtype=torch.uint8, device=output.device)
-        memory[key] = flat.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
-    plain = memory[key][: storage.nbytes() // size * size].view(output.dtype)
-    shape, stride, offset = output.shape, output.stride(), int(output.storage_offset())
-    return with_bits_of(output, plain.as_strided(shape, stride, offset))
-
-
 def results_of(
-    outputs: Any, static_inputs: StaticInputs, makers: Mapping[int, Maker], *, clone: bool
+    outputs: Any, static_inputs: StaticInputs, *, clone: bool
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
     """Return a function that takes the tensors of a call and returns its results.
 
-    Without a maker, a result is a copy if ``clone`` is true.
+    With ``clone``, results are copies, except arguments and parameters that the step returns.
     """
     positions: dict[int, int] = {}
     for index, static in enumerate(static_inputs.tensors):
@@ -221,21 +167,17 @@ def results_of(
 
     def results(tensors: Sequence[torch.Tensor]) -> Any:
         copies: dict[int, torch.Tensor] = {}  # A tensor that is returned twice is copied once.
-        memory: dict[int, torch.Tensor] = {}
 
         def result(leaf: Any) -> Any:
             if (position := positions.get(id(leaf))) is not None:
                 return tensors[position]  # the step returns its argument
             if is_copied(leaf) and id(leaf) not in copies:
-                make = makers.get(id(leaf))
-                copies[id(leaf)] = leaf.clone() if make is None else make(tensors, memory)
+                copies[id(leaf)] = leaf.clone()
             return copies.get(id(leaf), leaf)
 
         return mapped(result, outputs)
 
     kind = type(outputs)
-    if makers:
-        return results
     if is_copied(outputs):
         clone_one = outputs.clone
         return lambda tensors: clone_one()
@@ -341,7 +283,7 @@ class TrainingGraphs:
         # later backward passes of the caller synchronize with that stream.
         fresh = self._tensors = [tensor.detach() for tensor in self._tensors]
         self._outputs, self._differentiable = without_history(self._outputs), []
-        self._results_of = results_of(fresh, self.static_inputs, {}, clone=self._clone)
+        self._results_of = results_of(fresh, self.static_inputs, clone=self._clone)
 
     def _gradients(
         self, outputs: list[torch.Tensor], grads: list[torch.Tensor]

@@ -1278,33 +1278,6 @@ def test_graphed_callable_is_compiled_as_one_graph(make: Any) -> None:
     same(compiled(x), called(x) + 1)
 
 
-def test_results_share_memory_with_each_other_arguments_and_state_as_in_eager_code() -> None:
-    buffer = torch.zeros(4)
-
-    def step(x: torch.Tensor) -> Any:
-        buffer.add_(x)
-        y = torch.tanh(x)
-        return {"y": y, "half": y.chunk(2)[1], "bits": y.view(torch.int32), "view": x[1:]}, buffer
-
-    called, want_buffer = graphed(step), torch.zeros(4)
-    for seed in range(5):
-        window = torch.arange(8.0) + seed
-        before = window.clone()
-        parts, state = called(window[2:6])
-        want = torch.tanh(before[2:6])
-        want_buffer += before[2:6]
-        same(torch.cat([parts["y"], parts["half"]]), torch.cat([want, want[2:]]))
-        same(parts["bits"], want.view(torch.int32))
-        assert state is buffer
-        same(buffer, want_buffer)
-        parts["half"].zero_()
-        parts["view"].fill_(seed)
-        same(parts["y"][2:], torch.zeros(2))
-        same(parts["bits"][2:], torch.zeros(2, dtype=torch.int32))
-        same(window, torch.cat([before[:3], torch.full((3,), float(seed)), before[6:]]))
-    assert called.stats()["graphs"] == 1
-
-
 def test_hooks_and_attributes_of_tensors_are_state_of_the_step() -> None:
     """A hook may write its parameter, and another argument may have another attribute."""
     weights = [nn.Parameter(torch.arange(3.0)) for _ in range(2)]
