@@ -39,6 +39,15 @@ logger = logging.getLogger(__name__)
 
 CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
+SEEDING = (
+    "the step seeds a random generator, sets its state, or draws from a generator that is not part "
+    "of the capture"
+)
+SEEDING_CURE = (
+    "Seed outside the step, pass your own generators to the step as arguments, and pass "
+    "preserve_rng_state=False to torch.utils.checkpoint"
+)
+
 
 class Session:
     """A context in which graphs of one pool are recorded one after another."""
@@ -208,11 +217,6 @@ def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
         )
     said = str(error).lower()
     if type(error) is RuntimeError and "generator" in said and "captur" in said:
-        return CaptureError(
-            f"the step seeds a random generator, sets its state, or draws from a generator that "
-            f"is not part of the capture, at {raising_line(error)}. Seed outside the step, pass "
-            f"your own generators to the step as arguments, and pass preserve_rng_state=False to "
-            f"torch.utils.checkpoint. ({error})"
-        )
+        return CaptureError(f"{SEEDING}, at {raising_line(error)}. {SEEDING_CURE}. ({error})")
     lacking = backend.shortage(error)
     return None if lacking is None else ResourceError(lacking)

@@ -28,7 +28,6 @@ from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool, is_shortage
 from devgraph.cpu.metadata import Metadata
 from devgraph.cpu.modes import Dispatching, Functions, current_recorder
-from devgraph.cpu.randomness import Position
 from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
@@ -59,8 +58,8 @@ class CpuPool(Pool):
         self.blocks = BlockPool()
         self.regions = BlockPool()
         self.graphs_begun = 0  # in the current session
-        self.positions: dict[int, list[Position]] = {}
-        """States of random generators in the session's recordings; see ``Randomness``."""
+        self.states: dict[int, torch.Tensor] = {}
+        """Last states of random generators in the session's recordings, by address."""
 
     @property
     def bytes(self) -> int:
@@ -105,7 +104,7 @@ class CpuGraph(DeviceGraph):
             reached=self.reached,
             generators=self.generators,
             continues=self.pool.graphs_begun > 0,
-            positions=self.pool.positions,
+            states=self.pool.states,
         )
         self.pool.graphs_begun += 1
         self._recorder = recorder
@@ -233,7 +232,7 @@ class CpuBackend(Backend):
             kind.clear()
         if isinstance(pool, CpuPool):
             pool.graphs_begun = 0
-            pool.positions.clear()
+            pool.states.clear()
         try:
             yield
         except BaseException as error:

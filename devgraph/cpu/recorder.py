@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from devgraph.api.errors import RegionError
 from devgraph.api.marks.marks import Args, Kwargs
 from devgraph.api.marks.source import is_machinery, user_line
+from devgraph.api.session import SEEDING, SEEDING_CURE
 from devgraph.api.tensors import describe, has_place, memory_of, tensors_in
 from devgraph.api.torchlike.guards import draws
 from devgraph.cpu import violations
@@ -34,7 +35,7 @@ from devgraph.cpu.metadata import (
 )
 from devgraph.cpu.modes import Dispatching, Functions, adapt_torch, restore_torch
 from devgraph.cpu.ops import Kind, OpPlan, bind, bind_into, plan_of
-from devgraph.cpu.randomness import SAVED, Position, Randomness
+from devgraph.cpu.randomness import Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
@@ -67,8 +68,7 @@ class Recorder:
         reached: further tensors of the caller that the code may use.
         generators: random generators of the caller.
         continues: whether this recording follows others of the same step.
-        positions: states of random generators in the earlier recordings, to which this recording
-            adds its own.
+        states: last states of random generators in the earlier recordings, by address.
         on_violation: called for every violation. The recording then continues with assumed values
             and cannot be replayed. By default, violations raise errors.
     """
@@ -84,7 +84,7 @@ class Recorder:
         reached: Sequence[torch.Tensor] = (),
         generators: Sequence[torch.Generator] = (),
         continues: bool = False,
-        positions: dict[int, list[Position]] | None = None,
+        states: dict[int, torch.Tensor] | None = None,
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
         self.parts: list[Entry | Span] = []
@@ -117,7 +117,7 @@ class Recorder:
         self._holds: list[Hold] = []
         self._mark = object()
         self._random: Randomness | None = None
-        self._positions = positions
+        self._states = {} if states is None else states
         self._first_uses: list[tuple[torch.Tensor, int]] = []
         """The first tensor on each storage in ``touched``, and the number of earlier operations."""
 
@@ -139,7 +139,7 @@ class Recorder:
                 # From here on, generation 0 contains the objects of this recording, and generation
                 # 1 those of earlier segments.
                 gc.collect(0 if self._continues else 1)
-                self._random = Randomness(self._record, self._generators, self._positions)
+                self._random = Randomness(self._generators, self._states, self._refuse_seeding)
                 tensors = (*self._arguments, *self._reached)
                 self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
         except BaseException:
@@ -282,8 +282,6 @@ class Recorder:
             return self._read(read, func, args, kwargs)
         if func is torch._C._nn.one_hot:
             func = one_hot
-        if kwargs.get("generator") is not None and self._random is not None:
-            self._random.note(kwargs["generator"])
         made = violations.CONSTRUCTORS.get(func)
         if made is not None and violations.reads_tensors(args, kwargs):
             self._refusal.read(made)
@@ -476,14 +474,8 @@ class Recorder:
             layouts = violations.assumed_layouts(plan.name, args, kwargs)
             self._refusal.shape(plan.name, known=layouts is not None)
         op = self._op(plan.name)
-        is_random = self._note_random(plan, args, kwargs)
-        source = None
-        if is_random and self._random is not None:
-            generator = plan.generator(args, kwargs)
-            source = self._random.source(generator)
-            if generator is not None:
-                args = tuple(source if value is generator else value for value in args)
-                kwargs = {n: source if v is generator else v for n, v in kwargs.items()}
+        if self._note_random(plan, args, kwargs) and self._random is not None:
+            self._random.draw(plan.generator(args, kwargs))
         held_args, held_kwargs = self._hold(args), self._hold(kwargs)
         run: Callable[[], object]
         outs = None
@@ -497,8 +489,6 @@ class Recorder:
             run = _with_dtype(torch.get_default_dtype(), run)
         if plan.depends_on_grad and torch.is_grad_enabled():
             run = torch.enable_grad()(run)
-        if source is not None and self._random is not None:
-            run = self._random.draw(source, run)
         self.append(run, op)
         if outs is not None:
             return outs
@@ -588,16 +578,10 @@ class Recorder:
         )
         return True
 
-    def _record(self, name: str, run: Callable[[], object]) -> None:
-        self.append(run, self._op(name))
-        if name != SAVED:
-            self._refusal.note(
-                "seeding",
-                name,
-                "the step seeds a random generator or sets its state before this line. The CPU "
-                "reference repeats that in each replay, but devices refuse it. Seed before the "
-                "replay, and pass preserve_rng_state=False to checkpoint().",
-            )
+    def _refuse_seeding(self) -> None:
+        self._refusal.note("seeding", "a random state", f"{SEEDING}. {SEEDING_CURE}.")
+        if not self._refusal.collects:
+            raise UnrecordableError(f"{SEEDING}. {SEEDING_CURE}")
 
     def _read(self, name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         self._refusal.read(name)
