@@ -37,7 +37,7 @@ from devgraph.cli.tables import (
     say,
 )
 from devgraph.runners.buckets import Buckets, Phase, spans
-from devgraph.runners.options import warn_unused
+from devgraph.runners.options import warn_above
 
 
 def run(args: argparse.Namespace) -> int:
@@ -170,7 +170,7 @@ def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) 
         capacities["encoder"] = max(args.encoder_budgets)
         configs["encoder"] = phase_config({"buckets": args.encoder_budgets}, "encoder")
     for phase, capacity in capacities.items():
-        warn_unused(phase, configs[phase], capacity, known=True)
+        warn_above(capacity, phase, configs[phase])
     estimates = [
         estimate(
             phase,

@@ -21,7 +21,6 @@ from devgraph.api.config.phase import (
     phase_config,
 )
 from devgraph.api.config.resolve import resolve
-from devgraph.api.config.unused import unused
 from devgraph.api.environment import DEBUG_VARIABLE, switch, warn_unknown
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean, whole
 from devgraph.api.marks.source import warn
@@ -203,8 +202,7 @@ class Options:
         settled = {"config": config, "variants": variants, "backend": backend}
         options = cls(**{"name": phase, **given, **settled})
         config = _compatible(options, phase)
-        # Configurations read from text or flags have already reported their unused keys.
-        warn_unused(phase, config, capacity, known=not isinstance(given.get("config"), Mapping))
+        warn_above(capacity, phase, config)
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
         config = in_environment(config)
@@ -254,12 +252,12 @@ def check_functions(step: object, tail: object = None) -> None:
             raise ConfigTypeError(f"the {role} of a runner must be callable: {brief(function)}")
 
 
-def warn_unused(phase: Phase, config: PhaseConfig, capacity: int, *, known: bool) -> None:
-    """Warn about keys that have no effect in a runner; with ``known``, only about its capacity."""
-    if config.policy == "disabled":  # Keys without effect are expected while graphs are off.
+def warn_above(capacity: int, phase: Phase, config: PhaseConfig) -> None:
+    """Warn about a maximum size that exceeds the capacity of the runner."""
+    if config.policy == "disabled":
         return
-    reasons = {} if known else unused(phase, config)
     if config.buckets is None and config.max_bs is not None and config.max_bs > capacity:
-        reasons.setdefault("max_bs", f"the capacity of the runner is {capacity}")
-    for key, because in reasons.items():
-        warn(f"{phase}.{key}={getattr(config, key)!r} has no effect: {because}")
+        warn(
+            f"{phase}.max_bs={config.max_bs} has no effect: the capacity of the runner is "
+            f"{capacity}"
+        )

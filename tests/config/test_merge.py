@@ -79,7 +79,6 @@ def test_maximum_of_an_equal_or_stronger_source_leaves_larger_buckets_out() -> N
     config, said = from_argv("--cuda-graph-bs", "4", "64", MODE, '{"decode": {"max_bs": 8}}')
     assert (config.decode.buckets, config.decode.max_bs) == ((4,), 8)
     assert any("64 from --cuda-graph-bs left out" in text for text in said)
-    assert not any("has no effect" in text for text in said)
     config, _ = from_argv("--decode-device-graph-bs", "64", "--decode-device-graph-max-bs", "8")
     assert config.decode.buckets == (8,)
 
@@ -290,13 +289,3 @@ def test_precedence_holds_nothing_is_dropped_in_silence_and_text_round_trips(
     assert [again.phase(one).explicit for one in PHASES] == [
         config.phase(one).explicit for one in PHASES
     ]
-
-
-def test_setting_that_one_backend_reads_is_not_called_idle_and_one_that_none_reads_is() -> None:
-    text = (
-        '{"prefill": {"miss_budget": 3, "lazy_hits": 4}, "backends": {"npu": {"prefill": "full"}}}'
-    )
-    with pytest.warns(DeviceGraphWarning) as said:
-        DeviceGraphConfig.from_json(text)
-    [one] = said
-    assert "prefill.lazy_hits: 4 from mode configuration has no effect" in str(one.message)

@@ -133,8 +133,6 @@ def test_configuration_bounds_budgets_and_items():
     assert runner.stats().requested == "full"
     with pytest.raises(dg.ConfigError, match="encoder bucket 64 is above the capacity of 32"):
         encoder_of(config={"buckets": [64]})
-    with pytest.warns(dg.DeviceGraphWarning, match=r"encoder\.lazy_hits=5 has no effect"):
-        encoder_of(config={"lazy_hits": 5})
 
 
 def test_graphs_of_exact_shapes_make_room_for_those_that_ran_last():

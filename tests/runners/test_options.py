@@ -26,21 +26,6 @@ def test_strictness_comes_from_the_configuration_unless_the_engine_says():
     assert lenient.run({"x": rows_of_x(1)}).shape == (1, 3)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"max_requests": 4}, "decode.max_requests=4 has no effect: decode takes its sizes from"),
-        ({"lazy_hits": 3}, "decode.lazy_hits=3 has no effect: only capture='lazy' counts"),
-        ({"policy": "breakable", "miss_budget": 3}, "decode.miss_budget=3 has no effect"),
-    ],
-)
-def test_settings_without_effect_are_warned_about(config: dict[str, Any], said: str):
-    with pytest.warns(dg.DeviceGraphWarning) as caught:
-        double_runner(config=config, captured=False)
-    [one] = caught
-    assert said in str(one.message)
-
-
 def test_the_environment_makes_every_runner_emulate(monkeypatch):
     monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
     runner = double_runner()

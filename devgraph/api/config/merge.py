@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import attrs
 
-from devgraph.api.config.phase import KEYS, PHASES, Setting, path_of, phase_config, plain
-from devgraph.api.config.unused import unused
+from devgraph.api.config.phase import PHASES, Setting, path_of, plain
 
 
 class Level(enum.IntEnum):
@@ -71,10 +70,9 @@ def merge(sources: Iterable[Source]) -> Source:
                 if refining is not None and refining.level < entry.level:
                     del state[name, phase, key]
     notes += _overrides(entries, state)
-    scopes = (None, *sorted(backends))
-    used = {_reconcile(scope, phase, state, notes) for scope in scopes for phase in PHASES}
-    for phase in PHASES:
-        _report_unused(phase, state, used, notes)
+    for scope in (None, *sorted(backends)):
+        for phase in PHASES:
+            _reconcile(scope, phase, state, notes)
     return Source(
         level=Level.JSON,
         name="",
@@ -98,20 +96,19 @@ def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list
     return notes
 
 
-def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> Setting | None:
+def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> None:
     """Adapt ``buckets`` or ``max_bs`` if a bucket exceeds ``max_bs``.
 
-    The stronger source takes precedence; within one source, the part for the backend does. Return
-    the setting that shortened the list of buckets, or None.
+    The stronger source takes precedence; within one source, the part for the backend does.
     """
     own_sizes, own_largest = (backend, phase, "buckets"), (backend, phase, "max_bs")
     sizes = state.get(own_sizes) or state.get((None, phase, "buckets"))
     largest = state.get(own_largest) or state.get((None, phase, "max_bs"))
     if not sizes or not largest or not sizes.value or largest.value is None:
-        return None
+        return
     over = [size for size in sizes.value if size > largest.value]
     if not over:
-        return None
+        return
     refines = backend is not None
     strength_of_largest = (largest.level, refines and own_largest in state)
     if (sizes.level, refines and own_sizes in state) > strength_of_largest:
@@ -119,38 +116,10 @@ def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str])
             f"{path_of(own_largest)}: the bucket {over[-1]} from {sizes.name} overrides {largest}"
         )
         state[own_largest] = sizes._replace(value=over[-1])
-        return None
+        return
     notes.append(
         f"{path_of(own_sizes)}: {', '.join(map(str, over))} from {sizes.name} left out, because "
         f"max_bs is {largest}"
     )
     kept = tuple(size for size in sizes.value if size <= largest.value)
     state[own_sizes] = sizes._replace(value=kept or (largest.value,))
-    return own_largest if own_largest in state else (None, phase, "max_bs")
-
-
-def _report_unused(
-    phase: str, state: _State, used: Container[Setting | None], notes: list[str]
-) -> None:
-    """Add a note for each setting that has no effect on any backend, except those in ``used``."""
-    backends = {backend for backend, place, _ in state if place == phase}
-    idle: dict[Setting, str] = {}
-    read: set[Setting] = set()
-    for backend in (None, *sorted(backends - {None}, key=str)):
-        places: dict[str, Setting] = {
-            key: (scope, phase, key)
-            for scope in (None, backend)
-            for key in KEYS
-            if (scope, phase, key) in state
-        }
-        values = {key: state[place].value for key, place in places.items()}
-        config = phase_config(None, phase).with_checked(values, frozenset(values))
-        reasons = unused(phase, config)
-        if "policy" not in values:  # The backend may recommend a policy without breaks.
-            full = unused(phase, config.with_checked({"policy": "full"}, config.explicit))
-            reasons = {key: because for key, because in reasons.items() if key in full}
-        idle |= {places[key]: because for key, because in reasons.items()}
-        read |= {place for key, place in places.items() if key not in reasons}
-    for place, because in idle.items():
-        if place not in read and place not in used:
-            notes.append(f"{path_of(place)}: {state[place]} has no effect: {because}")
