@@ -270,9 +270,9 @@ class Owned:
         owner = getattr(self._fn, "__self__", self._fn)
         return owner if isinstance(owner, torch.nn.Module) else None
 
-    def renewed(self, arguments: Mapping[str, Any]) -> Owned:
-        """Return the current state of the step, with some ``arguments`` replaced, by name."""
-        values = [*{**self.arguments, **arguments}.values()]
+    def renewed(self) -> Owned:
+        """Return the current state of the step."""
+        values = [*self.arguments.values()]
         kwargs = dict(zip(self._kwargs, values[self.count :], strict=True))
         return Owned(self._fn, tuple(values[: self.count]), kwargs, self._bound)
 
