@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
+from devgraph.api.errors import ConfigTypeError, brief
 
 
 def _optional(*hooks: str) -> Any:
@@ -66,17 +66,14 @@ class Capabilities:
     max_streams: int | None = None
     """Maximum number of streams that all captured graphs together can hold; None if unlimited."""
 
-    def __new__(cls, **declared: Any) -> Capabilities:
-        defaults = {field.name: field.default for field in attrs.fields(cls)}
-        for name, value in declared.items():
-            if name not in defaults:
-                raise ConfigError(f"no capability {name!r}. {did_you_mean(name, defaults)}")
-            kind = int if name == "max_streams" and value is not None else type(defaults[name])
-            if type(value) is not kind:
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(Capabilities):
+            value, default = getattr(self, field.name), field.default
+            kind = int if default is None else type(default)
+            if value is not default and type(value) is not kind:
                 raise ConfigTypeError(
-                    f"capability {name} must be of type {kind.__name__}, got {brief(value)}"
+                    f"capability {field.name} must be of type {kind.__name__}, got {brief(value)}"
                 )
-        return object.__new__(cls)
 
 
 def hooks(capability: str) -> tuple[str, ...]:

@@ -121,7 +121,9 @@ class BreakablePlan:
         self.held = None
 
 
-class _BreakableScope(Scope):
+class BreakableScope(Scope):
+    """The scope that ends the current graph at each marked function; policies may derive theirs."""
+
     def __init__(
         self, job: Job, session: Session, host: Mapping[Mark, dict[str, Any]], *, stubs: bool
     ) -> None:
@@ -207,14 +209,15 @@ def capture_segments(
     *,
     host: Mapping[Mark, dict[str, Any]] | None = None,
     finish: Callable[[Any], None] | None = None,
+    scope_type: type[BreakableScope] = BreakableScope,
 ) -> BreakablePlan:
     """Capture ``job.fn`` in segments. After a failure, all segments are freed.
 
     ``host`` has the host keyword arguments by mark, if they differ from those of the job.
     ``finish`` is called with the outputs before the last segment ends. With it, the capture also
-    runs all segments, and does not use capture stubs.
+    runs all segments, and does not use capture stubs. ``scope_type`` decides the effect of marks.
     """
-    scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
+    scope = scope_type(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):
         scope.open()
         outputs = job.outputs.filled(job.call_tracked())

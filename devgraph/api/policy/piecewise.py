@@ -599,9 +599,9 @@ class _CompiledStep:
 
     def warm_up(self) -> None:
         """Run the step once. After a compilation, check it with an eager run."""
-        before, failure, result = self.build, None, None
+        before, failure = self.build, None
         try:
-            result = self()
+            self()
         except Exception as error:
             if self.entry is not None:
                 raise  # the step's own error: compilation has succeeded
@@ -620,15 +620,14 @@ class _CompiledStep:
         if self.build is not before:
             with self.job.phase("compile"):
                 self.job.owned.rewind()
-                for eager, compiled in zip(*map(tensors_in, (self._check(), result)), strict=False):
-                    _refuse_lost_class(type(eager), type(compiled))
+                self._check()
 
-    def _check(self) -> Any:
+    def _check(self) -> None:
         """Run the step eagerly with tracked host arguments, and check the claims of all marks."""
         job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(_Checking(job)):
-            result = job.call_tracked(asked)
+            job.call_tracked(asked)
         for name, line in asked.items():
             raise FrozenValueError(
                 f"policy 'piecewise' traces the step with a tensor for host argument {name!r}, "
@@ -637,7 +636,6 @@ class _CompiledStep:
                 f"@dg.region(host_args=({name!r},)), or choose the branch before the step."
             )
         job.warmed_up()
-        return result
 
     def capture(self, session: Session) -> Plan:
         self.live, self.session = self.job.spec.tracked(), session
@@ -651,29 +649,6 @@ class _CompiledStep:
             compilations=1 if build else 0,
         )
         return plan
-
-
-def _has_function(kind: type) -> bool:
-    """Whether a class of tensors overrides ``__torch_function__``."""
-    names = (vars(base) for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)])
-    return any("__torch_function__" in name for name in names)
-
-
-def _refuse_lost_class(eager: type, compiled: type) -> None:
-    """Raise CaptureError if compiled code returns a plain tensor instead of a subclass.
-
-    torch 2.11 returns the subclass, but runs its ``__torch_function__`` twice.
-    """
-    runs_twice = (
-        eager is compiled and str(torch.__version__).startswith("2.11.") and _has_function(eager)
-    )
-    is_lost = compiled is torch.Tensor and eager not in (torch.Tensor, torch.nn.Parameter)
-    if is_lost or runs_twice:
-        raise CaptureError(
-            f"the step returns a {eager.__qualname__}, but compiled by torch.compile it returns "
-            f"{'other values' if runs_twice else 'a plain tensor'}. Use policy='breakable', which "
-            f"compiles nothing."
-        )
 
 
 def _around(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -160,7 +160,7 @@ class UpdateStrategy:
 
     def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
         """Whether to create an executable for ``recording``, which has none."""
-        if not recording.exact:
+        if not recording.fits_own:
             return True
         if recording.executable_bytes <= graph.pool.recordings.room:
             return recording.uses >= _USES_WITH_ROOM
@@ -373,7 +373,7 @@ class NodeGraph(TorchGraph):
         with session(self.pool, stream=self._stream):
             self._stream = self.backend.namespace.current_stream(self.backend.device)
             recording = self._recorded(host)
-        if not recording.exact:
+        if not recording.fits_own:
             try:
                 self.pool.recordings.make(functools.partial(self._build, recording))
             except RuntimeCallError as error:
@@ -386,7 +386,7 @@ class NodeGraph(TorchGraph):
 
     def _give_executable(self, recording: NodeRecording) -> None:
         build, recordings = functools.partial(self._build, recording), self.pool.recordings
-        if not recording.exact:  # the graph's own executable does not accept its parameters
+        if not recording.fits_own:  # the graph's own executable does not accept its parameters
             recordings.make(build)
         else:
             try:

@@ -207,7 +207,7 @@ class NodeRecording(Recording):
         """Device memory of a separate executable in bytes."""
         self.updates = updates
         self._scratch: RawGraph | None = scratch
-        self.exact = all(update.exact for update in updates)
+        self.fits_own = all(update.exact for update in updates)
         """Whether the graph's own executable accepts the parameters."""
         self.uses = 0
         """Number of uses since the recording last lost its executable."""
