@@ -282,6 +282,18 @@ class Bound:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+class Places:
+    """A check that places hold the values of their entries."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._entries = [*entries]
+        self.terms = [*map(term_of, self._entries)]
+
+    def check(self) -> None:
+        """Raise StateError if a value differs."""
+        require_same(self._entries)
+
+
 def require_same(entries: Iterable[Entry]) -> None:
     """Raise StateError if a place holds a different tensor, plain value or number of entries."""
     for entry in entries:

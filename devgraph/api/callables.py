@@ -20,7 +20,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import torch
@@ -73,7 +73,7 @@ from devgraph.api.training import (
 from devgraph.api.trees import children_of, leaves_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -921,28 +921,6 @@ class _Inference:
 
     def close(self) -> None:
         self._captured.close()
-
-
-class _Keywords(TypedDict, total=False):
-    backend: str | Backend
-    policy: str
-    max_graphs: int
-    warmup: int
-    min_speedup: float | None
-    host_args: Mapping[str, Any] | None
-    pool: Pool | None
-    strict: bool
-    clone: bool
-
-
-@overload
-def graphed(
-    fn_or_module: None = None, **keywords: Unpack[_Keywords]
-) -> Callable[[Callable[..., Any]], Graphed]: ...
-
-
-@overload
-def graphed(fn_or_module: Callable[..., Any], **keywords: Unpack[_Keywords]) -> Graphed: ...
 
 
 def graphed(

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import AGAIN, CHECKED, Bound, bound_in, is_equal, returns_tree
+from devgraph.api.buffers import AGAIN, CHECKED, Bound, Places, bound_in, is_equal, returns_tree
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
@@ -63,7 +63,6 @@ from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 logger = logging.getLogger(__name__)
 
 _TRAINING = operator.attrgetter("training")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class Owned:
@@ -385,8 +384,8 @@ class Owned:
             given.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees))
         if modules:
             found.append(Weights(modules, modes=True))
-        if arrays := [(path, leaf) for path, leaf in self._inner if is_array(leaf)]:
-            given.append(_Arrays(arrays))
+        arrays = (Entry(path, None, None, leaf) for path, leaf in self._inner if is_array(leaf))
+        given.append(Places(entry.noted() for entry in arrays))
         return given, found
 
     def watch_named(self, *, regions: bool) -> list[Watched]:
@@ -407,8 +406,14 @@ class Owned:
         named = watched_in(state)
         self.iterated = state.iterated
         if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
-            leaves = {id(e.value): e.value for e in entries(self.roots)}.values()
-            named.append(Flags([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+            leaves = {id(e.value): e for e in entries(self.roots)}.values()
+            flagged = [e for e in leaves if isinstance(e.value, torch.Tensor)]
+            flag = "requires_grad"
+            named.append(
+                Places(
+                    Entry(f"{e.path}.{flag}", e.value, flag, e.value.requires_grad) for e in flagged
+                )
+            )
         return [*named, self.gradients] if self.gradients else named
 
 
@@ -581,25 +586,6 @@ class Gradients:
                 )
 
 
-class Flags:
-    """The ``requires_grad`` flags of tensors, which decide the work of a backward in the step."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors, self._flags = tensors, [*map(_REQUIRES_GRAD, tensors)]
-        self.terms: list[Term] = [
-            ("[*{}({}, {})] == {}", (map, _REQUIRES_GRAD, tensors, self._flags))
-        ]
-
-    def check(self) -> None:
-        """Raise StateError for a tensor whose flag differs from the capture."""
-        for tensor, flag in zip(self._tensors, self._flags, strict=True):
-            if tensor.requires_grad != flag:
-                raise StateError(
-                    f"requires_grad of {brief(tensor)} is {not flag} and was {flag} at capture, "
-                    f"and the graph has only the work for {flag}. Set it back, or {AGAIN}."
-                )
-
-
 class Weights:
     """The parameters and buffers of modules, which assignments can replace.
 
@@ -751,23 +737,6 @@ def _report_assignments() -> None:
     register_module_parameter_registration_hook(count)
     register_module_buffer_registration_hook(count)
     register_module_module_registration_hook(count)
-
-
-class _Arrays:
-    """NumPy arrays, whose values are constants of the graph."""
-
-    def __init__(self, arrays: Iterable[tuple[str, Any]]) -> None:
-        self._held = [(path, array, array.tobytes()) for path, array in arrays]
-        self.terms = [("{}() == {}", (array.tobytes, held)) for _, array, held in self._held]
-
-    def check(self) -> None:
-        for path, array, held in self._held:
-            if array.tobytes() != held:
-                raise StateError(
-                    f"{path} is a NumPy array whose values changed since the capture, but the "
-                    f"graph uses the old values. Pass a tensor to the step instead "
-                    f"(torch.from_numpy), or {AGAIN}."
-                )
 
 
 def host_random() -> dict[str, tuple[Any, ...]]:

@@ -286,7 +286,7 @@ def test_parameter_that_is_frozen_or_released_is_noticed(kit: Kit) -> None:
     captured = kit.capture(step, x)
     captured.replay()
     net.bias.requires_grad_(False)
-    with pytest.raises(dg.StateError, match="requires_grad of .* is False and was True"):
+    with pytest.raises(dg.StateError, match="requires_grad is False and was True"):
         captured.replay()
     net.bias.requires_grad_(True)
     captured.replay()
@@ -297,7 +297,7 @@ def test_flag_of_a_tensor_that_the_step_reads_is_noticed(kit: Kit) -> None:
     captured = kit.capture(lambda x: x * (weight if weight.requires_grad else 2), x)
     kit.same(captured.replay(), x * 2)
     weight.requires_grad_(True)
-    with pytest.raises(dg.StateError, match="requires_grad of .* is True and was False"):
+    with pytest.raises(dg.StateError, match="requires_grad is True and was False"):
         captured.replay()
 
 

@@ -239,21 +239,6 @@ def test_program_of_torch_jit_is_refused() -> None:
         dg.capture(module, torch.ones(2, 3), policy="piecewise", compiler="eager", backend="cpu")
 
 
-class _Doubled(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        result = super().__torch_function__(func, types, args, kwargs or {})
-        return result * 2 if func is torch.relu else result
-
-
-def test_result_whose_class_the_tracer_drops_is_refused() -> None:
-    x = torch.randn(4).as_subclass(_Doubled)
-    with pytest.raises(
-        dg.CaptureError, match="returns a _Doubled, but compiled by torch.compile it"
-    ):
-        dg.capture(lambda x: torch.relu(x) + 1, x, backend="cpu", policy="piecewise")
-
-
 def test_recapture_does_not_use_code_of_the_state_before() -> None:
     high: dict[str, float] = {}
     scales = collections.ChainMap(high, {"a": 2.0})
