@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import functools
 import mmap
 import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
 
 from devgraph.api.errors import ResourceError
 from devgraph.api.tensors import with_bits_of
-
-_Result = TypeVar("_Result")
 
 ALIGNMENT = 64
 """Alignment of torch's CPU allocator in bytes, on which results of matrix kernels depend."""
@@ -163,7 +160,9 @@ class BlockPool:
     def begin_recording(self) -> None:
         """Begin a recording. Memory that is free at this point may be poisoned."""
         with self._lock:
-            self._change(self._begin)
+            self._collect()
+            self._recording += 1
+            self._unread = _Ranges()
 
     @property
     def reserved_bytes(self) -> int:
@@ -206,14 +205,11 @@ class BlockPool:
             extent += (length - 1) * step
         nbytes = extent * dtype.itemsize
         with self._lock:
-            storage, is_unread = self._change(functools.partial(self._allocate, nbytes, origin))
+            self._collect()
+            storage, is_unread = self._allocate(nbytes, origin)
         if not is_unread:
             ctypes.memset(storage.data_ptr(), _poison_byte(dtype), nbytes)
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
-
-    def _begin(self) -> None:
-        self._recording += 1
-        self._unread = _Ranges()
 
     def _allocate(self, nbytes: int, origin: Any) -> tuple[torch.UntypedStorage, bool]:
         """Return a block, and whether recorded operations still read its old contents."""
@@ -271,26 +267,7 @@ class BlockPool:
         # If the garbage collector drops a hold while the lock is held, the next change tidies up.
         if not self._lock.locked():
             with self._lock:
-                self._change(lambda: None)
-
-    def _change(self, change: Callable[[], _Result]) -> _Result:
-        """Free blocks of freed owners and call ``change``; repair the pool on an error.
-
-        The caller must hold the lock.
-        """
-        try:
-            self._collect()
-            return change()
-        except BaseException:  # such as an interrupt
-            self._find_free()
-            raise
-
-    def _find_free(self) -> None:
-        """Recompute the free ranges from the live blocks."""
-        for slab in self._slabs:
-            slab.free = _Ranges((slab.base, slab.end))
-        for block in self._live.values():
-            self._slab_of(block.address).free.remove(block.address, block.address + block.bytes)
+                self._collect()
 
     def _collect(self) -> None:
         """Free the blocks of freed owners, and unused slabs if there are no holds."""
