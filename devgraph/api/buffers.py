@@ -202,11 +202,9 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 class Bound:
     """A check that tensors, and the attributes and containers that hold them, are unchanged.
 
-    Args:
-        named: the tensors, each with its name in errors.
-        owners: trees, modules and functions that return trees, by name.
-        values: whether plain values in the owners are compared too.
-        weights: whether parameters and buffers of modules in the owners are compared too.
+    ``named`` are the tensors with their names in errors, and ``owners`` trees, modules and
+    functions that return trees, by name. With ``values``, plain values in the owners are compared
+    too, and with ``weights``, parameters and buffers of modules.
     """
 
     def __init__(

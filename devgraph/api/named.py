@@ -42,22 +42,13 @@ compares all other places, and the lengths of containers outside of module conta
 class NamedState:
     """The globals, closure cells, attributes and entries that a step reads, with their values.
 
-    These locations are called *places*; ``reach.Named`` finds them. A replay compares identities.
-    If an object was replaced, the places are searched again. The new object is accepted if it has
-    the same tensors, equal plain values and the same code.
+    These locations are called *places*; ``reach.Named`` finds them from ``roots``. A replay
+    compares identities. If an object was replaced, the places are searched again. The new object is
+    accepted if it has the same tensors, equal plain values and the same code.
 
-    Args:
-        roots: pairs of a name and an object from which the search starts.
-        is_changed: returns whether the step itself changed a place. Such places are not compared.
-        regions: whether regions are part of the graph.
-        found: an earlier search, reused if its result is still current.
-
-    Attributes:
-        modules: the modules in the places.
-        tensors: the tensors in the places.
-        names: the names that the step uses.
-        iterated: the names of values that the step iterates over.
-        plain: all places with plain values, except those that the step added.
+    Places for which ``is_changed`` returns True were changed by the step, and are not compared. An
+    earlier search ``found`` is reused if it is current. ``plain`` are all places with plain values,
+    except those that the step added.
     """
 
     def __init__(

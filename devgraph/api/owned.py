@@ -68,18 +68,9 @@ _TRAINING = operator.attrgetter("training")
 class Owned:
     """The state of one step: its arguments, the trees in ``bound=``, and reachable state.
 
-    Args:
-        fn: the step.
-        args: the bound positional arguments.
-        kwargs: the bound arguments by name.
-        bound: other trees and modules that graphs use, by name; see ``StaticBuffers.bind``.
-
-    Attributes:
-        arguments: the arguments by name.
-        tensors: the tensors in arguments and in ``bound``, each with its name.
-        given: the argument tensors, into which a replay can copy new inputs.
-        in_objects: the tensors inside modules and other objects in arguments, with their names.
-        written: the ``id`` of each argument tensor that the step writes.
+    ``tensors`` are those in arguments and in ``bound``, with their names. A replay can copy new
+    inputs into ``given``, the tensors in arguments. ``in_objects`` are the tensors inside modules
+    and other objects in arguments.
     """
 
     def __init__(
@@ -389,11 +380,7 @@ class Owned:
         return given, found
 
     def watch_named(self, *, regions: bool) -> list[Watched]:
-        """Return the state that only replays compare. Proofs report its changes instead.
-
-        Args:
-            regions: whether regions are part of the graph.
-        """
+        """Return the state that only replays compare. Proofs report its changes instead."""
         before = {} if self._named is None else {entry.place: entry for entry in self._named.places}
 
         def has_changed(entry: Entry) -> bool:
@@ -418,12 +405,10 @@ class Owned:
 
 
 class _FirstRun:
-    """The first run of a step, which made tensors for later runs.
+    """The first run of a step, which ``made`` tensors by path for later runs.
 
-    Args:
-        made: the tensors by path.
-        after: the contents of the tensors after the run.
-        before: the ``id`` of each tensor that the step could reach before the run.
+    ``after`` are their contents after the run, and ``before`` the ids of the tensors that the step
+    could reach before it.
     """
 
     def __init__(
@@ -543,10 +528,8 @@ def zero_gradient(gradient: torch.Tensor) -> None:
 class Gradients:
     """The gradients that a graph writes. After ``grad = None``, they restart at zero.
 
-    Args:
-        held: leaf tensors with their gradients.
-        made: the ``id`` of each leaf whose gradient was made in the captured run. A replay makes
-            the gradient again, so the gradient must be None before.
+    ``held`` are pairs of a leaf tensor and its gradient. The captured run made the gradients of the
+    leaves with ids in ``made``. A replay makes them again, so they must be None before it.
     """
 
     def __init__(

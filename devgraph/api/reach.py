@@ -589,25 +589,14 @@ class Named:
     is named in the code or is not a string, and parameter groups of optimizers. Functions of torch
     and devgraph are not searched, so the state of eager bodies of marks is not compared.
 
-    Args:
-        roots: pairs of a name and an object from which the search starts.
-        regions: whether to search regions, which are part of the graph. Regions with host arguments
-            or a context are never searched, because an update runs their host code again.
-
-    Attributes:
-        places: the places, except those that hold Python modules of libraries. Places inside module
-            containers (``torch.nn.Sequential``, ...) come last.
-        leaves: the ``id`` of each tensor and plain value that the search found.
-        spaces: mappings, and the ``__dict__`` of torch modules and of user objects, as entries with
-            their lengths.
-        inner: pairs (id of the holder, key) of the places that are inside module containers; for
-            ``spaces`` the key is None.
-        whole: the mappings that the step iterates over.
-        tables: the parameters and buffers of modules, if the step iterates over such tensors.
-        modules: torch modules in the places, except those in module containers.
-        names: the names that the step uses.
-        iterated: the names of values that the step iterates over.
-        texts: string values that the step reads, which may be keys (``ACTIVATIONS[config.act]``).
+    The search starts from ``roots``, pairs of a name and an object. With ``regions``, it includes
+    regions, except those with host arguments or a context, whose host code an update runs again.
+    ``places`` has no modules of Python libraries. ``spaces`` are mappings, and the ``__dict__`` of
+    torch modules and of user objects, with their lengths. ``inner`` has pairs (id of the holder,
+    key) of places inside module containers, which come last; for ``spaces`` the key is None.
+    ``whole`` are the mappings over which the step iterates, and ``tables`` the parameters and
+    buffers of modules, if it iterates over those. ``texts`` are string values that the step reads,
+    which may be keys (``ACTIVATIONS[config.act]``).
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
@@ -642,7 +631,6 @@ class Named:
             count = len(self.names) + len(self.texts)
             self.places: list[Entry] = []
             self.spaces: list[Entry] = []
-            self.leaves = set[int]()
             self.tables: list[Entry] = []
             self.inner = set[tuple[int, Any]]()
             self.whole: list[dict[Any, Any]] = []
@@ -688,7 +676,6 @@ class Named:
                     if not is_first:
                         self.inner.add(entry.place)
                 if is_leaf:
-                    self.leaves.add(id(entry.value))
                     if isinstance(entry.value, str) and not str(entry.key).startswith("__"):
                         self.texts.add(entry.value)
                     elif isinstance(entry.value, torch.Tensor) and _is_of_user(entry.value):

@@ -34,12 +34,7 @@ _VALUES = (type(None), bool, int, float, complex, str, torch.Size)
 class ResultCheck:
     """A comparison of a function's result with an earlier result.
 
-    Attributes:
-        function: name of the function in the error.
-        before: words before the earlier result in the error.
-        error: class of the error.
-        now: words after the later result, such as "for these host arguments"; may be empty.
-        remedy: last sentence of the error.
+    The error says: ``function`` returned ... ``now``; ``before`` .... ``remedy``
     """
 
     function: str

@@ -65,15 +65,12 @@ class _Sequence:
 
 
 class Randomness:
-    """The generators of a recording.
+    """The generators of a recording: the default generator and the ``known`` ones of the caller.
 
     Only one recording at a time tracks the state of torch's default generator. Concurrent
-    recordings record draws from that generator, but do not refuse changes of its state.
-
-    Args:
-        known: the caller's generators.
-        states: the last states of generators in the session, by the address of the generator.
-        refuse: called if the code sets a state or draws from an unknown generator.
+    recordings record draws from it, but do not refuse changes of its state. ``states`` are the last
+    states in the session, by the address of the generator. ``refuse`` is called if the code sets a
+    state or draws from an unknown generator.
     """
 
     def __init__(

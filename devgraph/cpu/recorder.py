@@ -55,22 +55,15 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 class Recorder:
     """A recording of the operations of the current thread from ``__enter__`` to ``__exit__``.
 
-    No operation is executed and no random number is drawn. Outputs are poisoned tensors of the
-    pool, which every replay writes. Views are created at once, because they are only aliases.
+    No operation is executed and no random number is drawn. Outputs are poisoned tensors of
+    ``pool``, which every replay writes. Views are created at once, because they are only aliases.
     Python code runs once, so replays repeat its control flow and its numbers.
 
-    Args:
-        pool: memory of outputs.
-        others: further pools whose tensors the code may use.
-        metadata: cache of earlier recordings.
-        bound: addresses of memory outside the pools that the code may use; None allows any.
-        arguments: tensors whose layout the code must not change in place.
-        reached: further tensors of the caller that the code may use.
-        generators: random generators of the caller.
-        continues: whether this recording follows others of the same step.
-        states: last states of random generators in the earlier recordings, by address.
-        on_violation: called for every violation. The recording then continues with assumed values
-            and cannot be replayed. By default, violations raise errors.
+    The code may use tensors of ``others``, which are further pools, of ``reached``, and memory at
+    the addresses ``bound`` (None allows any). It must not change the layout of ``arguments`` in
+    place. A recording that ``continues`` follows others of the same step and adds to ``states``,
+    the last states of random generators by address. With ``on_violation``, violations are reported
+    instead of raised, and the recording continues with assumed values and cannot be replayed.
     """
 
     def __init__(
