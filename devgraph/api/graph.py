@@ -21,7 +21,6 @@ import enum
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -40,7 +39,7 @@ from devgraph.api.errors import (
     empty_capture,
     require_result,
 )
-from devgraph.api.executable import Call, Executable, Recording, call_weakly, dereference
+from devgraph.api.executable import Call, Executable, Recording, call_weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec, exact
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
@@ -115,21 +114,6 @@ class DeviceGraph(abc.ABC):
     only in a legal state.
     """
 
-    replay: Callable[[], None]
-    """Launch the graph once on the current stream, with the values of its last update.
-
-    Replays of graphs that share a pool run one at a time.
-
-    Raises:
-        StateError: the graph is not ready; the message has the remedy.
-        NestedCaptureError: this thread is inside a capture.
-        DeviceLost: the device is in a sticky error state.
-    """
-
-    launch: Callable[[], None]
-    """Replay without checks. The caller must hold the pool's lock, have called ``pool.order()``, be
-    outside of captures and in the graph's process, and pass errors to ``raise_if_lost``."""
-
     applies_at_once = False
     """Whether a failed or interrupted update leaves the graph unchanged."""
 
@@ -154,11 +138,8 @@ class DeviceGraph(abc.ABC):
         """Whether the executable is never evicted."""
         self._process = identity.token
         self._state = GraphState.EMPTY
-        self._slot: list[Executable] = [self._refusal()]
-        """The launch target, in a list so that closures need no reference to the graph."""
-        slot = self._slot
-        self.launch = lambda: slot[0].launch()
-        self.replay = self._make_replay()
+        self.executable = self._refusal()
+        """The launch target of the next replay."""
         self._capture_seconds = 0.0
         self.spec = NO_HOST_ARGS
         """The host arguments of the capture."""
@@ -233,13 +214,39 @@ class DeviceGraph(abc.ABC):
     # Public methods.
 
     @property
-    def executable(self) -> Executable:
-        """The launch target of the next replay."""
-        return self._slot[0]
-
-    @property
     def state(self) -> GraphState:
         return self._state
+
+    def replay(self) -> None:
+        """Launch the graph once on the current stream, with the values of its last update.
+
+        Replays of graphs that share a pool run one at a time.
+
+        Raises:
+            StateError: the graph is not ready; the message has the remedy.
+            NestedCaptureError: this thread is inside a capture.
+            DeviceLost: the device is in a sticky error state.
+        """
+        if current_scope() is not None or identity.token is not self._process:
+            self._refuse_replay()
+        pool = self.pool
+        with pool.lock:
+            if pool.occupied:
+                pool.require_free("replay a graph")
+            try:
+                pool.order()
+                self.executable.launch()
+            except Exception as error:
+                raise_if_lost(self.backend, error)
+                raise
+
+    def launch(self) -> None:
+        """Replay without checks.
+
+        The caller must hold the pool's lock, have called ``pool.order()``, be outside of captures
+        and in the graph's process, and pass errors to ``raise_if_lost``.
+        """
+        self.executable.launch()
 
     def update(self, **host_args: Any) -> None:
         """Set host arguments of regions for the next and all later replays.
@@ -319,7 +326,7 @@ class DeviceGraph(abc.ABC):
 
         A change of ``pool.epoch`` invalidates bound launches of earlier executables.
         """
-        self._slot[0] = executable
+        self.executable = executable
         if not self.calls:  # launches of graphs with regions are never bound
             self.pool.epoch += 1
 
@@ -354,7 +361,6 @@ class DeviceGraph(abc.ABC):
         self._require("move", GraphState.EMPTY)
         pool.check(self.backend)
         self.pool = pool
-        self.replay = self._make_replay()
 
     # Methods for sessions.
 
@@ -487,33 +493,6 @@ class DeviceGraph(abc.ABC):
         return list(dict.fromkeys(call.mark for call in self.calls))
 
     # Implementation.
-
-    def _make_replay(self) -> Callable[[], None]:
-        """Return ``replay`` as a closure, because attribute lookups would slow each replay down.
-
-        The closure refers to the graph weakly, so that dropping the last reference to the graph
-        frees device memory immediately.
-        """
-        slot, scope = self._slot, current_scope
-        pool, order, lock = self.pool, self.pool.order, self.pool.lock
-        process, graph_of = self._process, weakref.ref(self)
-
-        def replay() -> None:
-            if scope() is not None or identity.token is not process:
-                dereference(graph_of)._refuse_replay()
-            with lock:
-                if pool.occupied:
-                    pool.require_free("replay a graph")
-                try:
-                    order()
-                    slot[0].launch()
-                except Exception as error:
-                    graph = graph_of()
-                    if graph is not None:
-                        raise_if_lost(graph.backend, error)
-                    raise
-
-        return replay
 
     def _leave_for(self, state: GraphState) -> None:
         """Enter a state in which the graph cannot be launched."""
