@@ -165,6 +165,11 @@ class Inputs:
                     f"input {name!r} is a {type(value).__name__} and was a {type(bound).__name__} "
                     f"at capture, and the graph has only the work for the old class. Capture again."
                 )
+            if bound.is_quantized and (own := _scheme(value)) != (held := _scheme(bound)):
+                raise InputError(
+                    f"input {name!r} is quantized with {own} and was with {held} at capture, and "
+                    f"the graph uses the old scale. Capture again."
+                )
             if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
                 raise InputError(
                     f"input {name!r} has strides {value.stride()}, but the bound tensor has "
@@ -227,6 +232,10 @@ class Inputs:
         if name in self._names[:given]:
             raise InputError(f"input {name!r} was given twice: by position and by name")
         return self._arguments[name]
+
+
+def _scheme(tensor: torch.Tensor) -> str:
+    return repr(tensor).rpartition("scheme=")[2]
 
 
 def _agree(*pairs: Pair) -> bool:
