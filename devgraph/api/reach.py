@@ -509,8 +509,8 @@ class _Uses(NamedTuple):
     """How code, and the code nested in it, uses names."""
 
     names: set[str]
-    """Names of globals and attributes, "in" for a test of membership, and "grad =" for an assignment
-    to a gradient."""
+    """Names of globals and attributes, "in" for a test of membership, and "grad =" for an
+    assignment to a gradient."""
     globals: set[str]
     """Names of globals, not of attributes."""
     read: set[str]
