@@ -189,7 +189,7 @@ class Engine:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backend", default="auto")
     dg.add_cli_args(parser)
     arguments = parser.parse_args()

@@ -336,7 +336,7 @@ def serve(rank: int, args: argparse.Namespace, store: Any) -> Node:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backends", nargs=2, metavar=("PREFILL", "DECODE"), required=True)
     parser.add_argument(
         "--model", help="a transformers model (default: a random model of two layers)"

@@ -390,7 +390,7 @@ def leaving(rank: int, at: str | None) -> Callable[[int], None]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backend", default="auto", help="devgraph backend")
     mode = os.environ.get("DEVGRAPH_MODE") or json.dumps(MODE)
     parser.add_argument("--device-graph-mode", metavar="JSON", default=mode)

@@ -133,7 +133,8 @@ class _Parser(argparse.ArgumentParser):
             (commands,) = (action for action in self._actions if action.dest == "command")
             assert isinstance(commands.choices, Mapping)
             command = commands.choices[parsed.command]
-            close = difflib.get_close_matches(unknown[0], command._option_string_actions, n=1)
+            known = command._option_string_actions
+            close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.65)
             hint = f". Did you mean {close[0]!r}?" if close else ""
             command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         parsed.json = "json" in parsed

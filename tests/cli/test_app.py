@@ -103,6 +103,7 @@ def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureF
         (["dcotor"], "Did you mean 'doctor'?"),
         (["explain", "a:b", "--policy", "ful"], "Did you mean 'full'?"),
         (["plan", "--backen", "cpu"], "Did you mean '--backend'?"),
+        (["demo", "--model", "x"], "arguments: --model x (devgraph demo --help"),  # not --help?
         (["plan", "--beckend", "cpu"], "Did you mean '--backend'? (devgraph plan --help"),
         (["plan", "--model", "/nope"], "--model /nope: there is no such folder or file"),
     ],
