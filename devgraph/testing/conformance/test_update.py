@@ -51,6 +51,20 @@ def test_update_is_seen_by_the_next_replay_and_by_later_ones(kit: Kit) -> None:
             kit.same(y, head(x * 2, n=n), f"the replay after update(n={n})")
 
 
+def test_update_does_not_run_the_region(kit: Kit) -> None:
+    @dg.region(host_args=("n",), mutates=("out",))
+    def added(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
+        out.add_(x * n)
+
+    x, out = kit.tensor(4), kit.tensor(4, seed=1)
+    before = out.clone()
+    graph, _ = kit.record(lambda: added(x, out, n=2), host_args={"n": 2}, warm=False)
+    graph.update(n=3)
+    kit.same(out, before, "the written argument after the update")
+    graph.replay()
+    kit.same(out, before + x * 3)
+
+
 def test_every_order_of_keys_gives_eager_results(kit: Kit) -> None:
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
