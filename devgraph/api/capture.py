@@ -55,9 +55,10 @@ class Captured:
     ``replay(**host_args)`` equals ``fn(*args, **host_args)`` on the current data of the bound
     tensors. ``replay(*inputs, **host_args)``, or a call of the capture, first copies new inputs
     into the bound tensors. ``outputs`` are the same tensors in every replay. The next replay of
-    this capture overwrites them; replays of other captures do not. Only tensors in containers that
-    are registered with torch's pytree are outputs. An object of another class is returned as it
-    was at capture, and replays of other captures may overwrite its tensors.
+    this capture overwrites them; replays of other captures do not. An output that is a view of an
+    argument is in the bound tensor, so new inputs of each capture of this tensor overwrite it. Only
+    tensors in containers that are registered with torch's pytree are outputs. An object of another
+    class is returned as it was at capture, and replays of other captures may overwrite its tensors.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float, gates: Gates) -> None:

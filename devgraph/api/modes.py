@@ -206,6 +206,10 @@ class Settings:
         switches = (tuple(v) if isinstance(v, list) else v for v in self.switches)
         return self.modes, *switches, *(mode.device for mode in self.stacks[0])
 
+    def named(self) -> dict[str, Any]:
+        """Return the settings of the whole process by the names of their getters."""
+        return {get.__name__: v for (get, _), v in zip(_SWITCHES, self.switches, strict=True)}
+
     def are_active(self) -> bool:
         """Whether these settings are active now."""
         if self._same():  # the fast path of replays with breaks

@@ -202,10 +202,9 @@ class NamedState:
             if entry.is_modified:
                 _refuse(entry, entry.modification)
         spaces = {id(space.value) for space in named.spaces}
-        asks = not named.names.isdisjoint(("in", "get", "setdefault", "pop", "KeyError"))
         for entry in itertools.chain(*after.values()):
             is_read = named.is_named(entry) or entry.key in named.texts
-            if id(entry.holder) in spaces and (is_read or (asks and type(entry.key) is not str)):
+            if id(entry.holder) in spaces and (is_read or id(entry.holder) in named.probed):
                 _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
         self._settle(named)
 

@@ -40,7 +40,7 @@ from devgraph.api.guard import Term, Watched, by_turns
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.source import is_machinery_module, warn
-from devgraph.api.modes import FAKE, PROXY, tracer
+from devgraph.api.modes import FAKE, PROXY, Settings, tracer
 from devgraph.api.named import NamedState, changed_contents, text_of_changes
 from devgraph.api.reach import (
     ABSENT,
@@ -303,7 +303,7 @@ class Owned:
 
         self._saved = snapshot, parameters
         self._named = Named(self.roots, regions=regions)
-        numbers = host_random()
+        numbers, settings = host_random(), Settings.current().named()
         try:
             yield require_places
             self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
@@ -344,6 +344,8 @@ class Owned:
         for saved in (snapshot, parameters):
             saved.require_unwritten()
         watch.changes(self._note_state, empty=True)
+        for name, value in Settings.current().named().items():
+            self._note_state(name, settings[name], value)
         for name, state in host_random().items():
             if numbers.get(name, state) != state:
                 self._note_state(name, numbers[name][-1], state[-1])
@@ -386,6 +388,8 @@ class Owned:
         def has_changed(entry: Entry) -> bool:
             """Whether the step changed or made the value of a place; False for tensors."""
             old = before.get(entry.place, _EMPTY)
+            if entry.path in self._added and entry.path not in self.moved:
+                return not is_equal(self._added[entry.path], entry.value)
             is_same = old.content == entry.content and is_equal(old.value, entry.value)
             return not (is_same or isinstance(entry.value, torch.Tensor))
 

@@ -412,7 +412,9 @@ def has_state(value: Any) -> bool:
     if any(kind.__module__.startswith("devgraph.") for kind in type(value).__mro__):
         return False
     module = type(value).__module__
-    if module in ("collections", "weakref") or isinstance(value, torch.amp.GradScaler):
+    if module in ("collections", "weakref", "_weakrefset") or isinstance(
+        value, torch.amp.GradScaler
+    ):
         return True
     return not is_machinery_module(module)
 
@@ -509,8 +511,7 @@ class _Uses(NamedTuple):
     """How code, and the code nested in it, uses names."""
 
     names: set[str]
-    """Names of globals and attributes, "in" for a test of membership, and "grad =" for an
-    assignment to a gradient."""
+    """Names of globals and attributes, and "grad =" for an assignment to a gradient."""
     globals: set[str]
     """Names of globals, not of attributes."""
     read: set[str]
@@ -519,6 +520,9 @@ class _Uses(NamedTuple):
     """Names of values that the code iterates over (a loop, ``len``, ``values``)."""
     indexed: set[Any]
     """Names of values that the code indexes with a key that is not a constant."""
+    probed: set[Any]
+    """Names of values that the code asks for a computed key (``in``, ``get``), unless the code also
+    stores entries in them."""
     strings: set[str]
 
 
@@ -526,7 +530,10 @@ class _Uses(NamedTuple):
 def _uses_of(code: types.CodeType) -> _Uses:
     steps = [*dis.get_instructions(code)]
     uses = _Uses(
-        names={*code.co_names, *_operators_in(steps)},
+        names={
+            *code.co_names,
+            *("grad =" for step in steps if (step.opname, step.argval) == ("STORE_ATTR", "grad")),
+        },
         globals={step.argval for step in steps if step.opname in _OF_GLOBALS},
         read={
             step.argval
@@ -537,14 +544,23 @@ def _uses_of(code: types.CodeType) -> _Uses:
         },
         iterated={*_iterated_in(steps)},
         indexed={*_indexed_in(steps)},
+        probed={*_probed_in(steps)},
         strings={const for const in code.co_consts if isinstance(const, str)},
     )
+    aliases = {
+        after.argval: step.argval
+        for step, after in itertools.pairwise(steps)
+        if after.opname == "STORE_FAST" and step.opname in {*_OF_STATE, "LOAD_FAST"}
+    }
+    for found in (uses.iterated, uses.indexed, uses.probed):
+        found.update([aliases[name] for name in found if name in aliases])
     for nested in filter(inspect.iscode, code.co_consts):
         for own, inner in zip(uses, _uses_of(nested), strict=True):
             own.update(inner)
     return uses
 
 
+_OF_STATE = {"LOAD_ATTR", "LOAD_DEREF", "LOAD_GLOBAL"}
 _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"}
 
 
@@ -561,14 +577,6 @@ def _iterated_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
 _ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())
 
 
-def _operators_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
-    for step in steps:
-        if step.opname == "STORE_ATTR" and step.argval == "grad":
-            yield "grad ="
-        elif step.opname == "CONTAINS_OP":
-            yield "in"
-
-
 def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
     for end, step in enumerate(steps):
         at, missing = end - 1, 1
@@ -580,6 +588,31 @@ def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
         if steps[end - 1].opname != "LOAD_CONST" or at < end - 2:
             held = steps[at + (missing < 0)].argval  # a pair if an instruction loads both
             yield held[0] if isinstance(held, tuple) and held else held
+
+
+def _probed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
+    stored = {
+        before.argval
+        for at, step in enumerate(steps)
+        if step.opname == "STORE_SUBSCR"
+        for before in steps[max(at - 6, 0) : at]
+    }
+    for at, step in enumerate(steps):
+        first, held = at - 1, steps[at - 1].argval
+        if step.opname == "CONTAINS_OP":
+            while steps[first].opname == "LOAD_ATTR":
+                first -= 1
+            key = steps[first - 1]
+        elif step.argval == "get":
+            key = steps[at + 2 if steps[at + 2].opname == "LOAD_ATTR" else at + 1]
+        else:
+            continue
+        # Other searches find texts that are named or read: ``_Uses.strings`` and ``Named.texts``.
+        is_read = key.opname in _OF_STATE and "NULL" not in key.argrepr  # not a call
+        is_read |= key.opname == "LOAD_CONST" and isinstance(key.argval, str)
+        is_pair = isinstance(held, tuple)  # of one instruction that loads the key as well
+        if (is_pair or not is_read) and held not in stored:
+            yield held[-1] if is_pair else held
 
 
 class Named:
@@ -596,7 +629,8 @@ class Named:
     key) of places inside module containers, which come last; for ``spaces`` the key is None.
     ``whole`` are the mappings over which the step iterates, and ``tables`` the parameters and
     buffers of modules, if it iterates over those. ``texts`` are string values that the step reads,
-    which may be keys (``ACTIVATIONS[config.act]``).
+    which may be keys (``ACTIVATIONS[config.act]``). ``probed`` has the ``id`` of each mapping that
+    the step may ask for keys that it does not have.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
@@ -624,6 +658,7 @@ class Named:
         self._read: set[str] = {_CELL}
         self.iterated: set[str] = set()
         self._indexed: set[str] = set()
+        self._probed: set[Any] = set()
         self.texts: set[str] = set()
         self._beginnings: tuple[str, ...] = ()
         count = -1
@@ -634,6 +669,7 @@ class Named:
             self.tables: list[Entry] = []
             self.inner = set[tuple[int, Any]]()
             self.whole: list[dict[Any, Any]] = []
+            self.probed = set[int]()
             self.modules: list[torch.nn.Module] = []
             self._computed: list[Entry] = []  # places with computed names, searched last
             self._walk(deque(roots))
@@ -703,12 +739,15 @@ class Named:
                 elif mark is None and hasattr(value, "__wrapped__"):  # @torch.no_grad(), ...
                     yield _fixed(path, value.__wrapped__)
                 if isinstance(functions := vars(value).get("registry"), Mapping):  # singledispatch
-                    self.names.add("get")
+                    self.probed.update(map(id, gc.get_referents(functions)))
                     yield _fixed(path, functions)
                 return
             self._use(value)
             if value.__defaults__:
                 yield Entry(f"{path}.__defaults__", value, "__defaults__", value.__defaults__)
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                if _read(cell, _CELL) is ABSENT:
+                    yield Entry(name, cell, _CELL, ABSENT)
             yield from _environment(value.__code__)
             space, uses = value.__globals__, _uses_of(value.__code__)
             for name in sorted(uses.globals - space.keys() - _BUILTINS):
@@ -783,12 +822,17 @@ class Named:
     def _reads_all(self, path: str, value: Any) -> bool:
         """Whether the step reads entries or attributes of ``value`` without naming them."""
         if isinstance(value, dict):
-            if path.rpartition(".")[2] in self.iterated:
+            name = path.rpartition(".")[2]
+            if name in self.iterated:
                 self.whole.append(value)
+                return True
+            if name in self._probed:
+                self.probed.add(id(value))
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
         if isinstance(
-            value, (ChainMap, UserDict, UserList, weakref.WeakKeyDictionary)
+            value,
+            (ChainMap, UserDict, UserList, weakref.WeakKeyDictionary, weakref.WeakSet),
         ):  # the search skips their methods
             return True
         is_whole = not self.names.isdisjoint(("vars", "__dict__", "asdict"))
@@ -829,6 +873,7 @@ class Named:
             self._read |= uses.read | uses.strings
             self.iterated |= uses.iterated
             self._indexed |= uses.indexed
+            self._probed |= uses.probed
             if "getattr" in uses.names:  # getattr(x, f"s{i}")
                 self._beginnings += tuple(filter(str.isidentifier, uses.strings))
 

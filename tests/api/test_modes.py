@@ -145,6 +145,20 @@ def test_settings_at_a_mark_hold_for_its_body(policy: str, name: str, around: st
     captured.close()
 
 
+def test_setting_that_the_step_changes_is_named():
+    before = torch.get_default_dtype()
+
+    def step(x):
+        torch.set_default_dtype(torch.float64)
+        return x * torch.ones(4)
+
+    try:
+        with pytest.warns(dg.DeviceGraphWarning, match=r"get_default_dtype from torch\.float32"):
+            dg.capture(step, torch.ones(4), backend="cpu").close()
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_a_replay_do_not_reach_breaks(name: str):
     """FAULTS 50."""

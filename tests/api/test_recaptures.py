@@ -561,6 +561,51 @@ def _of_large_table() -> Any:
     return step, lambda: table.update(w70=torch.zeros(4))
 
 
+def _of_missing_text() -> Any:
+    table = {"k0": 2.0}
+    step = lambda x: x * sum(table[f"k{n}"] for n in range(3) if f"k{n}" in table)  # noqa: E731
+    return step, lambda: table.update(k2=5.0)
+
+
+def _of_local_name() -> Any:
+    held = types.SimpleNamespace(table={"a": 2.0})
+
+    def step(x: Any) -> Any:
+        table = held.table
+        for key in table:
+            x = x * table[key]
+        return x * 1
+
+    return step, lambda: held.table.update(b=5.0)
+
+
+def _of_default_entry() -> Any:
+    table = collections.defaultdict(float, a=2.0)
+    return lambda x: x * table["a"] + table["b"], lambda: table.update(b=5.0)
+
+
+def _of_weak_set() -> Any:
+    name = _Name()
+    names = weakref.WeakSet([name])
+    return lambda x: x * (name.n + len(names)), lambda: names.discard(name)
+
+
+def _of_empty_cell() -> Any:
+    def define() -> None:
+        nonlocal factor
+        factor = 3.0
+
+    def step(x: Any) -> Any:
+        try:
+            return x * factor
+        except NameError:
+            return x * 1
+
+    if not callable(define):
+        factor = 2.0
+    return step, define
+
+
 def _of_removed_hook() -> Any:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     handle = module[9].register_forward_hook(_doubled)
@@ -568,6 +613,11 @@ def _of_removed_hook() -> Any:
 
 
 UNNAMED = [
+    _of_missing_text,
+    _of_local_name,
+    _of_default_entry,
+    _of_weak_set,
+    _of_empty_cell,
     _of_removed_hook,
     _of_tuple,
     _of_default_list,
