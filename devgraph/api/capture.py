@@ -43,7 +43,7 @@ from devgraph.api.pool import Pool
 from devgraph.api.process import identity, several_ranks
 from devgraph.api.prove import Draw, Report, Terms, addresses, prove
 from devgraph.api.registry import get_backend
-from devgraph.api.results import Outputs
+from devgraph.api.results import Containers, Outputs
 from devgraph.api.session import explained, session, supported_error_mode
 from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.api.tensors import has_place
@@ -101,7 +101,7 @@ class Captured:
         named = job.owned.watch_named(regions=job.regions)
         self.gradients = job.owned.gradients
         """The gradients that replays accumulate."""
-        self.guard = Guard([*self._watched, *named], outside)
+        self.guard = Guard([*self._watched, *named, Containers(plan.outputs)], outside)
         """The comparison of the state of the step with its state at the capture."""
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared, held)
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import types
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -215,13 +216,14 @@ def _wholes(held: Iterable[Entry]) -> Iterator[tuple[dict[Any, Any], list[Any]]]
     A comparison of unequal tensors with several elements raises, which counts as a difference.
     """
     holders = {id(entry.holder): entry.holder for entry in held if type(entry.holder) is dict}
-    counts = Counter(id(entry.holder) for entry in held if _is_distinct(entry.value))
+    counts = Counter(id(entry.holder) for entry in held if is_distinct(entry.value))
     for number, holder in holders.items():
         if 1 < counts[number] == len(holder):
             yield holder, [*holder.values()]
 
 
-def _is_distinct(value: Any) -> bool:
+def is_distinct(value: Any) -> bool:
+    """Whether ``==`` is true for no other value, except for errors."""
     kind: Any = type(value)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return bool(value.numel() > 1)
@@ -237,12 +239,16 @@ def changed_contents(held: Iterable[Entry]) -> Iterator[tuple[str, Any, Any]]:
             yield path, entry.content, now
 
 
+_SHOWN = 8
+
+
 def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
     """Return a warning about places that the step changed, each with its old and new value."""
-    shown = "; ".join(
+    every = [
         f"{path} and back" if is_equal(old, new) else f"{path} from {brief(old)} to {brief(new)}"
         for path, old, new in changes
-    )
+    ]
+    shown = "; ".join(every[:_SHOWN]) + f" and {len(every) - _SHOWN} more" * (len(every) > _SHOWN)
     return (
         f"warm-up and capture changed Python state: {shown}. A replay does not change it, and uses "
         f"the captured values. Keep such state in tensors, or change it outside the step."
@@ -271,6 +277,8 @@ def is_alike(old: Any, new: Any) -> bool:
         return False
     if isinstance(old, types.FunctionType):
         return old.__code__ is new.__code__ and is_alike(old.__defaults__, new.__defaults__)
+    if isinstance(old, weakref.ref):
+        return is_alike(old(), new())
     if isinstance(old, functools.partial):
         parts = [(p.func, *p.args, *itertools.chain(*p.keywords.items())) for p in (old, new)]
         return is_alike(*parts)

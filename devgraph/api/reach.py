@@ -412,7 +412,7 @@ def has_state(value: Any) -> bool:
     if any(kind.__module__.startswith("devgraph.") for kind in type(value).__mro__):
         return False
     module = type(value).__module__
-    if module in ("collections", "weakref", "_weakrefset") or isinstance(
+    if module in ("collections", "queue", "weakref", "_weakrefset") or isinstance(
         value, torch.amp.GradScaler
     ):
         return True
@@ -789,7 +789,7 @@ class Named:
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
             yield from self._of_class(value, {"__class_getitem__"})
-            yield from self._of_class(type(value))
+            yield from self._of_class(type(value), _IMPLICIT)
             self._computed += self._members_of(value, self._called - self.names, self._called)
             return
         if isinstance(value, _MODULES):
@@ -830,10 +830,7 @@ class Named:
                 self.probed.add(id(value))
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
-        if isinstance(
-            value,
-            (ChainMap, UserDict, UserList, weakref.WeakKeyDictionary, weakref.WeakSet),
-        ):  # the search skips their methods
+        if isinstance(value, _OF_LIBRARY):  # the search skips their methods
             return True
         is_whole = not self.names.isdisjoint(("vars", "__dict__", "asdict"))
         if is_whole and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
@@ -877,6 +874,12 @@ class Named:
             if "getattr" in uses.names:  # getattr(x, f"s{i}")
                 self._beginnings += tuple(filter(str.isidentifier, uses.strings))
 
+
+_OF_LIBRARY = (
+    *(ChainMap, UserDict, UserList),
+    *(weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary),
+)
+"""Containers that hold their entries in attributes."""
 
 _IMPLICIT = frozenset(
     """__call__ __get__ __getattr__ __getattribute__ __getitem__ __missing__ __iter__ __next__

@@ -13,9 +13,18 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import DeviceGraphError, FrozenValueError, RegionError, brief
+from devgraph.api.errors import (
+    CaptureError,
+    DeviceGraphError,
+    FrozenValueError,
+    RegionError,
+    brief,
+)
+from devgraph.api.guard import Term
 from devgraph.api.marks.host_values import is_tracked, same_value
+from devgraph.api.named import is_distinct
 from devgraph.api.pool import Pool
+from devgraph.api.reach import containers, is_iterator
 from devgraph.api.tensors import (
     describe,
     effective_strides,
@@ -198,9 +207,46 @@ def _alike(one: torch.Tensor, other: Any) -> bool:
     )
 
 
+class Containers:
+    """The lists and dictionaries in outputs, which a replay restores if the caller changed them."""
+
+    def __init__(self, outputs: Any) -> None:
+        self._held: list[tuple[Any, Any, dict[str, Any]]] = []
+        self.terms: list[Term] = []
+        for _, node in containers("", outputs):
+            if isinstance(node, list | dict):
+                held = list(node) if isinstance(node, list) else dict(dict.items(node))
+                self._held.append((node, held, dict(getattr(node, "__dict__", {}))))
+                self.terms.append(_term_of(node, held))
+
+    def check(self) -> None:
+        """Restore the entries, and the attributes of classes such as ``ModelOutput``."""
+        for node, held, attributes in self._held:
+            if isinstance(node, list):
+                node[:] = held
+            else:
+                dict.clear(node)
+                dict.update(node, held)
+            if attributes:
+                vars(node).update(attributes)
+
+
+def _term_of(node: Any, held: Any) -> Term:
+    values = node if isinstance(node, list) else dict.values(node)
+    if all(map(is_distinct, values)):
+        return "{} == {}", (node, held)
+    return "[*map({}, {})] == {}", (id, values, [*map(id, values)])
+
+
 def refuse_host_values(outputs: Any) -> None:
-    """Raise FrozenValueError if a step returned a host argument."""
-    for leaf in filter(is_tracked, pytree.tree_leaves(outputs)):
+    """Raise an error if a step returned a host argument, or an iterator, which ends only once."""
+    leaves = pytree.tree_leaves(outputs)
+    if iterator := next(filter(is_iterator, leaves), None):
+        raise CaptureError(
+            f"the step returned {brief(iterator)}, which the caller of the first replay would "
+            f"exhaust. Return a list or a tuple."
+        )
+    for leaf in filter(is_tracked, leaves):
         raise FrozenValueError(
             f"the step returned host argument {leaf._devgraph_name!r}, and every replay would "
             f"return its value at capture. Return tensors only; the caller of a replay knows its "

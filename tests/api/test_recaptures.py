@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import operator
+import queue
 import threading
 import types
 import weakref
@@ -590,6 +591,12 @@ def _of_weak_set() -> Any:
     return lambda x: x * (name.n + len(names)), lambda: names.discard(name)
 
 
+def _of_weak_value() -> Any:
+    old, new = nn.Linear(4, 4), nn.Linear(4, 4)
+    table = weakref.WeakValueDictionary(now=old)
+    return lambda x: table["now"](x), lambda: (table.update(now=new), old)
+
+
 def _of_empty_cell() -> Any:
     def define() -> None:
         nonlocal factor
@@ -612,11 +619,24 @@ def _of_removed_hook() -> Any:
     return module, handle.remove
 
 
+def _of_metaclass_length() -> Any:
+    class Items(type):
+        held = [1.0]  # noqa: RUF012
+
+        def __len__(cls) -> int:
+            return len(cls.held)
+
+    kind: Any = Items("Kind", (), {})
+    return lambda x: x * len(kind), lambda: Items.held.append(1.0)
+
+
 UNNAMED = [
+    _of_metaclass_length,
     _of_missing_text,
     _of_local_name,
     _of_default_entry,
     _of_weak_set,
+    _of_weak_value,
     _of_empty_cell,
     _of_removed_hook,
     _of_tuple,
@@ -714,6 +734,16 @@ def test_warning_names_the_change_and_is_at_the_line_of_the_user() -> None:
     with pytest.warns(DeviceGraphWarning, match="changed Python state") as said:
         dg.capture(counting, torch.ones(2), backend="cpu")
     assert said[0].filename == __file__
+
+
+def test_queue_that_the_step_empties_is_named() -> None:
+    held: queue.Queue[float] = queue.Queue()
+    for index in range(20):
+        held.put(float(index))
+    with pytest.warns(
+        DeviceGraphWarning, match=r"held\.queue\[0\] from 0\.0 to .* more\. A replay"
+    ):
+        dg.capture(lambda x: x * held.get(), torch.ones(3), backend="cpu").close()
 
 
 def test_lists_that_grow_are_named(caplog: pytest.LogCaptureFixture) -> None:

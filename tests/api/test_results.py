@@ -53,3 +53,27 @@ def test_targets_that_share_memory_are_not_written_from_separate_results() -> No
     base = torch.zeros(4)
     with pytest.raises(dg.RegionError, match=r"Return a clone\(\)"):
         Outputs(pool, [base]).deliver((base[:2], base[2:]), (torch.ones(2), torch.ones(2)))
+
+
+def test_containers_of_outputs_that_the_caller_changed_are_restored() -> None:
+    x, one = torch.ones(3), torch.ones(1)
+    captured = dg.capture(lambda x: {"y": x * 2, "z": [x + 1, one * 1]}, x, backend="cpu")
+    changed = captured.replay()
+    changed["z"].append(1)
+    changed["z"][1] = torch.zeros(1)
+    del changed["y"]
+    for _ in range(2):
+        outputs = captured.replay()
+        assert [*outputs] == ["y", "z"]
+        assert len(outputs["z"]) == 2
+        assert torch.equal(outputs["y"], x * 2)
+        assert torch.equal(outputs["z"][1], one)
+
+
+@pytest.mark.parametrize("policy", ["full", "piecewise"])
+def test_iterator_in_outputs_is_refused(policy: str) -> None:
+    def step(x: torch.Tensor) -> Any:
+        return torch.tanh(x), iter([x * 2])
+
+    with pytest.raises(dg.CaptureError, match=r"exhaust\. Return a list|piecewise"):
+        dg.capture(step, torch.ones(3), policy=policy, backend="cpu")
