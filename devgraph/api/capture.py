@@ -15,6 +15,7 @@ from devgraph.api.backend import Backend, own_pool
 from devgraph.api.device import raise_if_lost, refuse_foreign_capture
 from devgraph.api.errors import (
     CaptureError,
+    DeviceGraphError,
     InputError,
     InputTypeError,
     NestedCaptureError,
@@ -121,7 +122,8 @@ class Captured:
         Args:
             *inputs: new data to copy into the bound arguments, in their order. Omitted arguments
                 keep their data. Shapes, dtypes and devices must equal the captured ones.
-                Arguments without tensors must equal the captured ones.
+                A changed argument without tensors needs a new capture; see ``recaptures`` of
+                ``capture``.
             **named: new data for bound arguments by name, and a value for each declared host
                 argument without a default in the signature of ``fn``. Host arguments of earlier
                 calls are not remembered.
@@ -138,7 +140,12 @@ class Captured:
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
             assert self._inputs is not None  # until close()
-            pairs, named = self._inputs.taken(inputs, named)
+            try:
+                pairs, named = self._inputs.taken(inputs, named)
+            except InputError as error:
+                with self._lock:
+                    kept = self._capture_again(inputs, named, error)
+                pairs, named = self._inputs.taken(inputs, named)
         values = self.host_spec.fill(named)
         with self._lock:
             if self.pool.occupied:
@@ -178,7 +185,7 @@ class Captured:
                 return self._capture_again(inputs, named, error)
 
     def _capture_again(
-        self, inputs: Sequence[Any], named: Mapping[str, Any], cause: StateError
+        self, inputs: Sequence[Any], named: Mapping[str, Any], cause: DeviceGraphError
     ) -> list[Pair]:
         """Capture the step with its current state and inputs, or raise ``cause`` if not allowed.
 
@@ -186,15 +193,21 @@ class Captured:
         """
         job, bound = self._job, self._inputs
         assert job is not None and bound is not None
-        if self._recaptures >= job.recaptures or several_ranks() or not job.may_capture():
+        values = bound.other_values(inputs, named)
+        is_vain = isinstance(cause, InputError) and not values
+        is_spent = self._recaptures >= job.recaptures or several_ranks() or not job.may_capture()
+        if is_vain or is_spent:
             raise cause
-        pairs, host = bound.taken(inputs, named)
+        try:
+            pairs, host = bound.holding(values).taken(inputs, named)
+        except InputError as error:
+            raise error from None  # The cause has the same text if a tensor does not fit.
         self.host_spec.fill(host)
         self.pool.require_free("capture")
         self.pool.order()
         kept = write(pairs, None)
         self._recaptures += 1
-        owned = job.owned.renewed()
+        owned = job.owned.renewed(values)
         outputs = Outputs(self.pool, (t for _, t in owned.tensors), job.outputs, self.outputs)
         job = attrs.evolve(job, owned=owned, outputs=outputs, phases={}, again=True)
         with self.settings.restored():
@@ -471,7 +484,7 @@ def capture(
         gates: gates to share with other captures of the pool, instead of ``gate_timeout``.
         recaptures: maximum number of new captures by replays. A replay captures again, with a
             warning, if state that the step reaches (weights, attributes, globals, closures, hooks,
-            modes) differs from the capture. Later, it raises an error.
+            modes) or an input without tensors differs from the capture. Later, it raises an error.
 
     Returns:
         The captured step.

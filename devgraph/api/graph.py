@@ -21,6 +21,7 @@ import enum
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -46,6 +47,7 @@ from devgraph.api.marks.marks import Mark, current_scope, is_capturing
 from devgraph.api.marks.names import Names, NodeRange
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
+from devgraph.api.reach import PLAIN, Entry, Named
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +147,8 @@ class DeviceGraph(abc.ABC):
         """The host arguments of the capture."""
         self._values: dict[str, Any] = {}
         self._host: dict[Mark, dict[str, Any]] = {}
+        self._named: list[Entry] = []
+        """Plain values that regions read by name and do not change; they are part of keys."""
         self.key: Hashable = None
         """The key of the host values that the next launch uses."""
         backend.graphs.add(self)
@@ -429,10 +433,15 @@ class DeviceGraph(abc.ABC):
         """Capture one call of an updatable region and return its result."""
         self._refuse_spoiled()
         call = MarkedCall(self.pool, mark, args, kwargs, len(self.calls))
+        if mark not in self._host:
+            plain = (e for e in Named([(mark.name, mark.fn)]).places if isinstance(e.value, PLAIN))
+            # A region often appends records to a list, so items of lists are not part of keys.
+            self._named += [entry for entry in plain if not isinstance(entry.holder, list | deque)]
         self._host[mark] = host
         self._region_begin(call)
         result = call.first_run(args, kwargs, host)
         self._region_end(call)
+        self._named = [entry for entry in self._named if entry.now() is entry.value]
         call.alias_bridges()
         self.calls.append(call)
         return result
@@ -474,11 +483,13 @@ class DeviceGraph(abc.ABC):
         self.key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
-        """Return a hashable key of the regions' host values."""
+        """Return a hashable key of the regions' host values and of the plain values they read."""
         try:
-            key = tuple(
-                [(name, exact(v)) for kwargs in host.values() for name, v in kwargs.items()]
-            )
+            pairs = [(name, exact(v)) for kwargs in host.values() for name, v in kwargs.items()]
+            for entry in self._named:
+                now = entry.now()
+                pairs.append((entry.path, exact(now) if isinstance(now, PLAIN) else id(now)))
+            key = tuple(pairs)
             hash(key)
         except TypeError:
             for mark, kwargs in host.items():
@@ -515,7 +526,7 @@ class DeviceGraph(abc.ABC):
         self.calls, self.ranges = [], []
         self.arguments, self.reached, self.generators = (), (), ()
         self.names = None
-        self._host = {}
+        self._host, self._named = {}, []
         self.key = None
         free()
         self._state = state

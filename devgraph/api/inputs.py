@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
+import numbers
 import re
+import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +23,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.source import warn
 from devgraph.api.owned import Owned, require_place
+from devgraph.api.reach import PLAIN, is_array
 from devgraph.api.tensors import (
     byte_range,
     effective_strides,
@@ -32,7 +36,7 @@ from devgraph.api.tensors import (
     tensors_in,
     unexpanded,
 )
-from devgraph.api.trees import children_of, leaves_of, same_kind
+from devgraph.api.trees import children_of, leaves_of, rebuilt, same_kind
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A bound tensor and the new data for it."""
@@ -48,7 +52,7 @@ class Inputs:
         self._arguments, self._count = owned.arguments, owned.count
         self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
-        self._written, self._iterated = owned.written, owned.iterated
+        self._written, self._iterated, self._moved = owned.written, owned.iterated, owned.moved
         self._changed, self._has_warned = owned.changed, False
 
     def taken(
@@ -99,6 +103,29 @@ class Inputs:
     def _has_tensors(self, name: str) -> bool:
         leaves = leaves_of(name, self._arguments[name])
         return any(isinstance(leaf, torch.Tensor) for _, leaf in leaves)
+
+    def other_values(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments whose plain values changed, with new values and bound tensors.
+
+        Arguments that the step changed are left out, because a replay would not change them.
+        """
+        values = dict(zip(self._names, given, strict=False))
+        values |= {name: value for name, value in named.items() if name in self._arguments}
+        others = {}
+        for name, value in values.items():
+            if any(path.startswith((f"{name}.", f"{name}[")) for path in self._moved):
+                continue
+            try:
+                self._pairs(name, self._arguments[name], value)
+            except InputError:
+                others[name] = _merged(self._arguments[name], value)
+        return others
+
+    def holding(self, values: Mapping[str, Any]) -> Inputs:
+        """Return a copy whose bound arguments are replaced by ``values``, by name."""
+        other = copy.copy(self)
+        other._arguments = {**self._arguments, **values}
+        return other
 
     @functools.cached_property
     def _state(self) -> dict[int, list[tuple[str, torch.Tensor]]]:
@@ -314,7 +341,38 @@ def _windowed(windows: torch.Tensor) -> torch.Tensor:
     return windows.as_strided(((last - first) // windows.itemsize,), (1,))
 
 
+def _merged(bound: Any, value: Any) -> Any:
+    """Return a tree with the values of ``value`` and the tensors of ``bound``.
+
+    Where the structures differ, the result has the part of ``bound``; a later check refuses it.
+    """
+    if bound is None and type(value) is torch.Tensor and has_place(value):
+        with torch.inference_mode(False), torch.no_grad():
+            static: Any = _clone(value)
+        static._devgraph_was_none = True
+        return static.requires_grad_(value.requires_grad)
+    if value is None and hasattr(bound, "_devgraph_was_none"):
+        return None
+    if all(map(_is_plain, (bound, value))):
+        return value if (children_of(bound) is None) is (children_of(value) is None) else bound
+    own, given = children_of(bound), children_of(value) if same_kind(bound, value) else None
+    if own is None or given is None or (held := dict(own)).keys() != dict(given).keys():
+        return bound
+    return rebuilt(value, [_merged(held[suffix], child) for suffix, child in given])
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether a tree holds only values that a graph can contain, such as numbers and strings."""
+    return all(
+        isinstance(leaf, (*PLAIN, *_VALUES)) or is_array(leaf) for _, leaf in leaves_of("", tree)
+    )
+
+
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
+_VALUES = (
+    *(bytes, enum.Enum, numbers.Number, slice, types.FunctionType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator),
+)
 
 
 def _other_structure(where: str, bound: Any, value: Any) -> InputError:

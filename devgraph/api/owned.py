@@ -9,8 +9,10 @@ import itertools
 import logging
 import operator
 import random
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +40,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.guard import Term, Watched, by_turns
 from devgraph.api.marks.host_values import same_value
-from devgraph.api.marks.marks import current_scope
+from devgraph.api.marks.marks import Mark, current_scope
 from devgraph.api.marks.source import is_machinery_module, warn
 from devgraph.api.modes import FAKE, PROXY, Settings, tracer
 from devgraph.api.named import NamedState, changed_contents, text_of_changes
@@ -121,6 +123,9 @@ class Owned:
         """A watch on the places that the step can reach, during a run in a scope."""
         self._refuse: Callable[[list[Change]], None] = raise_rebinding
         """A function that receives the changes that the step made before an eager body."""
+        self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
+        """Plain values that the step set before it called a mark: the mark, its arguments, and the
+        value, by path."""
         self._has_run = False
         self._first: _FirstRun | None = None
         """The first run, if it made state for later runs, while a capture is made."""
@@ -179,6 +184,7 @@ class Owned:
         is_checked = captured or strict or is_first or scope is not None
         watch = Watch(self.roots) if is_checked else None
         outer, self._watch = self._watch, watch if scope is not None else None
+        self._settings.clear()
         before_bodies: list[Change] = []
         self._refuse = raise_rebinding if captured else before_bodies.extend
         counted = [t for t in (*self.given, *self._others.values()) if not t.is_inference()]
@@ -191,6 +197,8 @@ class Owned:
                 # Runs in a scope record no plain values, because eager bodies hide some changes.
                 notes = (self._note_state,) if scope is None else ()
                 changes = [*before_bodies, *watch.changes(*notes, empty=True)]
+            if watch and self._settings:
+                self._require_settings(watch)
         finally:
             self._watch = outer
         changed = {id(t): t for t, n in zip(counted, versions, strict=True) if t._version != n}
@@ -231,17 +239,43 @@ class Owned:
             saved.restore()
 
     @contextlib.contextmanager
-    def eager_body(self) -> Iterator[None]:
-        """Allow rebinding in the block, the eager body of a mark, which replays run again.
+    def eager_body(self, mark: Mark, args: tuple[Any, ...]) -> Iterator[None]:
+        """Allow rebinding in the block, the eager body of ``mark``, which replays run again.
 
         Raises:
             CaptureError: the captured step rebound a tensor before the body.
         """
         if self._watch is not None:
-            self._refuse(self._watch.changes())
+
+            def note_setting(path: str, _: Any, value: Any) -> None:
+                self._settings.setdefault(path, (mark, args, value))
+
+            self._refuse(self._watch.changes(note_setting, empty=True))
         yield
         if self._watch is not None:
             self._watch.settle()
+
+    def _require_settings(self, watch: Watch) -> None:
+        """Raise CaptureError if an eager body reads a value that the step changes afterwards."""
+        ends: dict[str, Any] = {}
+        watch.changes(lambda path, _, new: ends.update({path: new}), empty=True)
+        for path, (mark, args, value) in self._settings.items():
+            if path not in ends or same_value(ends[path], value):
+                continue
+            objects = (("self", arg) for arg in args if not isinstance(arg, torch.Tensor))
+            named = Named([(mark.name, mark.fn), *objects])
+            names = named.names | {e.path for e in named.places}
+            names |= {
+                getattr(e.value, "name", "")
+                for e in named.places
+                if isinstance(e.value, ContextVar)
+            }
+            if not names.isdisjoint(re.findall(r"\w+", path)):
+                raise CaptureError(
+                    f"the step sets {path} to {brief(value)} before it calls {mark.name}, and to "
+                    f"{brief(ends[path])} afterwards. Replays do not repeat these assignments, so "
+                    f"{mark.name} would read the second value. Pass the value as an argument."
+                )
 
     def _note_state(self, path: str, old: Any, new: Any) -> None:
         if old is ABSENT:  # a value that the first run added may change in later runs
@@ -260,9 +294,9 @@ class Owned:
         owner = getattr(self._fn, "__self__", self._fn)
         return owner if isinstance(owner, torch.nn.Module) else None
 
-    def renewed(self) -> Owned:
-        """Return the current state of the step."""
-        values = [*self.arguments.values()]
+    def renewed(self, arguments: Mapping[str, Any]) -> Owned:
+        """Return the current state of the step, with some ``arguments`` replaced, by name."""
+        values = [*{**self.arguments, **arguments}.values()]
         kwargs = dict(zip(self._kwargs, values[self.count :], strict=True))
         return Owned(self._fn, tuple(values[: self.count]), kwargs, self._bound)
 

@@ -487,6 +487,78 @@ def test_new_hook_of_an_inner_module_is_noticed(kit: Kit, cap: Cap, where: str) 
     captured.replay()
 
 
+# Settings of the user around a mark.
+
+
+class Setting:
+    """A setting of the user's."""
+
+    on = False
+
+
+variable = contextvars.ContextVar("variable", default=False)
+SETTINGS: dict[str, Any] = {
+    "context": (variable, "variable", True),
+    "class": (Setting, "on", True),
+    "object": (types.SimpleNamespace(on=False), "on", True),
+    "entry": ({"on": False}, "on", True),
+}
+
+
+@pytest.mark.parametrize("kind", [*SETTINGS, "stack"])
+def test_value_that_the_step_sets_for_a_mark_alone_is_refused(
+    kit: Kit, cap: Cap, policy: str, kind: str
+) -> None:
+    """FAULTS 50."""
+    if policy == "full":
+        pytest.skip("policy full has no eager bodies")
+    owner, name, value = SETTINGS.get(kind, ([], 0, 1))
+    read = (lambda: owner.get(name)) if isinstance(owner, dict) else (lambda: len(owner))
+    if kind in ("class", "object"):
+        read = lambda: owner.on  # noqa: E731
+    if kind == "context":
+        read = lambda: variable.get()  # noqa: E731
+
+    @dg.no_graph
+    def body(x: Any) -> Any:
+        return x * 5 if read() else x
+
+    def put(value: Any) -> None:
+        if isinstance(owner, list):
+            owner.append(value) if value else owner.pop()
+        elif isinstance(owner, dict):
+            owner[name] = value
+        elif kind == "context":
+            variable.set(value)
+        else:
+            setattr(owner, name, value)
+
+    def step(x: Any) -> Any:
+        put(value)
+        y = body(x) + 1
+        put(False)
+        return y
+
+    with pytest.raises(dg.CaptureError, match="before it calls .* as an argument"):
+        cap(step, kit.tensor(3))
+    if kind == "object" and kit.backend.capabilities.piecewise:
+        with pytest.raises(dg.CaptureError, match="before it calls .* as an argument"):
+            kit.capture(step, kit.tensor(3), policy="piecewise", compiler="eager")
+
+    @dg.no_graph
+    def other(x: Any) -> Any:
+        return x * 2
+
+    def scoped(x: Any) -> Any:
+        put(value)
+        y = other(x) + 1
+        put(False)
+        return y
+
+    x = kit.tensor(3)
+    kit.same(cap(scoped, x).replay(), x * 2 + 1)
+
+
 # Random numbers.
 
 

@@ -627,6 +627,41 @@ def test_graphed_captures_again_for_another_object(kit: Kit) -> None:
     assert step.stats()["graphs"] == 1
 
 
+def test_region_with_host_arguments_reads_its_state_again(kit: Kit) -> None:
+    if not kit.backend.capabilities.region_update:
+        pytest.skip("the backend cannot update")
+    values = {"scale": 2.0}
+
+    @dg.region(host_args=("n",))
+    def scaled(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * (values["scale"] * n)
+
+    x = kit.tensor(3)
+    captured = kit.capture(lambda x, *, n: scaled(x, n=n) + 1, x, host_args={"n": 1})
+    kit.same(captured.replay(n=1), x * 2 + 1)
+    values["scale"] = 3.0
+    kit.same(captured.replay(n=2), x * 6 + 1)
+    kit.same(captured.replay(n=1), x * 3 + 1, "a known value")
+
+
+def test_count_of_a_region_with_host_arguments_is_no_part_of_its_key(kit: Kit) -> None:
+    if not kit.backend.capabilities.region_update:
+        pytest.skip("the backend cannot update")
+    calls = {"count": 0, "scale": 2.0}
+
+    @dg.region(host_args=("n",))
+    def scaled(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        calls["count"] += 1
+        return x * (calls["scale"] * n)
+
+    x = kit.tensor(3)
+    with pytest.warns(dg.DeviceGraphWarning, match="count"):
+        captured = kit.capture(lambda x, *, n: scaled(x, n=n) + 1, x, host_args={"n": 1})
+    for n in (1, 2, 1, 2):
+        kit.same(captured.replay(n=n), x * (2.0 * n) + 1)
+    assert captured.stats()["misses"] == 1
+
+
 X: Any = None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import dataclasses
+import enum
 import functools
 import operator
 import queue
@@ -14,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,6 +25,7 @@ from torch.nn.utils import prune
 import devgraph as dg
 from devgraph.api import capture as module_of_capture
 from devgraph.api.errors import DeviceGraphWarning
+from devgraph.api.trees import children_of
 
 POLICIES = ("full", "breakable")
 AGAIN = "captured the step again"
@@ -282,6 +286,95 @@ def test_argument_that_was_returned_is_not_overwritten(cap: Any) -> None:
     assert torch.equal(x, torch.ones(3))
 
 
+class Act(enum.Enum):
+    TANH = "tanh"
+    RELU = "relu"
+
+
+def _by_name(x: Any, name: str) -> Any:
+    return getattr(torch, name)(x)
+
+
+PLAIN: dict[str, tuple[Any, list[Any]]] = {
+    "number": (lambda x, t: x * t, [2, 0.5, -1.0]),
+    "text": (_by_name, ["tanh", "relu", "sigmoid"]),
+    "member": (lambda x, t: _by_name(x, t.value), [Act.TANH, Act.RELU, Act.TANH]),
+    "none": (lambda x, t: x + 1 if t is None else x * t, [None, 3.0, None]),
+    "array": (lambda x, t: x * float(t.sum()), [np.ones(2), np.ones(3), np.zeros(1)]),
+    "sizes": (lambda x, t: x.split(t)[0] * 2, [[1, 3], [2, 2], [3, 1]]),
+    "configuration": (lambda x, t: x * t["gain"], [{"gain": 1.0}, {"gain": 2.0}, {"gain": 3.0}]),
+    "dtype": (lambda x, t: x.to(t) * 2, [torch.float32, torch.float64, torch.float32]),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_replay_captures_again_for_another_plain_argument(cap: Any, kind: str) -> None:
+    step, values = PLAIN[kind]
+    captured = cap(step, torch.randn(4), values[0])
+    for value in values:
+        x = torch.randn(4)
+        is_other = value is not values[0]
+        with pytest.warns(DeviceGraphWarning, match=AGAIN) if is_other else NOTHING:
+            assert torch.equal(captured.replay(x, value), step(x, value))
+        x = torch.randn(4)
+        assert torch.equal(captured.replay(x, value), step(x, value))
+        values[0] = value
+    with pytest.raises(dg.InputError):
+        captured.replay(torch.randn(5), values[1])
+    with pytest.raises(dg.InputTypeError, match="the same structure"):
+        captured.replay(torch.randn(4), 1 if children_of(values[0]) else [1])
+
+
+def test_keyword_and_state_that_change_together(cap: Any) -> None:
+    state = {"shift": 1.0}
+    captured = cap(lambda x, *, gain: x * gain + state["shift"], torch.ones(3), kwargs={"gain": 1})
+    state["shift"] = 2.0
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        assert torch.equal(captured.replay(gain=3), torch.full((3,), 5.0))
+    assert captured.stats() == {}
+
+
+def test_generator_that_is_an_argument_is_used(cap: Any) -> None:
+    def step(x: Any, generator: torch.Generator) -> Any:
+        return x + torch.rand(3, generator=generator)
+
+    first, second, twin = (torch.Generator().manual_seed(seed) for seed in (1, 2, 2))
+    captured = cap(step, torch.zeros(3), first)
+    with pytest.warns(DeviceGraphWarning, match=AGAIN):
+        captured.replay(torch.zeros(3), second)
+    step(torch.zeros(3), twin)
+    assert torch.equal(captured.replay(torch.zeros(3), second), step(torch.zeros(3), twin))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Any
+    options: dict[str, Any]
+    scale: float = 1.0
+
+
+def test_plain_values_in_a_tree_of_tensors(cap: Any) -> None:
+    def step(batch: Batch) -> Any:
+        out = batch.x * batch.scale
+        for name, value in batch.options.items():
+            out = out * value + len(name)
+        return out
+
+    def made(scale: float, *names: str) -> Batch:
+        return Batch(torch.randn(3), {name: torch.randn(3) for name in names} | {"n": 2}, scale)
+
+    captured = cap(step, made(1.0, "long", "short"))
+    for batch in (made(3.0, "long", "short"), made(3.0, "short", "long")):
+        with pytest.warns(DeviceGraphWarning, match=AGAIN):
+            assert torch.equal(captured.replay(batch), step(batch))
+    for batch in (made(3.0, "short", "long"), made(3.0, "short", "long")):
+        assert torch.equal(captured.replay(batch), step(batch))
+    for unfit in (made(3.0, "short"), Batch(torch.randn(4), batch.options, 5.0), (1, 2)):
+        with pytest.raises(dg.InputError):
+            captured.replay(unfit)
+    assert torch.equal(captured.replay(batch), step(batch))
+
+
 def test_plain_argument_that_the_step_changes_is_refused(cap: Any) -> None:
     def step(x: Any, counter: dict[str, int]) -> Any:
         counter["n"] += 1
@@ -323,6 +416,25 @@ def test_gates_are_recorded_again() -> None:
             captured.gates["done"].wait(timeout=5)
 
 
+def test_name_may_begin_another_name_of_changed_state(cap: Any) -> None:
+    class Counter:
+        n = 0
+
+    counter = Counter()
+
+    def step(x: Any, c: float, counter: Counter) -> Any:
+        counter.n += 1
+        return x * c
+
+    x = torch.randn(3)
+    with pytest.warns(DeviceGraphWarning, match=r"counter\.n from 1 to 3"):
+        captured = cap(step, x, 2.0, counter)
+    moved = pytest.warns(DeviceGraphWarning, match=r"counter\.n")
+    with moved, pytest.warns(DeviceGraphWarning, match=AGAIN):
+        got = captured.replay(x, 3.0, counter)
+    assert torch.equal(got, x * 3)
+
+
 @pytest.mark.parametrize("warmup", [1, 3])
 def test_each_run_of_a_new_capture_begins_from_the_same_state(cap: Any, warmup: int) -> None:
     table, position, gain = torch.arange(4.0), torch.tensor([0]), {"g": 1.0}
@@ -340,6 +452,28 @@ def test_each_run_of_a_new_capture_begins_from_the_same_state(cap: Any, warmup: 
     with pytest.warns(DeviceGraphWarning, match=AGAIN):
         assert torch.equal(captured.replay(), x * 2 + 3)
     assert position.item() == 4
+
+
+@dataclasses.dataclass
+class _Batch:
+    x: Any
+    mask: Any = None
+
+
+def test_argument_that_was_none_may_be_a_tensor(cap: Any) -> None:
+    def step(batch: _Batch) -> Any:
+        return batch.x * 2 if batch.mask is None else batch.x * batch.mask
+
+    captured, was_none = cap(step, _Batch(torch.randn(3))), True
+    for masks in ([None, None], [torch.randn(3), torch.randn(3)], [None], [torch.randn(3)] * 2):
+        for mask in masks:
+            batch = _Batch(torch.randn(3), mask)
+            is_other, was_none = was_none is not (mask is None), mask is None
+            with pytest.warns(DeviceGraphWarning, match=AGAIN) if is_other else NOTHING:
+                got = captured.replay(batch)
+            assert torch.equal(got, step(batch))
+    with pytest.raises(dg.InputError, match="batch.x' is None"):
+        captured.replay(_Batch(None, torch.randn(3)))
 
 
 class _Options:
@@ -703,6 +837,18 @@ def test_attribute_that_a_helper_of_a_module_reads_is_compared(cap: Any) -> None
     x = torch.randn(1, 1, 6)
     with pytest.warns(DeviceGraphWarning, match=AGAIN):
         assert torch.equal(captured(x), conv(x))
+
+
+def test_other_function_or_slice_in_an_argument_is_captured(cap: Any) -> None:
+    def step(x: torch.Tensor, act: Any, part: slice) -> torch.Tensor:
+        return act(x)[part] * 2
+
+    x = torch.randn(4)
+    captured = cap(step, x, torch.relu, slice(0, 2))
+    for act, part in ((torch.tanh, slice(0, 2)), (lambda t: -t, slice(1, 4, 2))):
+        with pytest.warns(DeviceGraphWarning, match=AGAIN):
+            out = captured(x, act, part)
+        assert torch.equal(out, step(x, act, part))
 
 
 def test_warning_names_the_change_and_is_at_the_line_of_the_user() -> None:

@@ -189,7 +189,7 @@ class BreakableScope(Scope):
         args, kwargs, host = captured_call(mark, args, kwargs, job.spec, self.host)
         stub = mark.capture_stub if self._stubs else None
         (self.run_finished if stub is None else self.finish_segment)()
-        with entered(None), job.pool.eager_body(), job.owned.eager_body():
+        with entered(None), job.pool.eager_body(), job.owned.eager_body(mark, args):
             if job.before_break is not None:
                 job.before_break()
             call = MarkedCall(job.pool, mark, args, kwargs, len(self.segments))

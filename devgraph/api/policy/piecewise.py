@@ -198,7 +198,7 @@ class _Checking(Scope):
         first = mark not in self._host
         args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
         versions = _versions(mark, args, kwargs) if first else {}
-        with entered(None), self._owned.eager_body():
+        with entered(None), self._owned.eager_body(mark, args):
             result = mark.fn(*args, **kwargs, **host)
             if first:
                 self._compare_writes(mark, versions, _versions(mark, args, kwargs))
