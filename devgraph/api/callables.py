@@ -841,14 +841,6 @@ def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
         key.append((kind, node))
     elif kind is float:
         key.append(_Float(node.hex()))
-    elif kind is tuple or kind is list:
-        key.append((kind, len(node)))
-        for child in node:
-            _flatten(child, key, tensors)
-    elif kind is dict:
-        key.append((kind, tuple(node)))
-        for child in node.values():
-            _flatten(child, key, tensors)
     else:
         children = children_of(node)
         if children is None:

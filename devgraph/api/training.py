@@ -110,9 +110,6 @@ class StaticInputs:
         copy = torch._foreach_copy_
         if not targets:
             return lambda tensors: None
-        if len(targets) == 1:
-            [index], copy_one = indices, targets[0].copy_
-            return lambda tensors: copy_one(tensors[index])
         if indices == [*range(len(self.tensors))]:
             return lambda tensors: copy(targets, tensors)  # type: ignore[arg-type]
         return lambda tensors: copy(targets, [tensors[index] for index in indices])
