@@ -490,7 +490,7 @@ class Graphed:
             with self._timed(entry.eager_seconds if timed and entry.calls > 1 else None):
                 result = self._run_eagerly(reason, args, kwargs)
             if self._named is not None:
-                self._named.leave_out_changes()
+                self._named.leave_out_changes(keeps=(torch.Tensor, *PLAIN))
             # A write through ``.data`` changes no version counter.
             is_hidden = self._named is not None and "data" in self._named.names
             pairs = zip(leaves, versions, strict=False)
@@ -519,6 +519,8 @@ class Graphed:
                     try:
                         if entry.graph is None:
                             self._capture(entry, call)
+                            if self._named is not None:
+                                self._named.leave_out_changes()
                     finally:
                         for leaf, content in saved:
                             overwrite(leaf, content)

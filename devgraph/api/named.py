@@ -173,8 +173,11 @@ class NamedState:
             logger.warning(text_of_changes(changes))
         self.leave_out_changes()
 
-    def leave_out_changes(self) -> None:
-        """Stop comparing the changed places; the caller knows that the step changed them."""
+    def leave_out_changes(self, *, keeps: tuple[type, ...] = (torch.Tensor,)) -> None:
+        """Stop comparing the places that the step changed, and those that it added.
+
+        Added values of the types ``keeps`` remain compared.
+        """
         changed = {
             entry.place
             for entry in self._held
@@ -184,8 +187,8 @@ class NamedState:
             named = self._walk()
             added = {entry.place for entry in named.places} - self._keys
             self._added |= added
-            tensors = {e.place for e in named.places if isinstance(e.value, torch.Tensor)}
-            self._own |= changed | (added - tensors)  # The step keeps the tensors that it made.
+            kept = {entry.place for entry in named.places if isinstance(entry.value, keeps)}
+            self._own |= changed | (added - kept)
             self._settle(named)
 
     def _renew(self) -> None:

@@ -399,6 +399,8 @@ def _fixed(path: str, value: Any) -> Entry:
 
 _STATE = (torch.Tensor, torch.Generator, list, dict, tuple, deque, *PLAIN)
 _BUILTINS = frozenset(vars(builtins))
+_STATEFUL = frozenset({"argparse", "collections", "queue", "types", "weakref", "_weakrefset"})
+"""Modules of Python whose objects have attributes that are searched."""
 
 
 def has_state(value: Any) -> bool:
@@ -412,9 +414,7 @@ def has_state(value: Any) -> bool:
     if any(kind.__module__.startswith("devgraph.") for kind in type(value).__mro__):
         return False
     module = type(value).__module__
-    if module in ("collections", "queue", "weakref", "_weakrefset") or isinstance(
-        value, torch.amp.GradScaler
-    ):
+    if module in _STATEFUL or isinstance(value, torch.amp.GradScaler):
         return True
     return not is_machinery_module(module)
 

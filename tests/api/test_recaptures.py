@@ -518,7 +518,20 @@ def _of_default() -> Any:
     return step, lambda: setattr(step, "__defaults__", (torch.full((3,), 5.0),))
 
 
-@pytest.mark.parametrize("make", [_of_attribute_getter, _of_lookup_method, _of_default])
+def _of_first_run() -> Any:
+    held = types.SimpleNamespace()
+
+    def step(x: Any) -> Any:
+        if not hasattr(held, "gain"):
+            held.gain = 2.0
+        return x * held.gain
+
+    return step, lambda: setattr(held, "gain", 5.0)
+
+
+@pytest.mark.parametrize(
+    "make", [_of_attribute_getter, _of_lookup_method, _of_default, _of_first_run]
+)
 @pytest.mark.parametrize("is_graphed", [False, True])
 def test_state_that_is_found_without_its_name_in_the_step(
     cap: Any, make: Any, is_graphed: bool
