@@ -209,7 +209,8 @@ class Pool:
         raise InputTypeError("a Pool owns device memory and cannot be pickled or copied")
 
     def check(self, backend: Device) -> None:
-        """Raise StateError if the pool belongs to another backend."""
+        """Raise StateError if the pool belongs to another backend or to another process."""
+        identity.require(self._process, "use a pool")
         if self.backend is not backend:
             raise StateError(
                 f"this pool belongs to backend {self.backend.name!r} but was passed to "
