@@ -199,9 +199,10 @@ def _require_hooks(backend: Backend) -> None:
 
     require_result(backend.capabilities, Capabilities, backend, "capabilities")
     graph_type = backend.graph_type
-    if graph_type is DeviceGraph:
+    if absent := sorted(getattr(graph_type, "__abstractmethods__", ())):
         raise BackendUnavailableError(
-            f"{type(backend).__name__} has no graph_type; set it to a subclass of DeviceGraph"
+            f"graph_type of {type(backend).__name__} is {graph_type.__name__}, which does not "
+            f"implement {', '.join(absent)}. Set it to a subclass of DeviceGraph that does."
         )
     names = [hook.rpartition(".")[2] for hook in hooks("region_update")]
     missing = [name for name in names if getattr(graph_type, name) is getattr(DeviceGraph, name)]
