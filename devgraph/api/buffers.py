@@ -149,8 +149,9 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             name: name of the tree in errors.
             tree: a tensor, a tree of tensors (a cache per layer), a module (its parameters and
                 buffers are bound), or a function without arguments that returns a tree
-                (``lambda: model.cache``). Modules and functions are compared at each run, in
-                about 0.1 us per tensor. A tensor of a tree is named ``name[0]`` or ``name['key']``.
+                (``lambda: model.cache``). Modules and functions are compared at each run, which
+                takes about 0.1 us per tensor. A tensor of a tree is named ``name[0]`` or
+                ``name['key']``.
 
         Raises:
             InputError: the name is taken.

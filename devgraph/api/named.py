@@ -214,7 +214,7 @@ class NamedState:
 
 
 def _wholes(held: Iterable[Entry]) -> Iterator[tuple[dict[Any, Any], list[Any]]]:
-    """Yield the dictionaries whose values are all held, and differ from all others by ``==``.
+    """Yield each dictionary with its values, if all values are held and satisfy ``is_distinct``.
 
     A comparison of unequal tensors with several elements raises, which counts as a difference.
     """

@@ -553,7 +553,7 @@ class Comparison:
         ``shared`` rows, which several rows of the batch write, are not compared if two eager runs
         differ. ``scratch`` rows are also written by several rows, but no real row reads them. The
         order of these writes is undefined, so the check only requires that both runs write them.
-        If the step ``loops``, not even this is required.
+        If the step ``loops``, the check does not require this.
         """
 
         def how(name: str) -> _Compare:
@@ -694,9 +694,9 @@ def host_sets(
 
 
 def extremes(draw: Draw, like: Any, generator: torch.Generator) -> list[Any]:
-    """Return the smallest and the largest of ``_DRAWS`` values for a host argument like ``like``.
+    """Draw ``_DRAWS`` values for a host argument; return the smallest and the largest.
 
-    Values that are not numbers cannot be ordered: return the first two of them.
+    If ``like``, a value of the argument, is not a number, return the first two drawn values.
     """
     drawn = [draw((), generator) for _ in range(_DRAWS)]
     values = [value.item() if isinstance(value, torch.Tensor) else value for value in drawn]

@@ -36,14 +36,15 @@ from devgraph.api.tensors import (
 )
 
 _VALUES = (type(None), bool, int, float, complex, str, torch.Size)
-"""Types of outputs, other than tensors, that must equal the captured outputs."""
+"""Types of non-tensor outputs whose values must equal the captured values."""
 
 
 @attrs.frozen
 class ResultCheck:
     """A comparison of a function's result with an earlier result.
 
-    The error says: ``function`` returned ... ``now``; ``before`` .... ``remedy``
+    The attributes are parts of the error text: "``function`` returned RESULT ``now``; ``before``
+    EXPECTED. ``remedy``".
     """
 
     function: str

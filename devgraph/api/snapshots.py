@@ -297,9 +297,9 @@ class Snapshot:
         for name, tensor, place, *_ in self._saved:
             if not is_at(tensor, place):
                 raise CaptureError(
-                    f"the step changes {name} in place from {tuple(place[2])} strides {place[3]} "
-                    f"to {describe(tensor)}, or replaces its memory (t_(), resize_(), set_(), "
-                    f"...). A replay would not. Change a view of the tensor instead: "
+                    f"the step changes {name} in place from shape {tuple(place[2])} and strides "
+                    f"{place[3]} to {describe(tensor)}, or replaces its memory (t_(), resize_(), "
+                    f"set_(), ...). A replay would not. Change a view of the tensor instead: "
                     f"view = tensor[...]."
                 )
 

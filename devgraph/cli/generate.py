@@ -199,7 +199,7 @@ def _run_all(
     args: argparse.Namespace,
     on_event: Callable[[TokenEvent], None] | None,
 ) -> list[dict[str, Any]]:
-    """Alternate runs with graphs and, with ``--compare``, without; return both as JSON values."""
+    """Return JSON reports of runs with graphs and, with ``--compare``, alternating eager runs."""
 
     def run(engine: Engine, **more: Any) -> _Repeat:
         engine.reset_stats()
@@ -213,7 +213,7 @@ def _run_all(
         if args.compare:
             off = PhaseConfig(policy="disabled")
             eager = stack.enter_context(make(config=DeviceGraphConfig(decode=off, prefill=off)))
-            # Initialize libraries before the timing, as the captures of the other engine have done.
+            # Initialize libraries before the timing. Captures did this for the other engine.
             eager.generate(ask["prompts"][:1], max_new_tokens=2)
             engines["eager"], repeats["eager"] = eager, []
         for number in range(1, args.repeats + 1):
@@ -228,7 +228,7 @@ def _run_all(
 
 
 def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str, Any]:
-    """Return the report of one engine, with medians of the time in steps over repeats."""
+    """Return the report of one engine; its times in steps are medians over the repeats."""
     done, stats = repeats[0]
     seconds = statistics.median(stats.seconds for _, stats in repeats)
     decode_seconds = statistics.median(stats.decode_seconds for _, stats in repeats)
@@ -252,7 +252,7 @@ def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str,
 
 
 def _difference(graphs: dict[str, Any], eager: dict[str, Any]) -> str | None:
-    """Return the first difference between the tokens of two runs in words, or None."""
+    """Describe the first difference between the tokens of two runs; None if they are equal."""
     for prompt, pair in enumerate(zip(graphs["tokens"], eager["tokens"], strict=True)):
         for token, (mine, other) in enumerate(itertools.zip_longest(*pair, fillvalue="end")):
             if mine != other:

@@ -57,7 +57,7 @@ def check_step(
     try:
         for _ in range(2):
             violations.clear()
-            _CheckedRun(fn, owned, spec, note, metadata).run()
+            _CheckScope(fn, owned, spec, note, metadata).run()
     except FrozenValueError as error:
         line = raising_line(error) or line_of(fn)
         note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
@@ -93,7 +93,7 @@ class _Noted(Tracked):
         self._devgraph_note(Violation.at(at, kind="host_value", op=f"argument {name!r}", text=text))
 
 
-class _CheckedRun(Scope):
+class _CheckScope(Scope):
     """One run of a checked step. Functions marked ``no_graph`` run without reports."""
 
     def __init__(

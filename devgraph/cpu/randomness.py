@@ -9,7 +9,7 @@ import torch
 
 from devgraph.api.snapshots import restores_elsewhere
 
-_claim: dict[str, int] = {}
+_claims: dict[str, int] = {}
 """The thread whose recording advances torch's default generator, under the key "default"."""
 
 
@@ -20,10 +20,10 @@ def _claimed() -> bool:
     interrupt.
     """
     here = threading.get_ident()
-    holder = _claim.setdefault("default", here)
+    holder = _claims.setdefault("default", here)
     if holder != here and all(thread.ident != holder for thread in threading.enumerate()):
-        _claim.pop("default", None)
-        holder = _claim.setdefault("default", here)
+        _claims.pop("default", None)
+        holder = _claims.setdefault("default", here)
     return holder == here
 
 
@@ -100,7 +100,7 @@ class Randomness:
         elif address != self._default:
             self._refuse()
 
-    def follow(self) -> None:
+    def refuse_set_states(self) -> None:
         """Refuse states that the code has set since the last draws, at the end of a recording."""
         if any(sequence.is_set() for sequence in self._sequences.values()):
             self._refuse()
@@ -113,4 +113,4 @@ class Randomness:
         self._sequences = {}
         if self._has_claim:
             self._has_claim = False
-            _claim.pop("default", None)
+            _claims.pop("default", None)

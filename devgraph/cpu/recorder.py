@@ -155,7 +155,7 @@ class Recorder:
         """Check a recording whose code did not fail, and refuse unsupported work."""
         try:
             if self._random is not None:
-                self._random.follow()
+                self._random.refuse_set_states()
                 for tensor, version in self._versions:
                     self._require_own_writes(tensor, version)
                 self._refuse_foreign_results()
@@ -343,9 +343,9 @@ class Recorder:
         if self._is_own(tensor, or_empty=True):
             return
         raise UnrecordableError(
-            f"{plan.name} changes in place the layout of an argument of the step, or of a tensor "
-            f"that outlives the step, but a replay would not repeat that. Call it on a view "
-            f"(tensor[...])"
+            f"{plan.name} changes the layout of an argument of the step, or of a tensor that "
+            f"outlives the step, in place. A replay would not repeat that change. Call it on a "
+            f"view (tensor[...])"
         )
 
     def _is_own(self, tensor: torch.Tensor, *, or_empty: bool = False) -> bool:

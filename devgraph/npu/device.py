@@ -177,7 +177,7 @@ class NpuDevice(TorchBackend):
         self.free_buried()
 
     def bury_memory(self, owners: list[Any]) -> None:
-        """Free the ``owners`` of a pool's memory, last first, when no replay waits for the host."""
+        """Free ``owners`` of a pool's memory in reverse order when no replay waits for the host."""
         self._memories.append(owners)
         self.free_buried()
 

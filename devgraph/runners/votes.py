@@ -61,8 +61,8 @@ def _bytes_for(size: int) -> int:
 class SharedVotes:
     """A callable that votes for this rank through the page of its host.
 
-    Each rank locks one byte of the file. The kernel releases the lock when the process ends, for
-    whatever reason.
+    Each rank locks one byte of the file. The kernel releases the lock when the process ends,
+    however it ends.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SharedVotes:
     ) -> None:
         self._rank, self._size, self._wait = rank, size, wait
         self._names = names or range(size)
-        """Numbers of the ranks in messages."""
+        """Rank numbers for messages."""
         self._several_hosts = several_hosts
         self._begin_between_hosts = begin_between_hosts
         self._between: tuple[int, Finish] | None = None

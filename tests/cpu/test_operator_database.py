@@ -56,7 +56,7 @@ REFUSED: dict[str, str] = {
     "sparse_coo tensor": """
         to_sparse
     """,
-    "changes in place the layout": """
+    "changes the layout of an argument": """
         as_strided as_strided.partial_views nn.functional.dropout3d squeeze squeeze.multiple t
         transpose unsqueeze
     """,

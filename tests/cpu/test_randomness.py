@@ -154,6 +154,6 @@ def test_claim_of_an_interrupted_recording_is_taken_over() -> None:
     dead.start()
     dead.join()
     for holder in (threading.get_ident(), dead.ident or 0):
-        randomness._claim["default"] = holder  # as an interrupt before the release leaves it
+        randomness._claims["default"] = holder  # as an interrupt before the release leaves it
         _check(lambda x: (torch.rand(4) + x[:4],))
-        assert not randomness._claim
+        assert not randomness._claims

@@ -316,17 +316,17 @@ def test_miss_budget_earns_back_no_more_than_it_started_with(
 ) -> None:
     monkeypatch.setattr("devgraph.api.policy.full._RECENT", 2)
     budget = _MissBudget(1)
-    assert budget.allows("a")
-    assert not budget.allows("b")
+    assert budget.spend("a")
+    assert not budget.spend("b")
     budget.earn()
     budget.earn()
-    assert budget.allows("c")
-    assert not budget.allows("d")
-    assert budget.allows("b")  # seen before
+    assert budget.spend("c")
+    assert not budget.spend("d")
+    assert budget.spend("b")  # seen before
     for key in "efg":
-        assert not budget.allows(key)
-    assert not budget.allows("d")  # seen too long ago
-    assert budget.allows("g")
+        assert not budget.spend(key)
+    assert not budget.spend("d")  # seen too long ago
+    assert budget.spend("g")
 
 
 def test_proofs_do_not_spend_the_miss_budget() -> None:

@@ -53,7 +53,7 @@ class _MissBudget:
         if self._left < self._misses:
             self._left += 1
 
-    def allows(self, key: Hashable) -> bool:
+    def spend(self, key: Hashable) -> bool:
         """Whether to record ``key`` now; if not, remember it."""
         if key in self._seen:
             del self._seen[key]
@@ -110,7 +110,7 @@ class FullPlan:
                 self.notes["hits"] += 1
                 self._misses.earn()
                 return
-        if self.free_misses or self._misses.allows(key) or not self._can_break():
+        if self.free_misses or self._misses.spend(key) or not self._can_break():
             self.notes["misses"] += 1
             self._record(key, host)
         else:

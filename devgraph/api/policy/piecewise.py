@@ -94,7 +94,7 @@ def _described(mark: Mark, args: Args, kwargs: Kwargs, host: dict[str, Any]) -> 
         return None  # the usual result of a region that writes; the eager run refuses others
     claim = mark.fn if mark.fake is None else mark.fake
     try:
-        with autocast_uncached(), _sizes_unnamed(), _Closed() as closed:
+        with autocast_uncached(), _sizes_unnamed(), _FakeClosures() as closed:
             result = closed.stand_in(claim(*args, **kwargs, **host))
             if _of_unknown_shape(result):
                 raise HostReadError("the shape of its result depends on device data")
@@ -132,7 +132,7 @@ def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
     return mode.shape_env.ignore_fresh_unbacked_symbols()
 
 
-class _Closed(OwnMode):
+class _FakeClosures(OwnMode):
     """A mode that replaces real tensors in closures with fake tensors.
 
     FakeTensorMode can accept real tensors itself, but then writes to some of them.
@@ -174,7 +174,7 @@ _Versions = dict[str, list[tuple[int, int]]]
 """Storage address and version counter of the tensors in each argument, except inference tensors."""
 
 
-class _Checking(Scope):
+class _ClaimCheckScope(Scope):
     """The scope of the eager run that checks the claims of marks.
 
     Host arguments are tracked, as in a capture under another policy.
@@ -257,7 +257,7 @@ def _versions(mark: Mark, args: Args, kwargs: Kwargs) -> _Versions:
 # The step, traced and cut.
 
 
-class _Tracing(Scope):
+class _TraceScope(Scope):
     """The scope of the trace. Marks return fake results without running their functions."""
 
     def call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
@@ -366,12 +366,12 @@ def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node,
     node.args, node.kwargs = args, kwargs
 
 
-def _picks_of_mark(node: Node) -> bool:
+def _is_mark_element(node: Node) -> bool:
     """Whether ``node`` takes an element from a tuple that a marked function returned."""
     whole = node.args[0] if node.target is operator.getitem else None
     if not isinstance(whole, Node) or not isinstance(whole.meta.get("example_value"), tuple | list):
         return False
-    return _is_cut(whole) or _picks_of_mark(whole)
+    return _is_cut(whole) or _is_mark_element(whole)
 
 
 _OPENING = {_enter_inference_mode, _enter_autocast}
@@ -402,7 +402,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
             elif _is_cut(node):
                 parts[node] = len(modes)
                 modes.append(modes[-1])
-            elif _picks_of_mark(node):
+            elif _is_mark_element(node):
                 # Keep the node with the marked call: a piece cannot take a tuple as input.
                 parts[node] = parts[node.all_input_nodes[0]]
                 continue
@@ -575,7 +575,7 @@ class _CompiledStep:
                 "policy='full' or policy='breakable'."
             )
         is_wrapped = hasattr(job.fn, "__devgraph_mark__") or _has_hooks(job.fn)
-        fn = _around(job.fn) if is_wrapped else job.fn
+        fn = _plain_function(job.fn) if is_wrapped else job.fn
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
     def __call__(self) -> Any:
@@ -583,7 +583,7 @@ class _CompiledStep:
         job, before, started = self.job, self.build, time.perf_counter()
         outer = _running.set(self)
         try:
-            with job.owned.run(strict=True) as (args, kwargs), _settings(), entered(_Tracing()):
+            with job.owned.run(strict=True) as (args, kwargs), _settings(), entered(_TraceScope()):
                 result = self._step(*args, **kwargs, **self.tokens)
         finally:
             _running.reset(outer)
@@ -625,7 +625,7 @@ class _CompiledStep:
         """Run the step eagerly with tracked host arguments, and check the claims of all marks."""
         job = self.job
         asked: dict[str, SourceLine] = {}
-        with entered(_Checking(job)):
+        with entered(_ClaimCheckScope(job)):
             job.call_tracked(asked)
         for name, line in asked.items():
             raise FrozenValueError(
@@ -650,7 +650,7 @@ class _CompiledStep:
         return plan
 
 
-def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _plain_function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a plain function that calls ``fn``, whose mark or hooks the tracer must not see."""
 
     def step(*args: Any, **kwargs: Any) -> Any:

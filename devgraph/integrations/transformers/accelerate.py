@@ -80,7 +80,7 @@ class Fallback(str, enum.Enum):
     CACHE = "cache", "no cache, or a cache other than a DynamicCache of this batch"
     INPUTS = "inputs", "inputs other than token ids, their mask and their positions"
     MASK = "mask", "a mask or positions other than those of left padding"
-    PADDING = "padding", "padding, in a model that attends by itself and counts it as positions"
+    PADDING = "padding", "padding, counted as positions by a model that runs its own attention"
     BATCH = "over_max_requests", "more rows than max_requests"
     LENGTH = "over_max_len", "more positions than max_len"
     LOGITS = "all_logits", "logits of padding, or of more tokens than one checking step returns"
@@ -94,7 +94,7 @@ class GenerateStats:
     """Counters of an accelerated model since ``accelerate``."""
 
     requests: int
-    """Number of ``generate`` calls that the engine started, and of ``generate_batch`` requests."""
+    """Number of ``generate`` calls that started in the engine, plus ``generate_batch`` requests."""
     fallbacks: dict[str, int]
     """Number of requests that ran or continued in transformers' own code, by reason."""
     engine: Engine = attrs.field(repr=False)
@@ -183,7 +183,7 @@ class _Acceleration:
         self._is_stateful: bool = getattr(model, "_is_stateful", False)
         if self.engine.model.states and NAMES.caches[0] in parameters_of(body):
             # transformers cannot undo rejected tokens in recurrent state, but state slots can.
-            # Its loop does not find a cache with another name.
+            # Its loop finds a cache only under the first of ``NAMES.caches``.
             self._changes.change(model, "_is_stateful", False)
         self._fingerprint = _fingerprint(model)
 
@@ -336,7 +336,7 @@ class _Acceleration:
         ):
             return Fallback.OUTPUTS, None
         ids, keep = inputs.get("input_ids"), inputs.get("logits_to_keep", 0)
-        others = inputs.keys() - _INPUTS - _ALWAYS
+        others = inputs.keys() - _INPUTS - _LOOP_ARGS
         if any(inputs[name] is not None for name in others) or ids is None or not ids.numel():
             return Fallback.INPUTS, None
         if ids.is_floating_point():  # An embedding refuses these; a static buffer would round them.
@@ -354,7 +354,7 @@ class _Acceleration:
         # A row with only padding so far has no token to decode.
         if count == 1 and seat.length >= max(seat.pads) and not checks:
             return None, seat.decode(ids, self.engine.decode)
-        if not seat.follow(inputs.get("position_ids"), count):
+        if not seat.are_next(inputs.get("position_ids"), count):
             return Fallback.MASK, None
         if keep == 1 and not checks:
             return None, seat.packed(ids)
@@ -405,7 +405,7 @@ class _Acceleration:
                 sampling is None
                 or (config.num_return_sequences or 1) > 1
                 or config.stop_strings
-                or any(value for name, value in kwargs.items() if name not in _OF_ANY_BATCH)
+                or any(value for name, value in kwargs.items() if name not in _BATCH_OPTIONS)
                 or new is None
                 or 0 in lengths
             ):
@@ -444,15 +444,15 @@ class _Acceleration:
 
 _INPUTS = frozenset({"attention_mask", "input_ids", "logits_to_keep", "position_ids"})
 _INPUTS |= frozenset(NAMES.caches)
-_ALWAYS = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
+_LOOP_ARGS = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
 """Further arguments that the loop passes to every forward."""
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
 }
-_OF_ANY_BATCH = frozenset({"max_new_tokens", "progress_bar", "warmup"})
-_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+_BATCH_OPTIONS = frozenset({"max_new_tokens", "progress_bar", "warmup"})
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys() - {"training"}
 _SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -472,7 +472,7 @@ def _fingerprint(model: PreTrainedModel) -> list[Any]:
         if module is model:
             continue  # The loop sets and deletes attributes of the model.
         for name, value in vars(module).items():
-            if name in _OF_MODULES:
+            if name in _MODULE_ATTRIBUTES:
                 continue
             if isinstance(value, _SIMPLE) or callable(value):
                 items += name, value
@@ -554,7 +554,7 @@ def accelerate(
         InputError, ConfigError: as for ``Engine``.
         StateError: the model is already accelerated.
     """
-    if _of(model) is not None:
+    if _acceleration_of(model) is not None:
         raise StateError("this model is already accelerated; call unaccelerate(model) first")
     make = functools.partial(
         Engine,
@@ -580,7 +580,7 @@ def unaccelerate(model: PreTrainedModel) -> Any:
     Raises:
         UnsupportedModelError: ``model`` is no model of transformers, for example a pipeline.
     """
-    acceleration = _of(model)
+    acceleration = _acceleration_of(model)
     if acceleration is not None:
         acceleration.remove()
     return model
@@ -601,7 +601,7 @@ def generate_stats(model: PreTrainedModel) -> GenerateStats:
     Raises:
         StateError: the model is not accelerated.
     """
-    acceleration = _of(model)
+    acceleration = _acceleration_of(model)
     if acceleration is None:
         raise StateError("this model is not accelerated; call accelerate(model) first")
     return GenerateStats(
@@ -611,7 +611,7 @@ def generate_stats(model: PreTrainedModel) -> GenerateStats:
     )
 
 
-def _of(model: PreTrainedModel) -> _Acceleration | None:
+def _acceleration_of(model: PreTrainedModel) -> _Acceleration | None:
     require_model(model)
     hook = getattr(model, "__dict__", {}).get("generate")
     return hook.acceleration if isinstance(hook, _Hook) else None

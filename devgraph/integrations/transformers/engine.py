@@ -122,7 +122,7 @@ class Engine:
         max_len: maximum number of tokens of a request, including its prompt; None means the limit
             of the model, but at most 2048.
         max_step_tokens: maximum number of tokens in a packed step; longer prompts run in chunks. A
-            model that attends by itself (see ``engine.model.own``) runs one prompt at a time.
+            model that runs its own attention (see ``engine.model.own``) runs one prompt at a time.
         eos_token_ids: tokens that end a request; None means the tokens of the model.
         steps_per_launch: number of decode steps in a launch while all running requests are greedy
             and one of them needs at least half of these steps (and at least two). Other launches
@@ -849,7 +849,7 @@ class Engine:
 
 
 def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> DeviceGraphConfig:
-    """Return the configuration in an object, a dictionary or JSON text; None is the default."""
+    """Return a configuration from an object, a dictionary, JSON text, or None for the default."""
     if given is None or isinstance(given, DeviceGraphConfig):
         return given or DeviceGraphConfig()
     if isinstance(given, str):

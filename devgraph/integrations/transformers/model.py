@@ -84,10 +84,10 @@ class CausalModel:
     *packed* step runs any number of tokens of each request, in any slot: whole prompts, chunks of
     prompts, and single tokens of decoding requests.
 
-    A model that attends by itself (``own`` gives the reason) runs its own attention on whole slots
-    with a mask computed on the device. Its steps need no host arguments, and a packed step has the
-    tokens of one request. Mixers keep recurrent state in the state slots of the runners (see
-    ``state``). Both kinds of model must first reproduce the logits of the unchanged model.
+    A model with its own attention (``own`` gives the reason) runs it on whole slots, with a mask
+    computed on the device. Its steps need no host arguments, and a packed step has the tokens of
+    one request. Mixers keep recurrent state in the state slots of the runners (see ``state``). Both
+    kinds of model must first reproduce the logits of the unchanged model.
 
     Further arguments and errors are those of ``Engine``.
 

@@ -6,8 +6,8 @@ mask that the layer receives, and the arguments that the layer passes to attenti
 requirement that this integration cannot meet is refused before an engine is built.
 
 A model may compute attention in its own code, or pass arguments that the kernels here do not
-support. Such a model is probed again as one that *attends by itself*: its own code runs on whole
-slots of the cache, with a mask computed from positions on the device.
+support. Such a model is probed again as one that *runs its own attention*, on whole slots of the
+cache, with a mask computed from positions on the device.
 
 Layers with recurrent state are found by a run over the cache that ``generate`` makes. The modules
 that write state to it are the *mixers*. The filled layers are the templates of the state rows.
@@ -96,7 +96,7 @@ class ModelShape:
     uses_length: bool
     """Whether the model reads the length of its cache, without effect on the results."""
     own: str | None
-    """Reason why the model attends by itself; None if attention runs in kernels of this package."""
+    """Reason why the model runs its own attention; None if it uses kernels of this package."""
     overrides: dict[str, Any]
     """Configuration values during steps, except for the attention implementation."""
     trace: OperationTrace = attrs.field(repr=False)
@@ -115,7 +115,7 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
 
 
 def overriding(model: PreTrainedModel, **values: Any) -> list[tuple[Any, str, Any]]:
-    """Return the changes, for ``replaced``, that set existing attributes of configurations."""
+    """Return changes of attributes that configurations have, as arguments of ``replaced``."""
     return [
         (config, name, value)
         for config in configs_of(model)
@@ -364,7 +364,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         self.written: tuple[int, Tensor, Tensor] | None = None
         """Layer, keys and values of the last write."""
         self.functions: list[Callable[..., Tensor]] = []
-        """Mask functions of a model that attends by itself."""
+        """Mask functions of a model that runs its own attention."""
         self.windows: list[int | None] = []
         self.shapes: dict[int, LayerShape] = {}
         self.attended: list[Tensor] = []

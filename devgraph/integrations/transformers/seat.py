@@ -223,7 +223,7 @@ class Seat:
         slots = list(range(len(self.pads)))
         return {"state_slots": slots, "accepted": None if accepted is None else [accepted]}
 
-    def follow(self, positions: Tensor | None, count: int) -> bool:
+    def are_next(self, positions: Tensor | None, count: int) -> bool:
         """Whether ``positions`` are the positions of the next ``count`` tokens of every row."""
         if positions is None:
             return True

@@ -65,7 +65,7 @@ class Transport:
         except (RuntimeError, NotImplementedError) as error:
             raise InputError(
                 f"the store of the group has no queues ({error}); start the group with a TCPStore, "
-                f"for example by torchrun"
+                f"for example with torchrun"
             ) from error
         self._thread = threading.Thread(
             target=self._answer, args=(inbox,), name="devgraph-handoff", daemon=True

@@ -136,7 +136,7 @@ class _Step:
         return self.session
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """The captures of this thread. Engines on other threads capture independently."""
 
     step: _Step | None = None
@@ -151,12 +151,12 @@ class Layer:
         self.memory = GraphMemory(_device_type, backend)
         self.counts = {name: ModeCount() for name in ("piecewise", "full", "breakable")}
         self.check = StartCheck("vLLM", self.memory, strict=strict)
-        self._here = _Here()
+        self._local = _ThreadState()
 
     @property
     def round(self) -> Round | None:
         """The round of captures on this thread."""
-        return self._here.round
+        return self._local.round
 
     def default_handle(self) -> Hashable:
         """Return the platform's handle of graph memory, or a fixed one if it has none."""
@@ -175,20 +175,20 @@ class Layer:
         take longer than a small piece.
         """
         with contextlib.ExitStack() as around:
-            self._here.step = _Step(around)
+            self._local.step = _Step(around)
             try:
                 yield
             finally:
-                self._here.step = None
+                self._local.step = None
 
     def capture_round(self, config: Any, capture: Callable[[Round], Any]) -> Any:
         """Return ``capture(round)`` for a new round; see ``Round.make``."""
         outer, inner = self.round, Round(config)
-        self._here.round = inner
+        self._local.round = inner
         try:
             return inner.make(lambda: capture(inner))
         finally:
-            self._here.round = outer
+            self._local.round = outer
 
     def allocated(self) -> int:
         """Return the bytes of live device tensors, or 0 if the allocator does not count them."""
@@ -212,7 +212,7 @@ class Layer:
 
     def within(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
         """Return the session for a piece in ``pool``."""
-        step = self._here.step
+        step = self._local.step
         if step is None or is_capturing():
             return engine_session(pool)
         return contextlib.nullcontext(step.enter(pool))
@@ -235,8 +235,8 @@ class Layer:
 
     def leave_step(self) -> None:
         """Close the session of a step's pieces, for code that opens its own session."""
-        if self._here.step is not None:
-            self._here.step.leave()
+        if self._local.step is not None:
+            self._local.step.leave()
 
 
 def _device_type() -> str:

@@ -29,7 +29,7 @@ from devgraph.integrations.vllm.layer import Layer, current_layer
 logger = logging.getLogger(__name__)
 
 
-class _Graphs:
+class _WrapperBase:
     """The common base of both wrapper classes, which implements vLLM's protocol.
 
     * Without a forward context, or under another runtime mode, a call runs the code without graphs.
@@ -220,7 +220,7 @@ def graph_wrapper() -> Any:
     from vllm.compilation import cuda_graph
     from vllm.config import CUDAGraphMode
 
-    class DeviceGraphWrapper(_Graphs, cuda_graph.CUDAGraphWrapper):  # type: ignore[misc]
+    class DeviceGraphWrapper(_WrapperBase, cuda_graph.CUDAGraphWrapper):  # type: ignore[misc]
         """A runnable of vLLM with one graph for each batch descriptor."""
 
         def __init__(
@@ -254,7 +254,7 @@ def graph_wrapper() -> Any:
     return DeviceGraphWrapper
 
 
-class BreakableStep(_Graphs):
+class BreakableStep(_WrapperBase):
     """A model's forward: segments around attention under PIECEWISE, or one graph under FULL.
 
     Between the segments, attention runs eagerly on the metadata of the current batch.

@@ -239,7 +239,7 @@ RECURRENT = {
     "Qwen3_5ForCausalLM": True,
     "Qwen3_5MoeForCausalLM": True,
     "FalconH1ForCausalLM": True,  # both kinds of state in each layer
-    "KimiLinearForCausalLM": True,  # attends by itself
+    "KimiLinearForCausalLM": True,  # runs its own attention
     "ZambaForCausalLM": True,  # carries no state through several tokens
     "ZayaForCausalLM": True,
     "MambaForCausalLM": True,  # no keys and values

@@ -33,7 +33,7 @@ def poison(model: CausalModel) -> None:
 def packed(model: CausalModel, work: list[tuple[int, int, list[int]]], padding: int = 3) -> Any:
     """Run (slot, cached, ids) as one packed step with padded tokens behind; best tokens.
 
-    A model that attends by itself runs one request a step, over cleared rows.
+    A model with its own attention runs one request a step, over cleared rows.
     """
     if model.own and len(work) > 1:
         return [packed(model, [request], padding)[0] for request in work]

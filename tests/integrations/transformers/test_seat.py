@@ -156,4 +156,4 @@ def test_positions_are_compared_on_the_host_whatever_the_default_device_is() -> 
     seat: Any = SimpleNamespace(length=3, pads=[0, 2])
     right, wrong = torch.tensor([[3], [1]]), torch.tensor([[3], [0]])
     with torch.device("meta"):
-        assert Seat.follow(seat, right, 1) and not Seat.follow(seat, wrong, 1)
+        assert Seat.are_next(seat, right, 1) and not Seat.are_next(seat, wrong, 1)
