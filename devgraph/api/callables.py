@@ -711,7 +711,10 @@ class Graphed:
         """
         reports = [entry.graph.prove(cases) for entry in self._entries.values() if entry.graph]
         if not reports:
-            raise StateError(f"{self!r} has no graph to prove; call it twice with the same shapes")
+            raise StateError(
+                f"{self!r} has no graph to prove; call it twice with the same shapes. Eager calls "
+                f"by reason: {self.stats()['eager']}"
+            )
         return Report.merged(reports)
 
     def invalidate(self) -> None:

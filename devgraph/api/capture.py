@@ -547,7 +547,8 @@ def capture(
         plan, seconds = _planned(job, policy, gates)
     except TypeError as error:
         if str(error).startswith(f"{_name(fn)}() missing"):
-            note(error, "pass keyword arguments in kwargs={...}, host arguments in host_args={...}")
+            way = "pass inputs after the step: capture(step, x); keyword arguments in kwargs={...}"
+            note(error, f"{way}, host arguments in host_args={{...}}")
         raise
     return Captured(job, plan, policy, seconds, gates)
 

@@ -726,7 +726,7 @@ class Named:
 
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
-            yield _fixed(path, {"param_groups": value.param_groups})
+            yield _fixed(f"{path}.param_groups", value.param_groups)
             self._read = self._read.union({"param_groups"}, *value.param_groups)
             self.names |= self._read
             return

@@ -51,7 +51,7 @@ class ResultCheck:
     before: str = "at capture it returned"
     error: type[DeviceGraphError] = RegionError
     now: str = ""
-    remedy: str = "Write into a preallocated output of the largest size instead."
+    remedy: str = "Write into a preallocated output of the largest size. Return values as tensors."
 
     def structure(self, returned: Any, expected: Any) -> None:
         """Raise the error if two tree structures differ."""
@@ -76,8 +76,8 @@ class ResultCheck:
         """Raise the error for a result that differs from the earlier one."""
         raise self.error(
             f"{self.function} returned {returned}{self.now and ' '}{self.now}; {self.before} "
-            f"{expected}. Results have fixed addresses, so their structure, dtype and "
-            f"layout must not change. {self.remedy}"
+            f"{expected}. Results are fixed in graphs, so their structure, dtype, layout and plain "
+            f"values must not change. {self.remedy}"
         )
 
 

@@ -266,3 +266,14 @@ def test_parameter_that_a_region_returns_stays_itself(policy: str) -> None:
             with torch.no_grad():
                 module.weight.normal_()
             assert torch.equal(captured.replay(n=n), fn(x, n=n))
+
+
+def test_changed_number_in_a_result_is_refused_with_a_remedy() -> None:
+    @dg.no_graph
+    def largest(x: torch.Tensor) -> int:
+        return int(x.argmax())
+
+    x = torch.tensor([0.0, 2.0, 1.0])
+    captured = dg.capture(lambda x: x * largest(x), x, backend="cpu", policy="breakable")
+    with pytest.raises(dg.RegionError, match=r"returned 2; .* returned 1\..*values as tensors"):
+        captured(torch.tensor([0.0, 1.0, 2.0]))
