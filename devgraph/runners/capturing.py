@@ -215,8 +215,9 @@ class CaptureScheduler:
                 self.pace.fastest,
             )
         logger.info(
-            "%s: captured %d of %d buckets in %.2f s, %s (%s on %s)",
+            "%s: %s %d of %d buckets in %.2f s, %s (%s on %s)",
             self._name,
+            "emulates" if self._config.emulate else "captured",
             len(done),
             len(graphs),
             time.perf_counter() - started,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -26,9 +27,11 @@ def test_strictness_comes_from_the_configuration_unless_the_engine_says():
     assert lenient.run({"x": rows_of_x(1)}).shape == (1, 3)
 
 
-def test_the_environment_makes_every_runner_emulate(monkeypatch):
+def test_the_environment_makes_every_runner_emulate(monkeypatch, caplog):
     monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
-    runner = double_runner()
+    with caplog.at_level(logging.INFO, logger="devgraph.runners"):
+        runner = double_runner(name="demo")
+    assert "demo: emulates 4 of 4 buckets in" in caplog.text and "captured" not in caplog.text
     runner.run({"x": rows_of_x(3)})
     assert runner.effective_policy == "emulated" and runner.stats().emulated_steps == 1
 
