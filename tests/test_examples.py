@@ -64,6 +64,14 @@ def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options:
     assert (0 < early <= layers / 2) if options else (early == 0)
 
 
+def test_mixed_cluster_runs_without_graphs_in_an_emergency(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
+    done = run_ranks(EXAMPLES / "mixed_cluster.py", "--backends", "cpu", "cpu", ranks=2)
+    assert [rank.returncode for rank in done] == [0, 0], done
+    out = "".join(rank.stdout for rank in done)
+    assert "decode on cpu: emulated" in out and "decode steps in graphs  0 of" in out
+
+
 @pytest.mark.parametrize("options", [(), ("--dtype", "float")], ids=["alone", "dtype"])
 def test_mixed_cluster_says_how_it_is_started(options: tuple[str, ...]):
     command = EXAMPLES / "mixed_cluster.py", "--backends", "cpu", "cpu", *options
