@@ -473,9 +473,9 @@ def capture(
             for ``explain`` and for ``ranges`` of the graphs in ``segments``. If it is a module,
             hooks also record the nodes of its submodules. "piecewise" calls no submodules.
         budget: budget of policy "full" for new host arguments in replays.
-        bound: other state of the graph by name: trees of tensors, modules, and functions that
-            return such trees (``lambda: model.cache``). Every replay compares the tensors, in about
-            0.1 us each, and raises StateError if one was replaced.
+        bound: other state of the graph by name: random generators, trees of tensors, modules, and
+            functions that return such trees (``lambda: model.cache``). Every replay compares the
+            tensors, in about 0.1 us each, and raises StateError if one was replaced.
         snapshot_limit: maximum bytes of the copies that restore tensors in arguments and ``bound``,
             and buffers of modules, after the capture. A larger tensor in arguments or ``bound`` is
             hashed, and the capture fails if the step writes it.

@@ -83,7 +83,12 @@ class Owned:
         bound: Mapping[str, Any] | None = None,
     ) -> None:
         self._fn, self._kwargs = fn, [*kwargs]
-        self._bound = dict(bound or {})
+        self._bound, generators = {}, []
+        for name, value in (bound or {}).items():
+            if isinstance(value, torch.Generator):
+                generators.append((name, value))
+            else:
+                self._bound[name] = value
         names = parameter_names(fn, len(args), kwargs)
         self.arguments: dict[str, Any] = {**dict(zip(names, args, strict=True)), **kwargs}
         self.tensors: list[tuple[str, torch.Tensor]] = []
@@ -107,7 +112,7 @@ class Owned:
         self.tensors += self.in_objects
         self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
         self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
-        self.roots = [*self._inner, *roots_of(fn)]
+        self.roots = [*self._inner, *generators, *roots_of(fn)]
         """Names and objects from which the search for state of the step starts."""
         self.written: set[int] = set()
         """The ``id`` of each argument tensor that the step writes."""

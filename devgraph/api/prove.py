@@ -478,7 +478,7 @@ class State:
         for name, tensor, now, saved, rows in self.snapshot.changes():
             if id(tensor) not in self.rebound:
                 changed[name] = (now.clone(), saved, rows)
-        for index, (state, saved) in enumerate(self.snapshot.generators()):
+        for index, (state, saved) in enumerate(self.snapshot.generator_states()):
             if not torch.equal(state, saved):
                 changed[f"random generator {index}"] = (state, saved, None)
         self.written |= changed.keys()

@@ -119,6 +119,10 @@ class Snapshot:
                         seen.add(key)
                         self._save(name, tensor, needed)
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return [generator for generator, _ in self._generators]
+
     def beside(self, named: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
         """Return a snapshot of other tensors with the same limit."""
         return Snapshot(self._backend, (), limit=self._limit, optional=named)
@@ -288,7 +292,7 @@ class Snapshot:
         }
         return [part for part, flag in zip(parts, flags, strict=True) if flag]
 
-    def generators(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def generator_states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the current and the saved state of each generator except the default."""
         return [(generator.get_state(), state) for generator, state in self._generators]
 

@@ -427,7 +427,7 @@ class CaptureScheduler:
             return EmulatedGraph(functools.partial(step.called, run), step.gates)
         misses = config.miss_budget
         first = not self._graphs.captured
-        with step.trial(), step.names_kept(graph.key.variant, first=first):
+        with step.trial() as saved, step.names_kept(graph.key.variant, first=first):
             return capture(
                 run,
                 policy=config.policy,
@@ -442,6 +442,8 @@ class CaptureScheduler:
                 check=bool(options.debug),
                 name_nodes=options.name_nodes,
                 gates=step.gates,
+                # The search for the state of a step does not enter the function of a runner.
+                bound={f"generator {i}": g for i, g in enumerate(saved.generators)},
             )
 
     def _barrier(self, tag: str) -> Callable[[], None]:

@@ -80,3 +80,20 @@ def test_replay_and_capture_in_a_capture_by_torch_are_refused(be: Any):
             use()
     new = torch.randn(8, device=be.device)
     assert torch.equal(captured.replay(new), new * 2)
+
+
+def test_runner_draws_from_a_generator_that_its_step_names(be: Any):
+    noise = torch.Generator(be.device).manual_seed(3)
+    runner = dg.DecodeRunner(
+        lambda batch: batch.x + torch.rand(2, device=be.device, generator=noise),
+        slots=[dg.InputSlot("x", torch.float32)],
+        config={"buckets": [2]},
+        max_requests=2,
+        backend=be,
+    )
+    runner.capture()
+    outputs = [runner.run({"x": torch.zeros(2, device=be.device)}).clone() for _ in range(2)]
+    twin = torch.Generator(be.device).manual_seed(3)
+    eager = [torch.rand(2, device=be.device, generator=twin) for _ in range(2)]
+    assert torch.equal(torch.stack(outputs), torch.stack(eager))
+    assert runner.stats().graph_steps == 2
