@@ -86,7 +86,7 @@ def test_runner_draws_from_a_generator_that_its_step_names(be: Any):
     noise = torch.Generator(be.device).manual_seed(3)
     runner = dg.DecodeRunner(
         lambda batch: batch.x + torch.rand(2, device=be.device, generator=noise),
-        slots=[dg.InputSlot("x", torch.float32)],
+        [dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero())],
         config={"buckets": [2]},
         max_requests=2,
         backend=be,
