@@ -726,8 +726,9 @@ class Named:
 
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
-            yield _fixed(f"{path}.param_groups", value.param_groups)
-            self._read = self._read.union({"param_groups"}, *value.param_groups)
+            groups = value.param_groups
+            yield Entry(f"{path}.param_groups", vars(value), "param_groups", groups)
+            self._read = self._read.union({"param_groups"}, *groups)
             self.names |= self._read
             return
         if isinstance(value, types.FunctionType):

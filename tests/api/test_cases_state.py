@@ -907,8 +907,12 @@ def test_learning_rate_that_changes_is_refused(kit: Kit, cap: Cap) -> None:
 
     captured = cap(step, kit.tensor(3))
     captured.replay()
-    optimizer.param_groups[0]["lr"] = 0.2
+    groups = [{**optimizer.param_groups[0], "lr": 0.2, "params": [0]}]
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})  # a new list
     with pytest.raises(dg.StateError, match=r"\['lr'\] is 0\.2 and was 0\.1"):
+        captured.replay()
+    optimizer.param_groups[0]["lr"] = 0.3
+    with pytest.raises(dg.StateError, match=r"\['lr'\] is 0\.3 and was 0\.1"):
         captured.replay()
 
 
