@@ -728,6 +728,7 @@ class Named:
         if isinstance(value, torch.optim.Optimizer):
             groups = value.param_groups
             yield Entry(f"{path}.param_groups", vars(value), "param_groups", groups)
+            yield Entry(f"{path}.state", vars(value), "state", value.state)
             self._read = self._read.union({"param_groups"}, *groups)
             self.names |= self._read
             return

@@ -934,3 +934,21 @@ def test_change_that_is_refused_is_reported_once() -> None:
     with pytest.raises(dg.StateError, match="0.25 and was 0.5") as refused:
         captured.replay()
     assert refused.value.__context__ is None or refused.value.__suppress_context__
+
+
+def test_loaded_state_of_an_optimizer_is_captured_again() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        (weight * x).sum().backward()
+        optimizer.step()
+
+    captured = dg.capture(step, torch.ones(2), backend="cpu")
+    loaded = {0: {"momentum_buffer": torch.zeros(2)}}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": loaded})
+    before = weight.detach().clone()
+    with pytest.warns(DeviceGraphWarning, match=r"optimizer\.state.*'momentum_buffer'"):
+        captured.replay()
+    assert torch.equal(before - weight, torch.full((2,), 0.5))
