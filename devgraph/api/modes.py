@@ -207,8 +207,10 @@ class Settings:
         return self.modes, *switches, *(mode.device for mode in self.stacks[0])
 
     def named(self) -> dict[str, Any]:
-        """Return the settings of the whole process by the names of their getters."""
-        return {get.__name__: v for (get, _), v in zip(_SWITCHES, self.switches, strict=True)}
+        """Return the settings that code of users changes, by the names of their getters."""
+        named = {get.__name__: v for (get, _), v in zip(_SWITCHES, self.switches, strict=True)}
+        del named["_get_sdp_priority_order"]  # torch sets the order in its first attention
+        return named
 
     def are_active(self) -> bool:
         """Whether these settings are active now."""

@@ -192,3 +192,16 @@ def test_piecewise_refuses_a_mark_inside_a_mode(enter):
 
     with pytest.raises(dg.CaptureError, match="breakable"):
         dg.capture(step, torch.randn(4), policy="piecewise", backend="cpu")
+
+
+def test_order_of_attention_kernels_that_torch_sets_itself_is_no_change_of_the_step():
+    order = torch._C._get_sdp_priority_order()
+
+    def step(x):
+        torch._C._set_sdp_priority_order(order[::-1])
+        return x + 1
+
+    try:
+        dg.capture(step, torch.ones(2), backend="cpu")  # a warning would be an error
+    finally:
+        torch._C._set_sdp_priority_order(order)
