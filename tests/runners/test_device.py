@@ -228,9 +228,10 @@ def test_staging_memory_grows_and_older_users_stay_right(devgraph_backend):
     assert again([torch.full((3,), 7, dtype=torch.int32)])[0].eq(7).all()
 
 
-def test_a_grouped_copy_writes_real_rows_and_pads(devgraph_backend):
+@pytest.mark.parametrize("join", [False, True])
+def test_a_joined_copy_writes_what_separate_copies_write(devgraph_backend, join):
     arena = InputArena({slot.name: slot for slot in SLOTS}, Size(8, 8, 1), devgraph_backend)
-    plan = CopyPlan(arena, Size(5, 5, 1), Size(8, 8, 1), {})
+    plan = CopyPlan(arena, Size(5, 5, 1), Size(8, 8, 1), {}, join=join)
     inputs = batch_of(5, devgraph_backend.device)
     for buffer in arena.buffers.values():
         poison(buffer)

@@ -108,9 +108,10 @@ def test_a_slot_without_rows_is_copied_whole():
     assert view.tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("join", [False, True])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_mixed_slots_of_any_layout_arrive_whole(data):
+def test_mixed_slots_of_any_layout_arrive_whole(join, data):
     real = Size(data.draw(st.integers(1, 4)), data.draw(st.integers(4, 9)))
     padded = Size(4 + data.draw(st.integers(0, 3)), 9 + data.draw(st.integers(0, 6)))
     slots = []
@@ -139,7 +140,7 @@ def test_mixed_slots_of_any_layout_arrive_whole(data):
         given_inputs[slot.name] = values
         arena.buffers[slot.name].fill_(99)
         expected[slot.name] = slow_pad(slot, values, padded)
-    plan = CopyPlan(arena, real, padded, {})
+    plan = CopyPlan(arena, real, padded, {}, join=join)
     for _ in range(2):  # checked, then recognized
         for name in given_inputs:
             arena.buffers[name].fill_(99)
@@ -148,12 +149,12 @@ def test_mixed_slots_of_any_layout_arrive_whole(data):
             assert torch.equal(view, expected[name]), name
 
 
-def plan_of_two():
-    """A plan for three rows of two dtypes, and the static views."""
+def joined_plan():
+    """A plan for three rows of two dtypes, which are copied together, and the static views."""
     ids = InputSlot("ids", ("tokens",), torch.int64, pad=Pad.fill(-1))
     scale = InputSlot("scale", ("tokens",), torch.float32, pad=Pad.zero())
     arena = arena_of(ids, scale)
-    plan = CopyPlan(arena, Size(3, 3, 1), Size(4, 4, 1), {})
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(4, 4, 1), {}, join=True)
     return plan, arena.views(Size(4, 4, 1))
 
 
@@ -166,7 +167,7 @@ def load_in_place(plan, views, ids, scale, *, times):
 
 
 def test_inputs_are_not_kept():
-    plan, views = plan_of_two()
+    plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)
     owners = torch._C._storage_Use_Count(ids.untyped_storage()._cdata)
     load_in_place(plan, views, ids, scale, times=5)
@@ -180,7 +181,7 @@ def test_inputs_that_come_back_at_their_addresses_are_read_as_they_are_now():
         InputSlot("ids", ("tokens",), torch.int64, pad=Pad.fill(-1)),
         InputSlot("scale", ("tokens",), torch.float32, pad=Pad.zero()),
     )
-    plan = CopyPlan(arena, Size(3, 3, 1), Size(4, 4, 1), {})
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(4, 4, 1), {}, join=True)
     views = arena.views(Size(4, 4, 1))
     pairs = [(tokens(1, 2, 3), torch.ones(3)), (tokens(4, 5, 6), torch.zeros(3))]
     for turn in (0, 0, 0, 1, 1, 0, 1, 1, 1):
@@ -193,7 +194,7 @@ def test_inputs_that_come_back_at_their_addresses_are_read_as_they_are_now():
 
 def test_a_plan_that_was_made_in_inference_mode_serves_outside_of_it():
     with torch.inference_mode():
-        plan, views = plan_of_two()
+        plan, views = joined_plan()
         plan.load({"ids": tokens(1, 2, 3), "scale": torch.ones(3)})
         cpu = dg.get_backend("cpu")
         layouts = [((3,), torch.int64), ((2,), torch.float32)]
@@ -204,7 +205,7 @@ def test_a_plan_that_was_made_in_inference_mode_serves_outside_of_it():
 
 
 def test_another_layout_at_the_same_address_is_read_as_it_is():
-    plan, views = plan_of_two()
+    plan, views = joined_plan()
     memory, scale = torch.arange(6), torch.ones(3)
     for step in (1, 1, 1, 2, 1, 2, 2, 2, 0):
         plan.load({"ids": memory.as_strided((3,), (step,)), "scale": scale})
@@ -213,7 +214,7 @@ def test_another_layout_at_the_same_address_is_read_as_it_is():
 
 def test_refused_input_after_recognized_ones_changes_nothing():
     """FAULTS 7."""
-    plan, views = plan_of_two()
+    plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)
     for _ in range(3):
         plan.load({"ids": ids, "scale": scale})
@@ -226,13 +227,31 @@ def test_refused_input_after_recognized_ones_changes_nothing():
 
 def test_a_static_buffer_among_recognized_inputs_is_copied_first():
     """FAULTS 8."""
-    plan, views = plan_of_two()
+    plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)
     for _ in range(3):
         plan.load({"ids": ids, "scale": scale})
     for _ in range(3):
         plan.load({"ids": views["ids"][1:4], "scale": scale})
     assert views["ids"].tolist() == [-1, -1, -1, -1]
+
+
+def test_slots_of_several_dtypes_share_one_copy_where_launches_cost(monkeypatch):
+    dtypes = [torch.int64, torch.int64, torch.int32, torch.float32, torch.bfloat16]
+    slots = [
+        InputSlot(f"s{i}", ("tokens", 2), dtype, pad=Pad.fill(i)) for i, dtype in enumerate(dtypes)
+    ]
+    arena = arena_of(*slots)
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(5, 5, 1), {}, join=True)
+    calls = []
+    real = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: (calls.append(a), real(*a)))
+    data = {slot.name: torch.full((3, 2), 7, dtype=slot.dtype) for slot in slots}
+    data["s4"] = torch.full((7, 2), 7, dtype=torch.bfloat16).view(-1)[1:7].view(3, 2)  # unaligned
+    plan.load(data)
+    assert len(calls) == 1
+    for index, view in enumerate(arena.views(Size(5, 5, 1)).values()):
+        assert view.tolist() == [[7, 7]] * 3 + [[index, index]] * 2
 
 
 def slow_pad(slot, values, padded):
@@ -258,14 +277,15 @@ EXOTIC = [
 ]
 
 
+@pytest.mark.parametrize("join", [False, True])
 @pytest.mark.parametrize("dtype", EXOTIC, ids=str)
-def test_dtypes_without_a_grouped_copy_are_copied_as_bytes(dtype):
+def test_dtypes_without_a_grouped_copy_are_copied_as_bytes(dtype, join):
     slot = InputSlot("x", ("tokens", 4), dtype, pad=Pad.zero())
     other = InputSlot("n", ("tokens",), torch.int64, pad=Pad.last())
     arena = arena_of(slot, other)
     bits = raw_dtype(dtype)
     arena.buffers["x"].view(bits).fill_(99)
-    plan = CopyPlan(arena, Size(3, 3, 1), Size(5, 5, 1), {})
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(5, 5, 1), {}, join=join)
     for seed in range(2):
         data = torch.randint(100, (3, 8), generator=torch.Generator().manual_seed(seed)).to(bits)
         plan.load({"x": data[:, ::2].view(dtype), "n": tokens(1, 2, seed)})
