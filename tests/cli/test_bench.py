@@ -48,7 +48,7 @@ def test_table_names_the_device_and_chart_is_written(
     path = tmp_path / "bench.svg"
     result = run_cli(capsys, *SMALL, "--plot", path)
     assert result.code == 0
-    assert f"one decode step on cpu ({dg.get_backend('cpu').device_name}" in result.out
+    assert "one decode step on cpu, " in result.out
     assert "medians of 3 repeats of 4 steps each" in result.out
     assert "these figures show the overhead of devgraph" in result.out
     texts = [one.text for one in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
