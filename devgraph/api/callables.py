@@ -20,7 +20,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -71,9 +71,6 @@ from devgraph.api.training import (
     tensors_of,
 )
 from devgraph.api.trees import children_of, leaves_of
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -507,8 +504,8 @@ class Graphed:
             with graph.lock:
                 self._weights_hold()
         if entry.graph is None:
-            lock = self._device().capture_lock  # of a warm-up of another capture, or of other code
-            if lock.is_recording_here or lock.is_foreign_here:
+            lock = self._device().capture_lock
+            if lock.is_recording_here or lock.is_stream_capturing():  # a capture of other code
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
             try:
                 with self._capturing:

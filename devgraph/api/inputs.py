@@ -157,7 +157,7 @@ class Inputs:
                 warn(
                     f"the input {brief(source)} shares memory with {written}, which the step "
                     f"writes. A replay copies the input before the step begins, so later writes of "
-                    f"the step do not change it. Pass a clone() if this is intended.",
+                    f"the step do not change it. Pass a clone() if this is intended."
                 )
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:

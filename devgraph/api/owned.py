@@ -638,9 +638,8 @@ class Weights:
             for path, name, table in tables
             if isinstance(table, dict) or name == "_modules"  # not the tensors of a ScriptModule
         ]
-        self._hooked = [t for _, n, t, held in self._held if held and n.endswith("_hooks")][
-            :CHECKED
-        ]
+        hooked = [table for _, n, table, held in self._held if held and n.endswith("_hooks")]
+        self._hooked = hooked[:CHECKED]
         self._kinds = [*map(_kind_of, self.modules)]
         kinds = {kind for kind, _ in self._kinds if not is_machinery_module(kind.__module__)}
         forwards = ((kind, getattr(kind, "forward", None)) for kind in kinds)
