@@ -57,9 +57,10 @@ class Captured:
     tensors. ``replay(*inputs, **host_args)``, or a call of the capture, first copies new inputs
     into the bound tensors. ``outputs`` are the same tensors in every replay. The next replay of
     this capture overwrites them; replays of other captures do not. An output that is a view of an
-    argument is in the bound tensor, so new inputs of each capture of this tensor overwrite it. Only
-    tensors in containers that are registered with torch's pytree are outputs. An object of another
-    class is returned as it was at capture, and replays of other captures may overwrite its tensors.
+    argument lies in the bound tensor, so new inputs of every capture that binds this tensor
+    overwrite the output. Only tensors in containers that are registered with torch's pytree are
+    outputs. An object of another class is returned as it was at capture, and replays of other
+    captures may overwrite its tensors.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float, gates: Gates) -> None:
@@ -215,9 +216,9 @@ class Captured:
         self._plan.close()
         self._use(job, plan, seconds)
         warn(
-            f"a replay captured the step again, at most {job.recaptures} times (recaptures=), "
-            f"because {change_in(cause)}. Keep state that changes often in tensors, and write into "
-            f"them.{f' {LATE}' * (LATE in str(cause))}"
+            f"a replay captured the step again, because {change_in(cause)}. Keep state that "
+            f"changes often in tensors, and write into them.{f' {LATE}' * (LATE in str(cause))} "
+            f"Replays capture a step at most {job.recaptures} times (recaptures=)."
         )
         return kept
 

@@ -115,7 +115,7 @@ class _Launch:
     begun: bool = False
     """Whether the channel has begun the launch; an eager step begins with its first mark."""
     since: float | None = None
-    """Start of the timeouts: when all gates of earlier launches had been opened."""
+    """Start of the timeouts: the time at which all gates of earlier launches were open."""
 
     @property
     def closed(self) -> list[int]:
@@ -175,7 +175,8 @@ class Gate:
         The default is the oldest replay, launched or not, for which the gate is closed.
 
         Args:
-            epoch: number of the replay, from 1. A gate that is already open for it stays open.
+            epoch: number of the replay, counted from 1. A gate that is already open for that replay
+                stays open.
 
         Raises:
             GateError: that replay has finished.
@@ -240,9 +241,9 @@ class Gates(Mapping[str, Gate]):
         self._ahead: dict[int, dict[int, Fence | None]] = {}
         """Opened places of future launches, by launch."""
         self._launches: dict[int, _Launch] = {}
-        """Launches that may not have ended."""
+        """Launches that may still be running."""
         self._now: _Launch | None = None
-        """The launch that this process is making."""
+        """The launch in progress in this process."""
         self._held_open = 0
         self._errors: dict[int, GateTimeoutError] = {}
         """The errors of the last invalid launches, by launch."""

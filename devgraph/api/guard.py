@@ -28,8 +28,8 @@ class Watched(Protocol):
         """Raise StateError if the state differs from the capture; accept equal objects."""
 
 
-LATE = "Earlier replays may have used the old state, because replays compare large state in turns."
-"""The end of the message of an error for a change that only terms in turns found."""
+LATE = "Earlier replays may have used the old state, because each replay compares only part of it."
+"""End of the error message for a change that was found by a comparison in turns."""
 
 _TURNS = "{}()()"
 

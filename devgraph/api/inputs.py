@@ -194,8 +194,8 @@ class Inputs:
                 )
             if bound.is_quantized and (own := _scheme(value)) != (held := _scheme(bound)):
                 raise InputError(
-                    f"input {name!r} is quantized with {own} and was with {held} at capture, and "
-                    f"the graph uses the old scale. Capture again."
+                    f"input {name!r} is quantized with {own} instead of {held}, and the graph uses "
+                    f"the old scale. Capture again."
                 )
             if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
                 raise InputError(
@@ -220,9 +220,9 @@ class Inputs:
             now, then = [*value.keys()], [*bound.keys()]
             if now != then and re.findall(r"\w+", name)[-1] in self._iterated:
                 raise InputError(
-                    f"input {name!r} has its keys in the order {brief(now)}, and in the order "
-                    f"{brief(then)} at capture. The step iterates over the keys, so the graph uses "
-                    f"the captured order. Pass the keys in that order, or capture again."
+                    f"input {name!r} has its keys in the order {brief(now)} instead of "
+                    f"{brief(then)}. The step iterates over the keys, so the graph uses the "
+                    f"captured order. Pass the keys in that order, or capture again."
                 )
         return [pair for s, child in children for pair in self._pairs(name + s, child, new[s])]
 

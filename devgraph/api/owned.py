@@ -133,9 +133,9 @@ class Owned:
         value, by path."""
         self._has_run = False
         self._first: _FirstRun | None = None
-        """The first run, if it made state for later runs, while a capture is made."""
+        """The first run of a capture in progress, if it made state for later runs."""
         self._saved: tuple[Snapshot, ...] = ()
-        """The state before the first run, while a capture is made."""
+        """The state before the first run of a capture in progress."""
         self._weights: list[tuple[torch.Tensor, int]] = []
         """Parameters and their version counters before the first run."""
         self._before: set[int] = set()
@@ -396,7 +396,7 @@ class Owned:
             logger.warning(text_of_changes(changes))
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
-        """Return the caller's state and the found state, which replays and proofs compare."""
+        """Return the caller's state and the named state, which replays and proofs compare."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Only functions in ``bound`` return trees. The step calls functions in its arguments.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -448,10 +448,10 @@ class Owned:
 
 
 class _FirstRun:
-    """The first run of a step, which ``made`` tensors by path for later runs.
+    """The first run of a step that makes tensors for later runs.
 
-    ``after`` are their contents after the run, and ``before`` the ids of the tensors that the step
-    could reach before it.
+    ``made`` are these tensors by path, and ``after`` are their contents after the run. ``before``
+    are the ids of the tensors that the step could reach before the run.
     """
 
     def __init__(
@@ -467,8 +467,9 @@ class _FirstRun:
     def require_settled(self, *, trains: bool) -> None:
         """Raise CaptureError if the second run changed tensors that the first run made.
 
-        Both runs started from the same state, so a correct step makes the same values. If the step
-        ``trains``, it changes parameters, which are not restored, so nothing is compared.
+        Both runs started from the same state, so a correct step makes the same values. Nothing is
+        compared if the step ``trains``, because changed parameters are not restored between the
+        runs.
         """
         parts = () if self.is_settled or trains else self._after.parts()
         self.is_settled = True

@@ -60,7 +60,7 @@ class Terms:
     atol: float | None = None
     snapshot_limit: int = DEFAULT_LIMIT
     quick: bool = False
-    """Whether to compare only padded batches and no parameters, without poisoned padding."""
+    """Whether to omit parameters, poisoned padding, and comparisons with the unpadded batch."""
 
     def __attrs_post_init__(self) -> None:
         whole("cases", self.cases)
@@ -132,7 +132,7 @@ class Report:
     chose other kernels."""
     not_varied: tuple[str, ...] = ()
     """Inputs, slots and host arguments that had the same data in all cases, because a proof does
-    not make up integers. Declare ``sample=`` or a range for them."""
+    not invent integers. Declare ``sample=`` or a range for them."""
     near: tuple[str, ...] = ()
     """Outputs and state that were compared within torch's tolerance, because two eager runs from
     the same state differed in the last bits."""
@@ -417,10 +417,10 @@ class State:
         self._random = self._next_random = self.snapshot.random
 
     def begin(self) -> None:
-        """Restore the state from before the proof for a run of a case.
+        """Restore the state from before the proof, so that a run of a case starts from it.
 
-        The default random generator is not rewound to that state but continues from the end of the
-        previous case. Otherwise a graph that repeats the draws of its capture would pass.
+        The default random generator is not restored. It continues from the end of the previous
+        case. Otherwise a graph that repeats the draws of its capture would pass.
         """
         if self._fresh:  # Nothing ran since the start of the case.
             self.snapshot.restore_random()

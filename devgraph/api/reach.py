@@ -77,7 +77,7 @@ class Entry(NamedTuple):
     key: Any
     value: Any
     content: Any = None
-    """The ``content_of`` the value, if the search notes it."""
+    """The result of ``content_of`` for the value; None if it was not noted."""
 
     @property
     def place(self) -> tuple[int, Any]:
@@ -99,7 +99,7 @@ class Entry(NamedTuple):
 
     @property
     def modification(self) -> str:
-        """A text about changed contents."""
+        """A description of the changed contents, for errors."""
         if isinstance(self.value, CONTAINERS):
             return f"has {counted(len(self.value), 'entry')} and had {self.content} at capture"
         return f"has different contents than at capture ({brief(self.value)})"
@@ -126,8 +126,8 @@ def content_of(value: Any) -> Any:
 
 CONTAINERS = (Mapping, list, deque)
 SMALL = 1024
-"""Maximum number of elements of a set or a mapping whose content is compared. Arrays may have 64
-times as many bytes."""
+"""Maximum number of elements in a set or mapping whose contents are compared. The maximum size of
+an array in bytes is 64 times this number."""
 
 _BUFFERS = (bytearray, array.array, memoryview, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
@@ -260,7 +260,7 @@ class _Place(NamedTuple):
             return dict(holder.items())  # ``{**holder}`` would call a ``__getitem__`` of the user.
         if isinstance(holder, list | deque):
             return dict(enumerate(holder))
-        values = gc.get_referents(holder)  # an object that does not expose its values
+        values = gc.get_referents(holder)  # the object does not expose its values
         # Changing the list of a ``cycle`` is not safe, so return the values in it.
         if isinstance(holder, itertools.cycle):
             values = [v for held in values for v in (held if isinstance(held, list) else [held])]
@@ -351,7 +351,7 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
         yield _fixed("self", value.__self__)
         yield _fixed(path, value.__func__)
     elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
-        if not isinstance(value.__self__, types.ModuleType | type):  # of a list, a dictionary, ...
+        if not isinstance(value.__self__, types.ModuleType | type):  # a method, not a function
             yield _fixed(path, value.__self__)
     elif isinstance(value, functools.partial):
         yield from (_fixed(path, child) for child in (value.func, *value.args, value.keywords))
@@ -482,7 +482,7 @@ def _read(holder: Any, key: Any) -> Any:
             return holder[key]
         if isinstance(holder, contextvars.ContextVar):
             return holder.get()  # LookupError without a value and a default
-        if isinstance(holder, type):  # a descriptor itself, not its result
+        if isinstance(holder, type):  # Return a descriptor itself, not its result.
             return inspect.getattr_static(holder, key)
         return _position(holder) if key == _POSITION else getattr(holder, key)
     except (LookupError, AttributeError, ValueError, TypeError):
@@ -508,20 +508,20 @@ def _write(holder: Any, key: Any, value: Any) -> None:
 
 
 class _Uses(NamedTuple):
-    """How code, and the code nested in it, uses names."""
+    """The names that a code object, with the code nested in it, uses in each way."""
 
     names: set[str]
     """Names of globals and attributes, and "grad =" for an assignment to a gradient."""
     globals: set[str]
     """Names of globals, not of attributes."""
     read: set[str]
-    """Names that are not only called or assigned."""
+    """Names with a use other than a call or an assignment."""
     iterated: set[str]
     """Names of values that the code iterates over (a loop, ``len``, ``values``)."""
     indexed: set[Any]
     """Names of values that the code indexes with a key that is not a constant."""
     probed: set[Any]
-    """Names of values that the code asks for a computed key (``in``, ``get``), unless the code also
+    """Names of mappings in which the code looks up a computed key (``in``, ``get``), unless it also
     stores entries in them."""
     strings: set[str]
 
@@ -607,7 +607,7 @@ def _probed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
             key = steps[at + 2 if steps[at + 2].opname == "LOAD_ATTR" else at + 1]
         else:
             continue
-        # Other searches find texts that are named or read: ``_Uses.strings`` and ``Named.texts``.
+        # Literal keys are in ``_Uses.strings``, and keys that the code reads in ``Named.texts``.
         is_read = key.opname in _OF_STATE and "NULL" not in key.argrepr  # not a call
         is_read |= key.opname == "LOAD_CONST" and isinstance(key.argval, str)
         is_pair = isinstance(held, tuple)  # of one instruction that loads the key as well
@@ -616,7 +616,7 @@ def _probed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
 
 
 class Named:
-    """The places that the code of a step, and of functions that it calls, uses by name.
+    """The places that a step uses by name, in its own code or in functions that it calls.
 
     These are closure cells, globals, attributes that the code names, container entries whose key
     is named in the code or is not a string, and parameter groups of optimizers. Functions of torch
@@ -626,11 +626,11 @@ class Named:
     regions, except those with host arguments or a context, whose host code an update runs again.
     ``places`` has no modules of Python libraries. ``spaces`` are mappings, and the ``__dict__`` of
     torch modules and of user objects, with their lengths. ``inner`` has pairs (id of the holder,
-    key) of places inside module containers, which come last; for ``spaces`` the key is None.
-    ``whole`` are the mappings over which the step iterates, and ``tables`` the parameters and
-    buffers of modules, if it iterates over those. ``texts`` are string values that the step reads,
-    which may be keys (``ACTIVATIONS[config.act]``). ``probed`` has the ``id`` of each mapping that
-    the step may ask for keys that it does not have.
+    key) of places inside module containers, which are compared last; for ``spaces`` the key is
+    None. ``whole`` are the mappings over which the step iterates. ``tables`` are the parameters and
+    buffers of modules, if the step iterates over them. ``texts`` are string values that the step
+    reads, which may be keys (``ACTIVATIONS[config.act]``). ``probed`` has the ``id`` of each
+    mapping in which the step may look up missing keys.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
@@ -646,7 +646,7 @@ class Named:
             self._search(roots, frozenset())
 
     def is_current(self) -> bool:
-        """Whether all places, and their number in each object, are as the search found them."""
+        """Whether all places, and their number in each object, are unchanged since the search."""
         return all(e.now() is e.value and not e.is_modified for e in self.places) and all(
             not space.is_modified for space in self.spaces
         )
@@ -855,7 +855,7 @@ class Named:
         for (name, _), base in sorted(holders.items(), key=operator.itemgetter(0)):
             path, member = f"{base.__name__}.{name}", vars(base)[name]
             ways = (getattr(member, way, None) for way in ("fget", "__func__", "func"))
-            function = next(filter(callable, ways), member)  # of a property, classmethod, ...
+            function = next(filter(callable, ways), member)  # A property, ... wraps a function.
             if isinstance(function, types.FunctionType) and function is not member:
                 yield _fixed(path, getattr(member, "dispatcher", function))
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
@@ -940,9 +940,9 @@ def rebinding(verb: str, path: str) -> str:
     """Return the error text for a step that changes the tensors of a place."""
     if verb == "replaces":
         return (
-            f"the step replaces {path}: write into it with copy_(), or pass the new tensor on as "
-            f"an argument. A replay repeats the work of the device but no assignments, so a step "
-            f"must write in place."
+            f"the step replaces {path}: write into it with copy_(), or pass the new tensor as an "
+            f"argument. A replay repeats the work of the device but no assignments, so a step must "
+            f"write in place."
         )
     way = "Return the tensor, or write in place into a tensor that exists before the capture."
     if verb == "advances":

@@ -86,8 +86,9 @@ class Outputs:
 
     Graphs of a pool reuse each other's memory: replaying an older graph overwrites the outputs of a
     newer graph. The capture therefore ends with copies of its outputs into the tensors that the
-    last warm-up run returned, which have separate memory. If the step was captured ``earlier``, its
-    new outputs are copied into the outputs ``before`` that have an equal layout.
+    last warm-up run returned, which have separate memory. A new capture of the step copies its
+    outputs into the previous outputs, ``before``, where layouts are equal. ``earlier`` manages the
+    previous outputs.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Outputs:
             isinstance(source, torch.Tensor)
             and isinstance(target, torch.Tensor)
             and _alike(source, target)
-            and source.data_ptr() != target.data_ptr()  # else the step reuses one tensor
+            and source.data_ptr() != target.data_ptr()  # Equal if the step reuses one tensor.
             and self.owns(source)
         ):
             return source
@@ -193,8 +194,8 @@ class Outputs:
         if is_mixed or not self.owns(target):
             raise RegionError(
                 f"the step returned {describe(source)} for these host arguments. At capture this "
-                f"output was an argument or shared memory with another output, which would change "
-                f"as well. Return a clone() instead."
+                f"output was an argument, or had the memory of another output, so a copy would "
+                f"overwrite that tensor. Return a clone() instead."
             )
         overwrite(target, source)
 

@@ -119,8 +119,8 @@ def session(
     """Record device work of this thread.
 
     During the block, no other thread captures on the device, no graph of the pool is replayed, and
-    the garbage collector is off. A collection could free graphs and pools or unload kernels, and
-    drivers and allocators would refuse or record this.
+    the garbage collector is off. A collection could free graphs and pools or unload kernels. During
+    a capture, drivers and allocators would refuse or record such calls.
 
     Args:
         pool: memory for the graphs.
@@ -143,8 +143,8 @@ def session(
         )
     refuse_foreign_capture(backend, "capture")
     require_alive(backend)
-    # Acquire the pool's lock first, as a replay that records a region does: no graph of the pool
-    # may replay while the session uses the pool's memory and capture stream.
+    # Acquire the pool's lock before the capture lock. Replays that record a region use this order
+    # too. No graph of the pool may replay while the session uses the pool's memory and stream.
     with locked(backend, pool.lock), backend.exclusive(), collector.paused():
         pool.require_free("capture")
         pool.recordings.require_memory()

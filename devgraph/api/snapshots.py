@@ -29,11 +29,11 @@ _PERIOD = 65521
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 RowPlace = tuple[int, tuple[int, ...]]
-"""A row of a tensor: a dimension, with an index in it and optionally in the next dimension."""
+"""A row of a tensor: a dimension, and an index into it and optionally into the next dimension."""
 
 RowsOf = Callable[[torch.Tensor, "torch.Tensor | None"], Iterable[RowPlace]]
-"""A function that returns rows of a saved copy. If only some rows of the tensor were saved, the
-second argument has their numbers, else it is None."""
+"""A function that returns rows of a saved copy. The second argument has the numbers of the saved
+rows; it is None if the whole tensor was saved."""
 
 _restores: Counter[int] = Counter()
 """Number of calls of ``Snapshot.restore`` by thread."""
@@ -106,7 +106,8 @@ class Snapshot:
         self._rows: list[_Rows] = []
         self._disturbed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._varied: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
-        """The bits of each varied copy with a mask of its zeros, by address; None without zeros."""
+        """The original bits and a mask of the zeros of each varied copy, by address. The value is
+        None if the copy has no zeros."""
         self._equal: set[int] = set()
         """The ``id`` of each tensor that is known to equal its copy."""
         self._versions: dict[int, int] = {}
@@ -147,10 +148,10 @@ class Snapshot:
     def save_rows(self, rows: torch.Tensor) -> None:
         """Save ``rows`` of each tensor above the limit, and discard rows saved earlier.
 
-        A row number may index the first dimension, the largest dimension, or a pair of adjacent
-        dimensions that together are at least as large (pages of slots). Rows of the last two kinds
-        are not saved if they are more than half of the tensor. Row numbers are distinct. Numbers
-        out of range are ignored.
+        A row number may index the first dimension, the largest dimension, or two adjacent
+        dimensions whose product is at least as large as the largest one (pages of slots). Rows of
+        the last two kinds are not saved if they make up more than half of the tensor. Row numbers
+        are distinct. Numbers out of range are ignored.
         """
         with torch.inference_mode():
             for saved in self._rows:

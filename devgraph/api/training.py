@@ -138,7 +138,7 @@ class StaticInputs:
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the strides of ``tensor``, which decide the branches of a step."""
+    """Return a copy with the strides of ``tensor``, because a step may branch on strides."""
     plain = tensor.detach()
     copy = plain.clone()
     if copy.stride() != plain.stride() and not overlaps_itself(unexpanded(plain)):
@@ -187,8 +187,8 @@ def results_of(
 class TrainingGraphs:
     """The forward and the backward graph of one key.
 
-    The backward graph reads the activations of the forward graph. Therefore, between the two, only
-    other callables of the same step may be captured or replayed in their pool, in call order.
+    The backward graph reads the activations of the forward graph. Between the two graphs, their
+    pool may therefore capture and replay only other callables of the same step, in call order.
     """
 
     def __init__(
@@ -220,8 +220,8 @@ class TrainingGraphs:
         self._differentiable: list[torch.Tensor] = []
         self._output_grads: list[torch.Tensor] = []
         self.shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """Leaf tensors, and their gradients in graph memory, that backward graphs returned since
-        the last forward, by ``index``. All callables of a step share this dictionary."""
+        """Leaf tensors with their gradients in graph memory, by ``index``, for each backward graph
+        that ran since the last forward. All callables of a step share this dictionary."""
         self.index = 0
         self._leaf_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._input_grads: list[tuple[int, torch.Tensor | None]] = []
@@ -343,10 +343,10 @@ class TrainingGraphs:
         with self.lock:
             if epoch != self._epoch:
                 raise StateError(
-                    "backward of an earlier call of a graphed function, or a second backward: a "
-                    "later call with the same shapes, or the first backward, has overwritten the "
-                    "activations. Call backward once and before the next call, or use a separate "
-                    "graphed callable for each call."
+                    "the backward of this graphed call cannot run, because its activations were "
+                    "overwritten by a later call with the same shapes or by an earlier backward. "
+                    "Call backward once and before the next call, or use a separate graphed "
+                    "callable for each call."
                 )
             self._epoch = -epoch
             self.pool.order()

@@ -223,7 +223,7 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
         if plan.error is not None:
             say(f"{plan.title}: error: {plan.error}", style="error")
         for estimate in (one for one in plan.estimates if one.uncovered):
-            why = "each bucket is too small, or more than max_padding times as large"
+            why = "each bucket is too small for them, or more than max_padding times their size"
             say(f"{estimate.phase} steps of {estimate.uncovered} run eagerly: {why}")
         say()
     if not estimated:

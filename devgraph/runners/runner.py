@@ -475,9 +475,9 @@ class Runner:
     def idle(self, *, ready: bool = True) -> bool:
         """Capture one bucket, or else repeat one check of the key ``verify``.
 
-        Call this while the engine is idle. With ``capture="lazy"``, this captures only
-        buckets that enough batches have needed, otherwise the largest remaining bucket. Outputs of
-        earlier runs are overwritten. A call takes at most as long as one capture.
+        Call this while the engine is idle. With ``capture="lazy"``, the call captures a bucket only
+        if enough batches have needed it. Otherwise it captures the largest remaining bucket.
+        Outputs of earlier runs are overwritten. A call takes at most as long as one capture.
 
         With several ranks, every rank must call this method at the same point, like ``agree``.
         Either all ranks capture the same bucket, or none captures a bucket.
@@ -512,8 +512,8 @@ class Runner:
     def invalidate(self, reason: str = "") -> None:
         """Close all graphs, because captured weights or buffers are no longer valid.
 
-        Steps run eagerly until ``capture`` is called, or with ``capture="lazy"`` or
-        ``"background"`` until their bucket is captured on demand. Bound tensors are bound again
+        Steps run eagerly until ``capture`` is called. With ``capture="lazy"`` or ``"background"``,
+        they run eagerly until their bucket is captured on demand. Bound tensors are bound again
         with their current address and layout.
         """
         with self._between_steps("invalidate"):
@@ -785,8 +785,8 @@ def _buckets_of(options: Options, counting: ByTokens, capacity: int) -> Buckets:
     # Default buckets also leave out sizes below the smallest bucket, but without a warning.
     if missing and missing[-1][0] > buckets[0]:
         logger.warning(
-            "%s: steps of %s %s run eagerly, because each bucket of %s is too small, or more than "
-            "%g times as large",
+            "%s: steps of %s %s run eagerly, because each bucket of %s is too small for them, or "
+            "more than %g times their size",
             options.name,
             spans(missing),
             counting.counts,

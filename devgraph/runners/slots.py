@@ -33,7 +33,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def raw_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which data of ``dtype`` is copied and filled.
 
-    torch has no grouped copy on every device for unsigned integers above 8 bits and for floats of
+    Not every device has torch's grouped copy for unsigned integers above 8 bits and for floats of
     at most 8 bits. For these, return an integer dtype of equal size.
     """
     wide = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)

@@ -97,9 +97,7 @@ def test_mapping_that_the_step_reads_whole_keeps_its_order(kit: Kit) -> None:
     named = kit.capture(lambda d: d["x"] - d["y"], {"x": x, "y": y})
     other = {"y": kit.tensor(2, seed=2), "x": kit.tensor(2, seed=3)}
     kit.same(named.replay(other), other["x"] - other["y"])
-    with pytest.raises(
-        dg.InputError, match=r"keys in the order \['y', 'x'\], and in the order \['x', 'y'\]"
-    ):
+    with pytest.raises(dg.InputError, match=r"order \['y', 'x'\] instead of \['x', 'y'\]"):
         whole.replay(other)
 
 

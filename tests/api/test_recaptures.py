@@ -125,7 +125,7 @@ def test_replays_capture_again_a_few_times_only(cap: Any) -> None:
     for _ in range(2):
         state["gain"] += 1
         with pytest.warns(
-            DeviceGraphWarning, match=rf"{AGAIN}.* at most 2 times .*'gain'\] is"
+            DeviceGraphWarning, match=rf"{AGAIN}.*'gain'\] is .* at most 2 times"
         ) as told:
             assert torch.equal(captured.replay(), torch.ones(3) * state["gain"])
         assert "apture again" not in str(told[0].message)  # which has just happened
@@ -877,10 +877,10 @@ def test_warning_names_the_change_and_is_at_the_line_of_the_user() -> None:
         with pytest.warns(DeviceGraphWarning, match=AGAIN) as said:
             call()
         assert said[0].filename == __file__
-        assert str(said[0].message).endswith(
+        assert (
             f"because factor is {factor} and was {factor - 1} at capture. Keep state that changes "
-            f"often in tensors, and write into them."
-        )
+            f"often in tensors, and write into them. Replays"
+        ) in str(said[0].message)
     model.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
     with pytest.warns(DeviceGraphWarning, match="its memory was replaced. Keep state"):
         captured()
