@@ -207,7 +207,7 @@ class Settings:
         return self.modes, *switches, *(mode.device for mode in self.stacks[0])
 
     def named(self) -> dict[str, Any]:
-        """Return the settings that code of users changes, by the names of their getters."""
+        """Return the settings that user code may change, by the names of their getters."""
         named = {get.__name__: v for (get, _), v in zip(_SWITCHES, self.switches, strict=True)}
         del named["_get_sdp_priority_order"]  # torch sets the order in its first attention
         return named

@@ -19,7 +19,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.host_values import HostSpec, Tracked, exact_types_refused, frozen
 from devgraph.api.marks.marks import Mark, Scope, entered
-from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward
+from devgraph.api.marks.scopes import refuse_break_in_backward, split_host_args
 from devgraph.api.marks.source import SourceLine, line_of, raising_line, user_line
 from devgraph.api.owned import Owned, host_random, without_history
 from devgraph.api.process import collector
@@ -176,7 +176,7 @@ class _CheckScope(Scope):
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host: dict[str, Any] = {}
         if mark.dynamic:
-            args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
+            args, kwargs, host = split_host_args(mark, args, kwargs, self._spec, self._host)
         if mark.kind != "no_graph":
             return mark.fn(*args, **kwargs, **host)
         refuse_break_in_backward(mark.name)

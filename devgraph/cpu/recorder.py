@@ -59,11 +59,12 @@ class Recorder:
     ``pool``, which every replay writes. Views are created at once, because they are only aliases.
     Python code runs once, so replays repeat its control flow and its numbers.
 
-    The code may use tensors of ``others``, which are further pools, of ``reached``, and memory at
-    the addresses ``bound`` (None allows any). It must not change the layout of ``arguments`` in
-    place. A recording that ``continues`` follows others of the same step and adds to ``states``,
-    the last states of random generators by address. With ``on_violation``, violations are reported
-    instead of raised, and the recording continues with assumed values and cannot be replayed.
+    The code may use tensors of further pools, ``others``, and tensors in ``reached``. It may use
+    memory at the addresses ``bound`` only; None allows any memory. It must not change the layout of
+    ``arguments`` in place. A recording that ``continues`` follows others of the same step.
+    ``states`` are the last states of random generators, by address; the recording updates them.
+    With ``on_violation``, violations are reported instead of raised, and the recording continues
+    with assumed values and cannot be replayed.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Recorder:
         self._dispatching: Dispatching | None = None
         self._functions: Functions | None = None
         self._holds: list[Hold] = []
-        self._mark = object()
+        self._identity = object()
         self._random: Randomness | None = None
         self._states = {} if states is None else states
         self._first_uses: list[tuple[torch.Tensor, int]] = []
@@ -234,7 +235,7 @@ class Recorder:
         ``results`` lists lengths and dtypes of the results, which are flat tensors.
         """
         op = self._op(name)
-        origin, empty = _Origin(self._mark, op), self._pool.empty
+        origin, empty = _Origin(self._identity, op), self._pool.empty
         made = [empty((count,), (1,), dtype, origin=origin) for count, dtype in results]
         self.append(functools.partial(run, self._hold(made), self._hold(tuple(args))), op)
         return made
@@ -254,18 +255,18 @@ class Recorder:
             )
             for block in self._pool.live()
             if isinstance(block.origin, _Origin)
-            and block.origin.mark is self._mark
+            and block.origin.recording is self._identity
             and block.address not in known
         }
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Exclude tensors that the block allocates from ``escaping``."""
-        mark, self._mark = self._mark, object()
+        identity, self._identity = self._identity, object()
         try:
             yield
         finally:
-            self._mark = mark
+            self._identity = identity
 
     def _call_function(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run a function of torch, or report that it reads tensors on the host."""
@@ -369,7 +370,7 @@ class Recorder:
             if id(tensor) not in young or not storage.resizable() or not storage.nbytes():
                 continue
             owners = torch._C._storage_Use_Count(storage._cdata) - 1  # not counting ``storage``
-            if owners <= sum(_is_over(other, storage) for other in objects):
+            if owners <= sum(_is_on(other, storage) for other in objects):
                 self._refusal.foreign(self._entries[min(count, self.count - 1)].op)
 
     def _decompose(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
@@ -492,7 +493,7 @@ class Recorder:
         return Op(name=name, line=user_line())
 
     def _make(self, plan: OpPlan, layouts: Any, op: Op | None) -> Any:
-        origin = _Origin(self._mark, op or self._op(plan.name))
+        origin = _Origin(self._identity, op or self._op(plan.name))
 
         def empty(layout: Layout) -> torch.Tensor:
             out = self._pool.empty(layout.size, layout.stride, layout.dtype, origin=origin)
@@ -593,7 +594,7 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
 
 
 def _with_dtype(dtype: torch.dtype, run: Callable[[], object]) -> Callable[[], None]:
-    """Return ``run`` with ``dtype`` as the default, in which operations on integers compute."""
+    """Return ``run`` under the default ``dtype``, which operations on integers use for results."""
 
     def run_with_dtype() -> None:
         before = torch.get_default_dtype()
@@ -606,7 +607,7 @@ def _with_dtype(dtype: torch.dtype, run: Callable[[], object]) -> Callable[[], N
     return run_with_dtype
 
 
-def _is_over(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+def _is_on(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     try:
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
     except (NotImplementedError, RuntimeError):
@@ -656,9 +657,9 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 class _Origin(NamedTuple):
-    """The operation for which a block was allocated, and the mark of its recording."""
+    """The operation for which a block was allocated, and an identity of its recording."""
 
-    mark: object
+    recording: object
     op: Op
 
 

@@ -224,7 +224,7 @@ class InputArena:
             return
         raise InputError(f"input {slot.name!r} has cumulative offsets that {fault}.")
 
-    def eager_views(self, inputs: Mapping[str, Any], real: Size) -> dict[str, torch.Tensor]:
+    def eager_inputs(self, inputs: Mapping[str, Any], real: Size) -> dict[str, torch.Tensor]:
         """Return contiguous copies of the inputs, independent of every static buffer."""
         with torch.no_grad():
             admitted = zip(self.given, self.admit(inputs, real), strict=True)

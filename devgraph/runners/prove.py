@@ -363,7 +363,7 @@ class _CaseRun:
         """
         self._renew()
         step, real = self._step, self._real
-        views = step.inputs.eager_views(self.inputs, real)
+        views = step.inputs.eager_inputs(self.inputs, real)
         self._mark(views)
         for name, value, other in values:
             view, axis = views[name], step.inputs.slots[name].axis or 0

@@ -192,7 +192,7 @@ class Step:
     ) -> Any:
         """Run the whole step on copies of ``inputs``; refuse invalid data before any change."""
         host = self.host.resolve(host_args, size, size)
-        tensors = self.inputs.eager_views(inputs, size)
+        tensors = self.inputs.eager_inputs(inputs, size)
         self.clock.now += 1
         if self.gates:
             self.pool.order()  # Launches with gates must not overlap.
@@ -351,7 +351,7 @@ class GraphStep:
             profiled = torch.profiler.record_function(f"{self._name} {graph.key}")
             self.replay = profiled(self.replay)
         if graph.timing is not None:
-            self.replay = graph.timing.over(self.replay)
+            self.replay = graph.timing.timed(self.replay)
         if step.options.prepare is not None:
             self.replay = self._planning(self.replay)
         parts = inputs.split(graph.size, real, inputs.graph_slots)

@@ -36,16 +36,17 @@ class ReplayTimer:
         self._bins = [0] * (len(BOUNDS) + 1)
         self._seconds = 0.0
 
-    def over(self, replay: Callable[[Mapping[str, Any]], None]) -> Callable[..., None]:
+    def timed(self, replay: Callable[[Mapping[str, Any]], None]) -> Callable[..., None]:
+        """Return ``replay`` with a measurement of its device time."""
 
-        def timed(values: Mapping[str, Any]) -> None:
+        def run(values: Mapping[str, Any]) -> None:
             stop = self._backend.stopwatch()
             replay(values)
             self._unread.append(stop())
             if len(self._unread) > MAX_UNREAD:
                 self.read()
 
-        return timed
+        return run
 
     def read(self) -> None:
         """Count finished replays without blocking; the caller holds the lock of the pool."""

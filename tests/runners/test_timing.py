@@ -25,7 +25,7 @@ class Watch:
 
 def _times(watch: Watch, replays: int) -> ReplayTimer:
     timing = ReplayTimer(watch)  # type: ignore[arg-type]
-    run = timing.over(lambda values: None)
+    run = timing.timed(lambda values: None)
     for _ in range(replays):
         run({})
     return timing

@@ -143,7 +143,7 @@ class _Removed(argparse.Action):
         parser.error(f"{name} was removed: {REMOVED_FLAGS[name]}")
 
 
-def _surroundings() -> Iterator[Source]:
+def _ambient_sources() -> Iterator[Source]:
     """Yield the modes of ``pyproject.toml`` and of the environment."""
     warn_unknown()
     table = read_pyproject(Path.cwd())
@@ -158,12 +158,12 @@ def _surroundings() -> Iterator[Source]:
 def sources_of(
     namespace: argparse.Namespace, parser: argparse.ArgumentParser | None = None
 ) -> list[Source]:
-    """Return the settings of pyproject.toml, environment and arguments, weakest source first."""
+    """Return the settings of pyproject.toml, environment and arguments, in ascending precedence."""
     if not hasattr(namespace, "__dict__") and not hasattr(namespace, "__slots__"):
         raise ConfigTypeError(
             f"expected parsed arguments, as parser.parse_args() returns them, got {namespace!r}"
         )
-    sources = [*_surroundings()]
+    sources = [*_ambient_sources()]
     for flag in FLAGS:
         value = getattr(namespace, flag.dest, None)
         if value is None or value is False or (isinstance(value, (list, tuple)) and not value):

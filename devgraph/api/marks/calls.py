@@ -313,9 +313,9 @@ class MarkedCall:
             )
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """Return the places of all results to copy, which show the results that share memory.
+        """Return the memory of each result to copy, relative to the first result in that memory.
 
-        Each tuple has the position of a result, the position of the first result in the same
+        Each tuple has the position of the result, the position of the first result in the same
         memory, and the offset from that first result in bytes.
         """
         firsts: dict[int, tuple[int, int]] = {}

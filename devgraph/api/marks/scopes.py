@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from devgraph.api.graph import DeviceGraph
 
 
-def captured_call(
+def split_host_args(
     mark: Mark,
     args: Args,
     kwargs: Kwargs,
@@ -40,7 +40,7 @@ def captured_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """Check the host arguments of a marked call, and split them from ``args`` and ``kwargs``.
 
-    The third result has the host keyword arguments, which ``known`` stores for later calls of the
+    The third result has the host keyword arguments. ``known`` keeps them for later calls of the
     mark. With ``accept_equal``, a plain value is accepted if it equals the declared value.
     """
     _refuse_transformed(mark, args, kwargs)
@@ -182,7 +182,7 @@ class GraphScope(Scope):
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
             self._refuse_in_loop("region", f"updatable region {mark.name}")
-            args, kwargs, host = captured_call(
+            args, kwargs, host = split_host_args(
                 mark, args, kwargs, self._graph.spec, self._host_of, accept_equal=self._accept_equal
             )
             try:

@@ -12,7 +12,7 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.gates import open_recorded
 from devgraph.api.marks.marks import Args, Kwargs, Mark, Scope, entered
-from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward, swallowed
+from devgraph.api.marks.scopes import refuse_break_in_backward, split_host_args, swallowed
 from devgraph.api.policy.job import Job, Policy
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
@@ -186,7 +186,7 @@ class BreakableScope(Scope):
     def _call(self, mark: Mark, args: Args, kwargs: Kwargs) -> Any:
         job = self._job
         refuse_break_in_backward(mark.name)
-        args, kwargs, host = captured_call(mark, args, kwargs, job.spec, self.host)
+        args, kwargs, host = split_host_args(mark, args, kwargs, job.spec, self.host)
         stub = mark.capture_stub if self._stubs else None
         (self.run_finished if stub is None else self.finish_segment)()
         with entered(None), job.pool.eager_body(), job.owned.eager_body(mark, args):

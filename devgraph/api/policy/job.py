@@ -140,8 +140,8 @@ class Job:
         with exact_types_refused():
             return self.call(self.spec.tracked(asked))
 
-    def warmed_up(self) -> None:
-        """Call ``after_warmup``, if any."""
+    def finish_warmup_run(self) -> None:
+        """Call ``after_warmup``, if given."""
         if self.after_warmup is not None:
             self.after_warmup()
 
@@ -189,7 +189,7 @@ class Policy(Protocol):
             runs -= 1
             job.owned.rewind()
             job.outputs.hold(job.call(job.spec.declared))
-            job.warmed_up()
+            job.finish_warmup_run()
         return job
 
     def capture(self, job: Job, session: Session) -> Plan:

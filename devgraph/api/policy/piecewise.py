@@ -48,7 +48,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks import gates, marks
 from devgraph.api.marks.host_values import frozen, taken_from
 from devgraph.api.marks.marks import Args, Kwargs, Mark, Scope, entered
-from devgraph.api.marks.scopes import captured_call
+from devgraph.api.marks.scopes import split_host_args
 from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_line
 from devgraph.api.modes import Modes, OwnMode, Settings, autocast_uncached
 from devgraph.api.owned import Owned
@@ -196,7 +196,7 @@ class _ClaimCheckScope(Scope):
                 f"the whole capture, or use policy='breakable'."
             )
         first = mark not in self._host
-        args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
+        args, kwargs, host = split_host_args(mark, args, kwargs, self._spec, self._host)
         versions = _versions(mark, args, kwargs) if first else {}
         with entered(None), self._owned.eager_body(mark, args):
             result = mark.fn(*args, **kwargs, **host)
@@ -609,7 +609,7 @@ class _CompiledStep:
             # An eager run may raise the step's own exception, or report the line of a host read.
             self._check()
             _raise_explained(failure, self._compiler.name)
-        self.job.warmed_up()
+        self.job.finish_warmup_run()
         if self.entry is None:
             raise EmptyCaptureError(
                 "torch.compile compiled nothing. If the step does no work on tensors, capture a "
@@ -634,7 +634,7 @@ class _CompiledStep:
                 f"the wrong branch. Move the line into a function marked "
                 f"@dg.region(host_args=({name!r},)), or choose the branch before the step."
             )
-        job.warmed_up()
+        job.finish_warmup_run()
 
     def capture(self, session: Session) -> Plan:
         self.live, self.session = self.job.spec.tracked(), session

@@ -220,7 +220,7 @@ class NodeRuntime:
         return (addressof(params),)
 
     def context(self) -> tuple[Any, ...]:
-        """Return the last arguments of calls that update a copy or fill in an executable."""
+        """Make the driver's context current, and return it as the last arguments of some calls."""
         return ()
 
     def looping(

@@ -110,7 +110,7 @@ def totals(
     """Return the backend's name, the counters by mode, bytes of graph memory, and ``checks``."""
     return {
         **checks,
-        "backend": None if memory.made is None else memory.made.name,
+        "backend": None if memory.backend_in_use is None else memory.backend_in_use.name,
         "modes": {name: count.as_dict() for name, count in counts.items()},
         "pool_bytes": memory.bytes,
     }

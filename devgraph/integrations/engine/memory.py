@@ -26,7 +26,7 @@ class GraphMemory:
     def __init__(self, device_type: Callable[[], str], backend: str | None = None) -> None:
         self._device_type = device_type
         self._name = backend
-        self.made: Backend | None = None
+        self.backend_in_use: Backend | None = None
         """The backend, or None before the first capture."""
         self.limits: tuple[float, ...] = ()
         """Budgets for the executables of a pool. The lowest applies; see ``Pool.limit``."""
@@ -37,7 +37,7 @@ class GraphMemory:
 
     @property
     def backend(self) -> Backend:
-        if self.made is None:
+        if self.backend_in_use is None:
             backend = get_backend(self._name or "auto")
             kind = self._device_type()
             if kind and backend.device.type != kind:
@@ -46,8 +46,8 @@ class GraphMemory:
                     f"{backend.device.type!r}. Run 'devgraph doctor' for missing parts, or name "
                     f"the backend: install(backend=...)."
                 )
-            self.made = backend
-        return self.made
+            self.backend_in_use = backend
+        return self.backend_in_use
 
     def pool(self, handle: Hashable) -> Pool:
         """Return the pool of ``handle``; create it if it does not exist."""

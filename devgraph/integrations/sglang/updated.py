@@ -36,13 +36,13 @@ def is_torch_native(model_runner: Any) -> bool:
 def require_updatable(model_runner: Any) -> None:
     """Raise CapabilityError with the reason if the attention cannot be updated."""
     window = getattr(model_runner.attn_backend, "use_sliding_window_kv_pool", False)
-    for stands, reason in (
+    for applies, reason in (
         (several_ranks(), "several ranks would have to capture together while serving"),
         (window, "its sliding windows write to different rows in each batch"),
         (model_runner.model_config.is_encoder_decoder, "cross-attention reads additional lengths"),
         (model_runner.is_draft_worker, "it is a draft model, which was not tested"),
     ):
-        if stands:
+        if applies:
             raise CapabilityError(
                 f"full prefill with torch-native attention needs a graph that is updated for each "
                 f"batch, which is not possible for this model: {reason}. Choose breakable."

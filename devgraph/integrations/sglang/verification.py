@@ -165,16 +165,17 @@ def check_at_start(phase: str, runner: Any, *_: Any, **__: Any) -> None:
         return
     layer.checked.add(phase)
     several = decode and getattr(runner, "captured_req_width", 1) != 1
-    for stands, reason in (
+    for applies, reason in (
         (several_ranks(), "several ranks"),
         (several, "several tokens per request"),
         (getattr(model, "lora_manager", None) is not None, "LoRA"),
     ):
-        if stands:
+        if applies:
             check.skip(reason)
             return
     room = model.model_config.context_len - 2 * _CONTEXTS[1]
-    most = 1 if hasattr(backend, "_whole") else 4  # An updated graph is copied for each number.
+    # An updated graph needs a topology copy for each number of requests, so use one number.
+    most = 1 if hasattr(backend, "_whole") else 4
     sizes = sorted(runner.capture_bs if decode else runner.capture_num_tokens, reverse=True)
     buckets: list[list[tuple[list[int], list[int] | None]]] = [
         [([context - i % 3 for i in range(size)], None) for context in _CONTEXTS]

@@ -210,7 +210,11 @@ def test_failed_capture_leaves_nothing_and_the_next_works(engine: Any, where: st
             raise KeyError("of the model")
 
     def body(hidden: torch.Tensor) -> torch.Tensor:
-        if where == "inside" and backends.shared().memory.made is not None and len(seen) >= 2:
+        if (
+            where == "inside"
+            and backends.shared().memory.backend_in_use is not None
+            and len(seen) >= 2
+        ):
             fail()
         seen.append(None)
         return hidden.tanh()
