@@ -40,7 +40,7 @@ class CaptureLock:
 
     @property
     def is_foreign_here(self) -> bool:
-        """Whether other code than devgraph captures here."""
+        """Whether the current stream is in a capture of code other than devgraph."""
         return not self.is_recording_here and self.is_stream_capturing()
 
 

@@ -50,7 +50,7 @@ class Executable(Protocol):
         """Launch once on the current stream, even if another device is current."""
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return a callable that launches once if the graph's device is current.
+        """Return a callable that launches once per call. The graph's device must be current.
 
         Args:
             stream: the stream that is current at every call; None if unknown.
@@ -209,7 +209,8 @@ class Recordings:
         self._remove(place)
         recording.used = next(self.clock)
         self._items[place] = _Item(weakref.ref(owner), recording)
-        if key is not _OWN or self.budget_bytes is not None:  # else the excess is unchanged
+        # Without a budget, a graph's own executable does not count.
+        if key is not _OWN or self.budget_bytes is not None:
             self.trim()
 
     def drop_excess(self, owner: object) -> None:

@@ -61,8 +61,8 @@ class Inputs:
         """Check the inputs of a replay; return the pairs to copy and the host arguments."""
         if len(given) > self._count:
             raise InputError(
-                f"there are more inputs ({len(given)}) than bound arguments ({self._count}); "
-                f"bound arguments take new data in their order, and host arguments by name."
+                f"there are more inputs ({len(given)}) than bound arguments ({self._count}). Pass "
+                f"new data in the order of the bound arguments, and host arguments by name."
             )
         pairs: list[Pair] = []
         for name, value in zip(self._names, given, strict=False):
@@ -280,9 +280,9 @@ def _window(tensor: torch.Tensor) -> tuple[Any, ...]:
 def write(pairs: Sequence[Pair], outputs: Any, written: Collection[int] = ()) -> list[Pair]:
     """Copy new data into bound tensors, as if all sources were read before the first write.
 
-    Return the bound tensors in the storage of an input at another position, each with its old
-    contents, because the caller uses that storage. ``write_back`` restores the contents. A bound
-    tensor that is itself an input is returned only if its id is in ``written``.
+    The copies may overwrite a storage that the caller also passed as an input at another position.
+    Return the bound tensors in such a storage, each with its old contents, for ``write_back``. A
+    bound tensor that is itself an input is returned only if its id is in ``written``.
 
     Raises:
         InputError: an input is in the storage of a bound tensor that is among the outputs.
@@ -300,9 +300,9 @@ def write(pairs: Sequence[Pair], outputs: Any, written: Collection[int] = ()) ->
             if any(has_place(t) and share_memory(target, t) for t in tensors_in(outputs)):
                 raise InputError(
                     f"the input {brief(sources[near.index(memory_of(target))])} shares memory with "
-                    f"the bound tensor {brief(target)}, whose memory is among the outputs. The "
-                    f"bound tensor can therefore not get its contents back after the replay. Pass "
-                    f"a clone()."
+                    f"the bound tensor {brief(target)}, whose memory is among the outputs. "
+                    f"Therefore the replay cannot restore the contents of the bound tensor. Pass a "
+                    f"clone()."
                 )
             kept.append((target, _clone(target)))
         sources = [_clone(t) if memory_of(t) in memories else t for t in sources]

@@ -132,7 +132,7 @@ class NamedState:
             require_same(self._held)
         except StateError:
             is_changed = True
-        if is_changed:  # Outside the handler, or a refusal would be shown with its first form.
+        if is_changed:  # After the handler, so that a new error has no context.
             self._renew()
             require_same(self._held)
         if any(space.is_modified for space in self._spaces):
@@ -214,7 +214,7 @@ class NamedState:
 
 
 def _wholes(held: Iterable[Entry]) -> Iterator[tuple[dict[Any, Any], list[Any]]]:
-    """Yield each dictionary with its values, if all values are held and satisfy ``is_distinct``.
+    """Yield each dictionary whose values are all in ``held`` and satisfy ``is_distinct``.
 
     A comparison of unequal tensors with several elements raises, which counts as a difference.
     """
@@ -226,7 +226,7 @@ def _wholes(held: Iterable[Entry]) -> Iterator[tuple[dict[Any, Any], list[Any]]]
 
 
 def is_distinct(value: Any) -> bool:
-    """Whether ``==`` is true for no other value, except for errors."""
+    """Whether ``value == other`` raises, or is true only for ``value`` itself."""
     kind: Any = type(value)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return bool(value.numel() > 1)

@@ -136,7 +136,7 @@ def host_read_name(function: str, operation: str) -> str:
 
 
 def read_by_backward(operation: str) -> str:
-    """Return the name of the backward that runs ``operation`` only in place of a host read, or "".
+    """Return the name of the backward in which ``operation`` replaces a host read, or "".
 
     torch reads data in these backwards, unless a mode is active or an input belongs to a transform.
     """

@@ -205,7 +205,7 @@ class Graphs:
         return variant
 
     def pad_variant(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``options``; in place of undeclared empty ones, the first declared variant."""
+        """Return ``options``, or the first declared variant if empty options are not declared."""
         return options if options or () in self.variants else next(iter(self.variants.values()))
 
     def decide(self, size: Size, options: Mapping[str, Any]) -> Decision:
@@ -253,8 +253,8 @@ class Graphs:
         graph, now = self.get(decision.key), self.launchable(decision)
         if graph is None or not now.ok:
             raise StateError(
-                f"the decision is for graph {decision.key}, but here {refusal(now, self._name)}, "
-                f"or decide again on all ranks"
+                f"the decision is for graph {decision.key}, but on this rank "
+                f"{refusal(now, self._name)}, or decide again on all ranks"
             )
         is_variant = (
             not size.requests  # A batch without requests has no width.

@@ -324,7 +324,7 @@ class _CaseRun:
         ]
 
     def _of_other_requests(self, want: RunResult) -> Iterator[Failure]:
-        """Yield a failure for each state of which the step wrote rows of other requests."""
+        """Yield a failure for each state tensor in which the step wrote other requests' rows."""
         store = self._step.state
         if store is None:
             return
@@ -359,7 +359,8 @@ class _CaseRun:
         """Run the step on the real rows.
 
         Each of ``values`` has a slot, a value and a replacement. If the replacement is None, the
-        first row of the slot gets the value. Otherwise the replacement replaces it in all rows.
+        first row of the slot gets the value. Otherwise every row with the value gets the
+        replacement.
         """
         self._renew()
         step, real = self._step, self._real
@@ -487,7 +488,7 @@ class _CaseRun:
         return ((inputs.slots[name], rows) for name, (_, rows) in parts.items() if rows is not None)
 
     def _shared_values(self) -> tuple[list[_Pad], list[_Pad]]:
-        """Return the pad values in several rows, and the ones among them that no real row uses."""
+        """Return the pad values that several rows hold, and those of them that no real row uses."""
         shared, scratch = list[_Pad](), list[_Pad]()
         for pad, data in self._pads():
             axis = pad.slot.axis or 0
@@ -583,7 +584,7 @@ class _Pad(NamedTuple):
     slot: InputSlot
     value: int
     reach: int
-    """Largest absolute value in the slot. A dimension of rows is larger."""
+    """Largest absolute value in the slot. A dimension that the slot indexes is larger."""
 
 
 def _places(

@@ -107,7 +107,7 @@ class Step:
         self.types_checked.clear()
 
     def settle_autocast(self) -> None:
-        """Fix the autocast settings to those of the last step, or else of the caller."""
+        """Keep the autocast settings of the last step, or the caller's if there was no step."""
         if self.autocast is None:
             self.autocast = current_autocast()
         self.captured = True

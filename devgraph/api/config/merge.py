@@ -45,7 +45,7 @@ _State = dict[Setting, _Entry]
 
 
 def merge(sources: Iterable[Source]) -> Source:
-    """Merge sources, weakest first, into one.
+    """Merge sources, given in ascending precedence, into one.
 
     The part for one backend overrides the general part of the same source and of weaker sources.
     The general part overrides the backend-specific parts of weaker sources. If ``buckets`` and
@@ -118,7 +118,7 @@ def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str])
         state[own_largest] = sizes._replace(value=over[-1])
         return
     notes.append(
-        f"{path_of(own_sizes)}: {', '.join(map(str, over))} from {sizes.name} left out, because "
+        f"{path_of(own_sizes)}: omitted {', '.join(map(str, over))} from {sizes.name}, because "
         f"max_bs is {largest}"
     )
     kept = tuple(size for size in sizes.value if size <= largest.value)

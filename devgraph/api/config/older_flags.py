@@ -112,7 +112,7 @@ def _phases_json(value: Any, flag: str) -> Source:
 
 
 def _flag(name: str, key: str, *phases: str, to: Any = None) -> Flag:
-    """Return a flag that sets ``key`` of ``phases`` to its value, or a switch that sets ``to``."""
+    """Return a flag whose value is set as ``key`` of ``phases``, or a switch that sets ``to``."""
 
     def read(value: Any, flag: str) -> Source:
         return _source({(phase, key): value if to is None else to for phase in phases}, flag)

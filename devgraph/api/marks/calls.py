@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 def _memories_held(
     fn: Callable[..., Any], *, stored: bool = True, parameters: bool = False
 ) -> set[int]:
-    """Return the storage addresses of tensors in the closure, globals and ``self`` of ``fn``."""
+    """Return the storage addresses of tensors in the closure, globals and ``self`` of ``fn``.
+
+    ``stored`` includes tensors in variables and attributes; ``parameters``, those of modules.
+    """
     fn = inspect.unwrap(fn)
     holders = [getattr(fn, "__self__", None if inspect.isroutine(fn) else fn)]
     for cell in getattr(fn, "__closure__", None) or ():
@@ -273,7 +276,7 @@ class MarkedCall:
         return pytree.tree_unflatten(out, self._spec)
 
     def _pass_held(self, leaves: Sequence[Any], before: set[int]) -> dict[int, _Watched]:
-        """Return the results to copy. Other results use memory of arguments or of the function."""
+        """Return the results to copy, by memory. Other results are in memory of earlier tensors."""
         watched = {
             memory_of(leaf): _Watched(
                 index,

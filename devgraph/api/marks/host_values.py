@@ -40,9 +40,9 @@ _CONSUMING = """
 class Tracked:
     """A host value during capture, which can only be passed to regions.
 
-    ``isinstance(value, int)`` is true for a tracked int. Every use of the value raises, such as
-    ``kv_len // 2``, ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)``. Under
-    ``devgraph check``, the use is reported instead and continues with the plain value.
+    ``isinstance(value, int)`` is true for a tracked int. Every use of the value raises an error,
+    for example ``kv_len // 2``, ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)``.
+    Under ``devgraph check``, the use is reported instead and continues with the plain value.
     """
 
     __slots__ = ("_devgraph_name", "_devgraph_value")

@@ -3,7 +3,7 @@
 A replay runs in one of three ways, which write the same outputs:
 
 1. The recording for the key (the host values) is applied to a graph with the same nodes.
-2. If the key needs other nodes, a *topology copy*, another capture of the whole callable, runs.
+2. A *topology copy* runs if the key needs other nodes. It is another capture of the callable.
 3. If that exceeds the budget, the step runs *broken*: in segments, as under ``breakable``.
 """
 

@@ -87,7 +87,8 @@ class FlagGates:
         self._openers: dict[Any, Any] = {None: self._spares.pop(0)}
         """Opener streams, by the stream passed to ``open_after``; None is the key for ``open``."""
         self._fences: dict[int, _After] = {}
-        """The last fence of each stream. When it has finished, all earlier fences have."""
+        """The last fence of each stream. When it has finished, all earlier fences have finished
+        too."""
         self._numbers = itertools.count()
         self._launch_stream: int | None = None
         self._dirty = False

@@ -59,8 +59,8 @@ def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable
 engine_session = functools.partial(session, may_autocast=False)
 """``session`` for engines, which use no autocast.
 
-A compiled function checks whether autocast caches casts. If that differed from the warm-up, the
-function would be compiled again in the capture, where the compiler fails.
+A compiled function checks whether autocast caches casts. If this setting changed after the warm-up,
+the function would be compiled again in the capture, where the compiler fails.
 """
 
 

@@ -138,7 +138,7 @@ class StartCheck:
     def compare(self, batches: Iterable[Callable[[], object]]) -> None:
         """Run ``batches``, compare their replays with eager calls, and read the device once.
 
-        The batch of a replay that differs runs again, to see whether eager differs from itself.
+        The batch of a replay that differs runs again, to find out whether two eager runs differ.
         """
         found = list[tuple[Callable[[], object], Hashable, Tensor]]()
         try:

@@ -35,9 +35,9 @@ def undifferentiated() -> contextlib.AbstractContextManager[Any]:
 
 
 def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the function that ``body`` wraps, if this function returned None at capture.
+    """Return the function that ``body`` wraps if it returned None at capture, else ``body``.
 
-    ``body`` is a break of SGLang. In each replay it would check the type of the result. This takes
+    ``body`` is a break of SGLang. In each replay it would check the type of the result, which takes
     longer than a graph launch.
     """
     held = inspect.getclosurevars(body).nonlocals

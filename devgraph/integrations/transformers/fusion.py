@@ -90,7 +90,7 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 def _rotary_changes(
     rotations: Mapping[ModuleType, Callable[..., Any]],
 ) -> list[tuple[Any, str, Any]]:
-    """Return changes of rotary functions; ``rotations`` receive the original function first."""
+    """Return changes of rotary functions; each rotation gets the original as its first argument."""
     return [
         (home, _ROTARY, functools.partial(rotate, getattr(home, _ROTARY)))
         for home, rotate in rotations.items()

@@ -427,7 +427,7 @@ def check_fit(
 
 
 def _differing(name: str, there: Any, here: Any) -> str:
-    """Return the text of two unequal values; of columns, only the first unequal layer."""
+    """Return a text with two unequal values; if they are columns, with the first unequal layer."""
     where = ""
     if name == "model":
         is_same = there.split("-")[0] == here.split("-")[0]
