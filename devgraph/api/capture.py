@@ -174,7 +174,7 @@ class Captured:
         return self.replay(*inputs, **named)
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Pair] | None:
-        """Check the state; return None if it is unchanged, else the result of a new capture."""
+        """Check the state; return None if it is unchanged, or the result of a new capture."""
         self._require_open()
         with self._lock:
             try:
@@ -255,7 +255,7 @@ class Captured:
 
     @property
     def launch(self) -> Callable[[], None] | None:
-        """A callable that replays, if a replay is one launch without host arguments, else None."""
+        """A callable that replays; None unless a replay is one launch without host arguments."""
         return None if self._plan.marks or self._broken or self._waits else self._plan.run
 
     def _require_open(self) -> None:

@@ -131,11 +131,11 @@ class Device(abc.ABC):
         self.keeps_memory = True
 
     def lost_reason(self, error: BaseException) -> str | None:
-        """Return the reason if ``error`` means that the device is lost, else None."""
+        """Return the reason if ``error`` means that the device is lost, or None."""
         return None
 
     def shortage(self, error: BaseException) -> str | None:
-        """Return a message if ``error`` reports an exhausted resource other than memory, else None.
+        """Return a message if ``error`` reports an exhausted resource other than memory, or None.
 
         torch raises its own error for exhausted memory.
         """

@@ -66,7 +66,7 @@ class DeviceGraphWarning(UserWarning):
 
 
 class StateError(DeviceGraphError):
-    """The state of the object does not allow the call; the message has the remedy."""
+    """The state of the object does not allow the call; the message states the remedy."""
 
 
 class StaleOutputError(StateError):

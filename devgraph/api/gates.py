@@ -414,8 +414,8 @@ class Gates(Mapping[str, Gate]):
     def launch(self, recorded: RecordedMarks | None = None) -> Iterator[None]:
         """Run one step in the block; the caller holds the lock of its pool.
 
-        ``recorded`` has the marks of a capture; None means that the step is eager. An eager step is
-        an epoch only if it has marks.
+        ``recorded`` contains the marks of a capture; None means that the step is eager. An eager
+        step is an epoch only if it has marks.
 
         Raises:
             GateTimeoutError: a gate of an earlier replay was not opened.

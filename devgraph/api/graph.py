@@ -227,7 +227,7 @@ class DeviceGraph(abc.ABC):
         Replays of graphs that share a pool run one at a time.
 
         Raises:
-            StateError: the graph is not ready; the message has the remedy.
+            StateError: the graph is not ready; the message states the remedy.
             NestedCaptureError: this thread is inside a capture.
             DeviceLost: the device is in a sticky error state.
         """

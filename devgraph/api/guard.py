@@ -52,7 +52,7 @@ class Guard:
         """Return whether all terms are true. If not, call ``settle``."""
 
     def settle(self) -> None:
-        """Raise StateError if the state differs from the capture, else update ``same``."""
+        """Update ``same``, or raise StateError if the state differs from the capture."""
         try:
             for part in self._parts:
                 part.check()

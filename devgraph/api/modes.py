@@ -1,4 +1,4 @@
-"""Modes and settings of torch at a capture, restored when a replay runs Python code of the step."""
+"""torch's modes and settings at a capture, restored when a replay runs Python code of the step."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @attrs.define(eq=False)
 class Settings:
-    """All settings of torch at one moment, to be restored later.
+    """All torch settings at one moment, to be restored later.
 
     torch keeps a default device as a mode on the stack of function modes.
     """

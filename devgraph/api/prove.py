@@ -331,7 +331,7 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Return "" if the tensors are equal bit for bit, else the difference as text.
+    """Return the difference between tensors as text, or "" if they are equal bit for bit.
 
     0.0 and -0.0 differ, and so do NaNs with different bits.
     """
@@ -364,7 +364,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def compare_near(
     expected: torch.Tensor, got: torch.Tensor, rtol: float | None = None, atol: float | None = None
 ) -> str:
-    """Return "" if the tensors are equal within tolerance, else the difference as text.
+    """Return the difference between tensors as text, or "" if they are equal within tolerance.
 
     NaN equals NaN.
     """

@@ -257,7 +257,7 @@ class _Place(NamedTuple):
             frame = holder.gi_frame
             return {} if frame is None else {**frame.f_locals, _POSITION: frame.f_lasti}
         if isinstance(holder, dict):
-            return dict(holder.items())  # ``{**holder}`` would call a ``__getitem__`` of the user.
+            return dict(holder.items())  # ``{**holder}`` would call the user's ``__getitem__``.
         if isinstance(holder, list | deque):
             return dict(enumerate(holder))
         values = gc.get_referents(holder)  # the object does not expose its values
@@ -629,7 +629,7 @@ class Named:
     key) of places inside module containers, which are compared last; for ``spaces`` the key is
     None. ``whole`` are the mappings over which the step iterates. ``tables`` are the parameters and
     buffers of modules, if the step iterates over them. ``texts`` are string values that the step
-    reads, which may be keys (``ACTIVATIONS[config.act]``). ``probed`` has the ``id`` of each
+    reads, which may be keys (``ACTIVATIONS[config.act]``). ``probed`` contains the ``id`` of each
     mapping in which the step may look up missing keys.
     """
 
@@ -840,7 +840,7 @@ class Named:
         return is_whole
 
     def _of_class(self, kind: type, implicit: Iterable[str] = ()) -> Iterator[Entry]:
-        """Yield the named attributes and methods of a class of the user and of its bases."""
+        """Yield the named attributes and methods of a user class and of its bases."""
         named = self.names.union(implicit)
         if "getattr" in self.names:
             self._computed += self._members_of(kind, self.texts - named, self.texts)

@@ -50,7 +50,7 @@ _LAST = 2
 """Number of built-ins that "auto" tries after the backends of other packages."""
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""Environment variable that decides whether ``import torch`` loads packages of vendors."""
+"""Environment variable that decides whether ``import torch`` loads vendor packages."""
 
 OTHER_NAMES = {
     **dict.fromkeys(("nvidia", "gpu"), "cuda"),
@@ -293,7 +293,7 @@ def get_backend(name: str = "auto") -> Backend:
 
     Raises:
         UnknownBackendError: no backend of that name is registered (a ValueError).
-        BackendUnavailableError: the backend cannot be used here; the message has the remedy.
+        BackendUnavailableError: the backend cannot be used here; the message states the remedy.
     """
     if not isinstance(name, str):
         raise InputTypeError(

@@ -166,7 +166,7 @@ def session(
 
 @contextlib.contextmanager
 def explained(backend: Device) -> Iterator[None]:
-    """Convert errors of torch and of the driver in the block to devgraph errors, if possible.
+    """Convert torch and driver errors in the block to devgraph errors, if possible.
 
     Raises:
         DeviceLost: the device is in a sticky error state.
@@ -187,7 +187,7 @@ def explained(backend: Device) -> Iterator[None]:
 
 
 def supported_error_mode(backend: Device, mode: str) -> str:
-    """Return ``mode`` if the backend supports it, else the backend's first mode."""
+    """Return ``mode`` if the backend supports it, or the backend's first mode."""
     if mode not in CAPTURE_ERROR_MODES:
         known = ", ".join(CAPTURE_ERROR_MODES)
         raise InputError(f"capture_error_mode must be one of {known}, got {mode!r}")

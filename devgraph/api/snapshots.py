@@ -32,8 +32,8 @@ RowPlace = tuple[int, tuple[int, ...]]
 """A row of a tensor: a dimension, and an index into it and optionally into the next dimension."""
 
 RowsOf = Callable[[torch.Tensor, "torch.Tensor | None"], Iterable[RowPlace]]
-"""A function that returns rows of a saved copy. The second argument has the numbers of the saved
-rows; it is None if the whole tensor was saved."""
+"""A function that returns rows of a saved copy. The second argument contains the numbers of the
+saved rows; it is None if the whole tensor was saved."""
 
 _restores: Counter[int] = Counter()
 """Number of calls of ``Snapshot.restore`` by thread."""
@@ -50,7 +50,7 @@ class _Saved(NamedTuple):
     tensor: torch.Tensor
     place: Place
     memory: torch.Tensor
-    """The bytes of the tensor if it is contiguous or overlaps itself, else the tensor itself."""
+    """The bytes of the tensor if it is contiguous or overlaps itself, otherwise the tensor."""
     content: torch.Tensor | None
     """A copy of ``memory``; None if the tensor is above the limit."""
     digest: torch.Tensor | None

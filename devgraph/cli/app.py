@@ -193,7 +193,7 @@ def _messages() -> Iterator[None]:
 
 
 def _fail(text: str, kind: str, *, as_json: bool, notes: Sequence[str] = ()) -> None:
-    """Print an error: all lines and ``notes`` on a terminal, else one line; JSON if asked."""
+    """Print an error: all lines and ``notes`` on a terminal, otherwise one line; JSON if asked."""
     if as_json:
         print_json({"error": {"type": kind, "message": _one_line(text)}})
     text = "\n".join([text, *notes]) if errors_wrap() else _one_line(text)

@@ -20,9 +20,9 @@ KINDS = {
     "data_dependent_shape": "HostReadError",
     "rng": "captures.md#random-numbers",
     "seeding": "captures.md#random-numbers",
-    "escaping_allocation": "captures.md#state-in-reach",
-    "rebinding": "captures.md#state-in-reach",
-    "python_state": "captures.md#state-in-reach",
+    "escaping_allocation": "captures.md#reachable-state",
+    "rebinding": "captures.md#reachable-state",
+    "python_state": "captures.md#reachable-state",
     "thread": "captures.md#threads",
     "refused": "CaptureError",
 }

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = [info for info in found if not args.backend or info.name in args.backend]
     if args.capabilities:
         if args.json:
-            way = "use --no-probe --json, which has the same data under `declared`"
+            way = "use --no-probe --json, which prints the same data under `declared`"
             raise CommandError(f"--capabilities prints tables only; {way}")
         _print_capabilities([info.name for info in wanted])
         return 0

@@ -349,7 +349,7 @@ class Estimate:
     uncovered: str = ""
     """Sizes of steps that fit no listed bucket, as text."""
     bytes: int | None = 0
-    """Graph memory: that of the largest bucket if graphs share a pool, else of all buckets."""
+    """Graph memory: that of the largest bucket if graphs share a pool, otherwise of all buckets."""
 
 
 def estimate(

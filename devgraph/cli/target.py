@@ -23,7 +23,7 @@ from devgraph.cli.tables import CommandError
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """A function of the user with its arguments."""
+    """A user function with its arguments."""
 
     name: str
     fn: Callable[..., Any]

@@ -220,7 +220,8 @@ def _has_expanded_half(*tree: Any) -> bool:
 def _is_ambiguous(*tree: Any) -> bool:
     """Whether metadata kernels may return other strides for dimensions of size 1 than the CPU.
 
-    These strides decide whether a result counts as channels-last, and thus which kernels read it.
+    These strides decide whether a result counts as channels-last, and therefore which kernels read
+    it.
     """
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         twins = (

@@ -29,7 +29,7 @@ Report = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _BottomMode:
-    """A mode at the bottom of its stack of modes; subclasses are modes of torch."""
+    """A mode at the bottom of its stack of modes; subclasses are torch modes."""
 
     is_devgraph_mode = True
     stack: Stack

@@ -329,7 +329,7 @@ def _copying(name: str, run: Callable[[], Any], outputs: Any) -> Callable[[], No
             if result.shape != out.shape or result.dtype is not out.dtype:
                 way = "Correct the function that was registered with register_fake()."
                 if name.startswith("aten::"):
-                    way = f"Please report this with the version of torch ({torch.__version__})."
+                    way = f"Please report this with your torch version ({torch.__version__})."
                 raise DeviceGraphError(
                     f"{name} returned {result.dtype} {tuple(result.shape)}, but {out.dtype} "
                     f"{tuple(out.shape)} for fake tensors. {way}"

@@ -56,8 +56,8 @@ class Recorder:
     """A recording of the operations of the current thread from ``__enter__`` to ``__exit__``.
 
     No operation is executed and no random number is drawn. Outputs are poisoned tensors of
-    ``pool``, which every replay writes. Views are created at once, because they are only aliases.
-    Python code runs once, so replays repeat its control flow and its numbers.
+    ``pool``, which every replay writes. Views are created immediately, because they are only
+    aliases. Python code runs once, so replays repeat its control flow and its numbers.
 
     The code may use tensors of further pools, ``others``, and tensors in ``reached``. It may use
     memory at the addresses ``bound`` only; None allows any memory. It must not change the layout of
@@ -116,7 +116,7 @@ class Recorder:
         """The first tensor on each storage in ``touched``, and the number of earlier operations."""
 
     def __enter__(self) -> Recorder:
-        assert self._cached is None, "a recorder cannot run two recordings at once"
+        assert self._cached is None, "a recorder cannot run two recordings at the same time"
         self._cached = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
@@ -269,7 +269,7 @@ class Recorder:
             self._identity = identity
 
     def _call_function(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Run a function of torch, or report that it reads tensors on the host."""
+        """Run a torch function, or report that it reads tensors on the host."""
         self._autocast = torch.is_autocast_enabled("cpu")
         read = violations.HOST_READS.get(func)
         if read is not None and args[0].is_cpu and not _is_harmless(func, args, kwargs):
@@ -615,7 +615,7 @@ def _is_on(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
 
 
 def _is_of_torch() -> bool:
-    """Whether code of torch, not of the user, called the function that is being recorded."""
+    """Whether torch code, not user code, called the function that is being recorded."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not Functions.__torch_function__.__code__:
         frame = frame.f_back

@@ -53,7 +53,7 @@ class DeviceGates(FlagGates):
                 self._runtime.call("StreamBatchMemOp", stream, len(batch), addressof(batch), 0)
 
     def record(self, stream: int, ops: list[Op]) -> None:
-        """Add ``ops`` to the previous node if it has memory operations, else to a new node.
+        """Add ``ops`` to the previous node if it has memory operations, otherwise to a new node.
 
         Therefore a signal and the wait of the next layer share a node.
         """

@@ -26,7 +26,7 @@ from devgraph.npu.gates import ValueGates, gate_calls
 from devgraph.npu.graph import NpuGraph, NpuPool
 
 NEWEST = "2.14"
-"""Newest version of torch for which PyPI has a torch_npu (2026)."""
+"""Newest torch version for which PyPI has a torch_npu (2026)."""
 
 
 class NpuBackend(NpuDevice):

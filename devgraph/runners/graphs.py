@@ -270,8 +270,7 @@ class Graphs:
         """Return the decision for a batch of a declared variant.
 
         If the batch's bucket was dropped, use the next larger graph within the padding factor. If
-        the bucket has merely not been captured yet, run eagerly: these eager steps trigger its
-        capture.
+        the bucket is still to be captured, run eagerly, because eager steps trigger its capture.
         """
         rows = self.rows(size)
         exact = self.buckets.fitting(rows)

@@ -278,7 +278,7 @@ class Staging:
     def transfer(
         self, layouts: Sequence[tuple[Sequence[int], torch.dtype]]
     ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        """Return a function that sends host tensors at once (each copy alone takes about 25 us)."""
+        """Return a function that sends host tensors in one transfer (a copy takes about 25 us)."""
         offsets, total = [], 0
         for shape, dtype in layouts:
             offsets.append(total)

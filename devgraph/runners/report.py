@@ -120,8 +120,8 @@ class RunnerStats:
     ) -> RunnerStats:
         """Return the snapshot of a runner.
 
-        ``estimates`` has the bytes of graphs, largest first, for graphs that are not captured. Its
-        last number also applies to all smaller graphs. ``facts`` are the remaining fields.
+        ``estimates`` contains the bytes of graphs, largest first, for graphs that are not captured.
+        Its last number also applies to all smaller graphs. ``facts`` are the remaining fields.
         """
         sizes = estimates or (0,)
         buckets = tuple(

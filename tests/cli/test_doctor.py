@@ -159,7 +159,7 @@ def test_capabilities_as_tables_and_as_data_do_not_go_together(
 ):
     result = run_cli(capsys, "doctor", "--capabilities", "--json")
     assert result.code == 2
-    assert "use --no-probe --json, which has the same data under" in result.err
+    assert "use --no-probe --json, which prints the same data under" in result.err
 
 
 def test_every_backend_says_what_it_declares_and_nothing_more_than_it_has(

@@ -196,7 +196,7 @@ def test_a_decision_that_does_not_fit_is_refused():
     runner = double_runner()
     with pytest.raises(dg.InputError, match="bucket 2, but the batch has 3 requests"):
         runner.run({"x": rows_of_x(3)}, decision=runner.can_run(2))
-    with pytest.raises(dg.StateError, match="here decode .*not captured"):
+    with pytest.raises(dg.StateError, match="on this rank decode .*not captured"):
         runner.run({"x": rows_of_x(1)}, decision=Decision(Reason.GRAPH, GraphKey((), 3)))
     with pytest.raises(
         dg.InputError, match="for an empty batch, but the batch has 1 request, 1 token"

@@ -82,7 +82,7 @@ def read_mode(text: str, source: str) -> object:
 
 
 def read_file(path: str | os.PathLike[str]) -> object:
-    """Read a file as JSON if its name ends in ``.json``, else as YAML, which needs PyYAML."""
+    """Read a file as JSON if its name ends in ``.json``, and otherwise as YAML with PyYAML."""
     try:
         name = os.fspath(path)
         text = Path(name).read_text(encoding="utf-8-sig")  # skip a byte order mark

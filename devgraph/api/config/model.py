@@ -103,8 +103,8 @@ class DeviceGraphConfig:
             source: the name of the text in messages.
 
         Raises:
-            ConfigError: the text is invalid. The message has the position of a syntax error, or the
-                JSON path of an unknown name and the nearest existing name.
+            ConfigError: the text is invalid. The message names the position of a syntax error, or
+                the JSON path of an unknown name and the nearest existing name.
         """
         return cls._from_sources([parse_mode(read_mode(text, source), source)])
 

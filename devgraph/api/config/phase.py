@@ -94,7 +94,7 @@ def choices() -> tuple[str, ...]:
 
 
 def over_maximum(buckets: tuple[int, ...] | None, max_bs: int | None) -> str | None:
-    """Return an error message if a bucket exceeds ``max_bs``, else None."""
+    """Return an error message if a bucket exceeds ``max_bs``, or None."""
     if not buckets or max_bs is None or buckets[-1] <= max_bs:
         return None
     return f"the bucket {buckets[-1]} exceeds max_bs={max_bs}; remove the bucket or raise max_bs"

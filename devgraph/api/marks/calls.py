@@ -206,7 +206,7 @@ class MarkedCall:
         self.mark = mark
         self.index = index
         self.settings = Settings.current()
-        """The settings of torch at the call, restored for later runs."""
+        """torch's settings at the call, restored for later runs."""
         self.note: Any = None
         """Vendor data: node set, tape span or task-group handle."""
         self.nodes: range | None = None
@@ -394,7 +394,7 @@ class MarkedCall:
             self._results.refuse(describe(leaf), repr(known))
 
     def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:
-        """Return ``run`` bound to the dictionary ``host``, for the current modes of torch.
+        """Return ``run`` bound to the dictionary ``host``, for the current torch modes.
 
         If the result is None or one tensor, the returned callable is faster than ``run``.
         """

@@ -376,8 +376,8 @@ def same_value(one: object, other: object) -> bool:
 def _alike(value: Any, around: tuple[int, ...]) -> Any:
     """Return the types and numbers in ``value``, because ``==`` ignores types and signs of zeros.
 
-    Objects that are compared by identity count only by type. ``around`` has the ids of the objects
-    that contain ``value``.
+    Objects that are compared by identity count only by type. ``around`` contains the ids of the
+    objects that contain ``value``.
     """
     kind = type(value)
     if kind is int or kind is str or isinstance(value, torch.Tensor) or id(value) in around:

@@ -40,8 +40,8 @@ def split_host_args(
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """Check the host arguments of a marked call, and split them from ``args`` and ``kwargs``.
 
-    The third result has the host keyword arguments. ``known`` keeps them for later calls of the
-    mark. With ``accept_equal``, a plain value is accepted if it equals the declared value.
+    The third result contains the host keyword arguments. ``known`` keeps them for later calls of
+    the mark. With ``accept_equal``, a plain value is accepted if it equals the declared value.
     """
     _refuse_transformed(mark, args, kwargs)
     args, kwargs, host = mark.split(args, kwargs)

@@ -37,7 +37,7 @@ class SourceLine:
 
 
 def is_machinery(frame: FrameType) -> bool:
-    """Whether ``frame`` runs code of torch, devgraph or the standard library."""
+    """Whether ``frame`` runs torch, devgraph or standard library code."""
     # The lambdas that make_fx evaluates have no module.
     default = "torch" if frame.f_code.co_filename == "<string>" else ""
     return is_machinery_module(frame.f_globals.get("__name__", default))
@@ -53,7 +53,7 @@ def traced_line(error: BaseException) -> SourceLine | None:
 
 
 def _is_machinery_file(file: str) -> bool:
-    """Whether a file has code of torch, devgraph or the standard library."""
+    """Whether a file contains torch, devgraph or standard library code."""
     path, torch_folder = Path(file), Path(str(sys.modules["torch"].__file__)).parent
     for folder in (torch_folder.parent, Path(__file__).parents[3], Path(functools.__file__).parent):
         if path.is_relative_to(folder):

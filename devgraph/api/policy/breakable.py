@@ -34,7 +34,7 @@ class EagerSegment:
         self._held().run(self._host)
 
     def bound(self, stream: int | None = None) -> Callable[[], Any]:
-        """Return a callable that runs the body under the current modes of torch, on any stream."""
+        """Return a callable that runs the body under the current torch modes, on any stream."""
         return self._held().bound_run(self._host)
 
     def reset(self) -> None:
@@ -213,7 +213,7 @@ def capture_segments(
 ) -> BreakablePlan:
     """Capture ``job.fn`` in segments. After a failure, all segments are freed.
 
-    ``host`` has the host keyword arguments by mark, if they differ from those of the job.
+    ``host`` contains the host keyword arguments by mark, if they differ from those of the job.
     ``finish`` is called with the outputs before the last segment ends. With it, the capture also
     runs all segments, and does not use capture stubs. ``scope_type`` decides the effect of marks.
     """

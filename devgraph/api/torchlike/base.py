@@ -165,7 +165,7 @@ class TorchPool(Pool):
         """The stream for captures into this pool."""
         # All pools share one stream. Libraries keep a workspace for every stream that they have
         # seen (cuBLAS on an H200: 32 MiB), and the allocator keeps the memory of warm-up runs for
-        # their stream only. Only one thread captures at a time anyway.
+        # their stream only. In any case, only one thread captures at a time.
         return self.backend.capture_stream
 
     @property

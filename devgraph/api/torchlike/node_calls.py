@@ -21,7 +21,7 @@ UPDATABLE = (KERNEL, MEMCPY, MEMSET)
 
 
 class RuntimeCallError(DeviceGraphError):
-    """A failed driver call; the message has the vendor's code and text."""
+    """A failed driver call; the message contains the vendor's code and text."""
 
     def __init__(self, message: str, error_code: int) -> None:
         super().__init__(message)

@@ -90,7 +90,7 @@ class RegionPattern:
     def match(self, graph: int, bounds: Sequence[int]) -> list[Update]:
         """Pair the nodes of ``graph`` with those of the pattern, and return their parameters.
 
-        ``bounds`` has the number of nodes after each region.
+        ``bounds`` lists the number of nodes after each region.
         """
         nodes = self._runtime.nodes(graph)
         spans, start = [], 0

@@ -39,7 +39,7 @@ def phases_to_check(config: DeviceGraphConfig | None = None) -> frozenset[str]:
 
 
 class StartCheck:
-    """The check at start of this process. ``failed`` has the graphs that differ from eager."""
+    """The check at start of this process. ``failed`` contains the graphs that differ."""
 
     def __init__(self, engine: str, memory: GraphMemory, *, strict: bool = False) -> None:
         self.phases: frozenset[str] = frozenset()

@@ -276,7 +276,8 @@ def decode_mask(
 ) -> Tensor:
     """Return ``[requests, 1, width, rows]``: 0 where a token may read a row, -inf elsewhere.
 
-    ``positions`` has the position of each token; ``rows`` is ``arange(max_len)`` on the device.
+    ``positions`` contains the position of each token; ``rows`` is ``arange(max_len)`` on the
+    device.
     """
     at = positions.view(-1, 1, width, 1)
     hidden = rows > at

@@ -438,7 +438,7 @@ class Engine:
     def admit(self, handoff: Handoff, convert: bool = False, *, wait: bool = True) -> int:
         """Continue the request of another engine, and return its request id in this engine.
 
-        The request takes a free slot at once, or waits for one. Its events begin with the token
+        The request takes a free slot immediately, or waits for one. Its events begin with the token
         after those of the handoff. On the same backend, a sampled request continues the random
         stream of the exporter. On another backend, it starts a new stream.
 

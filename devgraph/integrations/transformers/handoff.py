@@ -180,7 +180,7 @@ class Handoff:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the header has the first token; a layer-wise handoff gets it last."""
+        """Whether the header contains the first token; a layer-wise handoff gets it last."""
         return len(self.token_ids) > self.cached
 
     @property

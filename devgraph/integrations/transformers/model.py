@@ -245,9 +245,9 @@ class CausalModel:
     ) -> dict[str, Any]:
         """Return the host arguments of a decode step, and clear the rows that become readable.
 
-        The values are rounded so that few distinct values occur. ``positions`` has the position of
-        each request's first new token. For a launch of several steps, ``longest`` is the length of
-        the longest sequence after the launch.
+        The values are rounded so that few distinct values occur. ``positions`` contains the
+        position of each request's first new token. For a launch of several steps, ``longest`` is
+        the length of the longest sequence after the launch.
         """
         if self.varlen:
             return {}

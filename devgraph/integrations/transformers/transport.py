@@ -426,7 +426,7 @@ def _library(device: torch.device) -> Callable[..., Any] | None:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Return the current accelerator if the group supports it, else the host."""
+    """Return the current accelerator if the group supports it, otherwise the host."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or dist.get_backend(group) == "gloo":
         return torch.device("cpu")

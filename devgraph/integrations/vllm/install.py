@@ -76,7 +76,7 @@ class EngineMode:
         if got.name != self.name:
             raise ConfigError(
                 f"{MODE_VARIABLE}={self.text} asks for vLLM's graph mode {self.name}, but {who} "
-                f"allows only {got.name}. vLLM's log has the reason: enforce_eager, the "
+                f"allows only {got.name}. vLLM's log states the reason: enforce_eager, the "
                 f"compilation mode, or the limits of the attention backend. Choose a mode that is "
                 f"allowed."
             )

@@ -90,7 +90,7 @@ def _decodes(desc: Any) -> bool:
 
 
 def _dummy_step(runner: Any, manager: Any, desc: Any, context: int) -> None:
-    """Run a dummy batch of ``desc``: few long requests if ``context`` is the first, else many."""
+    """Run a dummy batch of ``desc``: few long requests for the first context, otherwise many."""
     tokens, requests = desc.num_tokens, desc.num_reqs
     if requests is None:
         few = -(-tokens // (runner.max_model_len - context))

@@ -202,7 +202,7 @@ def test_dropped_graph_is_freed_without_a_collection(kit: Kit, how: str) -> None
             graph.update(n=3)
         return graph
 
-    make()  # The first call may import modules of torch, whose exceptions keep frames alive.
+    make()  # The first call may import torch modules, whose exceptions keep frames alive.
     gc.disable()
     try:
         graph = make()
