@@ -1,6 +1,6 @@
 """Votes through a page of shared memory, by which the ranks of one host agree in microseconds.
 
-Each rank writes only its own row of words. A word contains a value and the epoch of its vote in
+Each rank writes only its own row of words. A word contains the epoch of its vote and a value in
 eight aligned bytes, so a reader that finds the epoch also has the value, in whatever order the
 processor executes stores. Votes alternate between two banks of rows. A rank overwrites a bank only
 after all ranks have posted to the other bank, and have therefore read the first one.
@@ -23,10 +23,9 @@ WIDTH = 8
 EPOCHS = 2**24 - 2
 """Number of epochs before they restart at 1. It is even, so that the banks still alternate."""
 
-_EPOCH_BITS = 24
-_MASK = 2**_EPOCH_BITS - 1
-_UNUSED = 2**39 - 1
-"""The value of unused words: the largest value that fits next to an epoch."""
+_VALUE_BITS = 40
+_ZERO: int = 2 ** (_VALUE_BITS - 1)
+"""The value 0 in a word; the epoch is in the upper bits."""
 
 _POLLS = 200  # polls without a pause if every rank has its own processor; 200 us with two ranks
 
@@ -84,7 +83,8 @@ class SharedVotes:
         self._between: tuple[int, Finish] | None = None
         """Epoch and callable of the last vote between hosts, so that it is not begun twice after an
         interrupt."""
-        self._epoch = 0  # epoch of the last complete vote
+        self._epoch = self._begun = 0
+        """Epochs of the last complete vote and of the last vote that was begun."""
         self._polls = _POLLS if size <= (os.cpu_count() or 1) else 1
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -93,7 +93,7 @@ class SharedVotes:
         except BaseException:
             os.close(self._file)
             raise
-        self._words = memoryview(page).cast("q")
+        self._words = memoryview(page).cast("Q")
 
     def __del__(self) -> None:
         if hasattr(self, "_words"):
@@ -104,12 +104,11 @@ class SharedVotes:
         lowest: list[int] = []
         for start in range(0, len(values), WIDTH):
             part = values[start : start + WIDTH]
-            posted = self._posted(self._rank)
-            if posted != self._epoch:
+            if self._begun != self._epoch and (posted := self._posted(self._rank)) != self._epoch:
                 # An interrupt ended the wait for a vote in which this rank has already posted. Its
                 # bank must not be reused before all ranks have posted.
                 self._finish(tag, posted)
-            epoch = posted % EPOCHS + 1  # New memory contains epoch 0.
+            self._begun = epoch = self._epoch % EPOCHS + 1  # New memory contains epoch 0.
             self._post(self._rank, epoch, part)
             lowest += self._finish(tag, epoch)[: len(part)]
         return lowest
@@ -118,10 +117,9 @@ class SharedVotes:
         """Wait until the vote ``epoch`` is complete and return its result."""
         begin = self._begin_between_hosts
         if begin is None and self._several_hosts:
-            [result] = self._rows(tag, epoch, self._size, self._size + 1)
+            result = self._minima(tag, epoch, self._size, self._size + 1)
         else:
-            rows = self._rows(tag, epoch, 0, self._size)
-            result = [min(column) for column in zip(*rows, strict=True)]
+            result = self._minima(tag, epoch, 0, self._size)
             if begin is not None:
                 if self._between is None or self._between[0] != epoch:
                     self._between = epoch, begin(result)
@@ -130,8 +128,8 @@ class SharedVotes:
         self._epoch = epoch
         return result
 
-    def _rows(self, tag: str, epoch: int, first: int, end: int) -> list[list[int]]:
-        """Wait until the rows ``first`` to ``end - 1`` have ``epoch``, and return their values."""
+    def _minima(self, tag: str, epoch: int, first: int, end: int) -> list[int]:
+        """Wait until the rows ``first`` to ``end - 1`` have ``epoch``, and return their minima."""
         start, stop = self._index(epoch, first), self._index(epoch, end)
         words, look = self._words, time.monotonic() + _LOOK_S
         row_words: list[int] = []
@@ -139,10 +137,7 @@ class SharedVotes:
         def is_complete() -> bool:
             nonlocal row_words, look
             row_words = words[start:stop].tolist()
-            for word in row_words:
-                if word & _MASK != epoch:
-                    break
-            else:
+            if min(row_words) >> _VALUE_BITS == epoch == max(row_words) >> _VALUE_BITS:
                 return True
             if time.monotonic() > look:
                 self._require_alive(epoch)
@@ -154,8 +149,8 @@ class SharedVotes:
                 break
         else:
             self._wait(is_complete, tag)
-        values = [word >> _EPOCH_BITS for word in row_words]
-        return [values[row : row + WIDTH] for row in range(0, len(values), WIDTH)]
+        zero = _zero_of(epoch)
+        return [min(row_words[column::WIDTH]) - zero for column in range(WIDTH)]
 
     def _index(self, epoch: int, row: int) -> int:
         """Return the index of the first word of a row in the bank of ``epoch``."""
@@ -166,17 +161,16 @@ class SharedVotes:
         epochs = []
         for bank in range(2):
             start = self._index(bank, row)
-            in_row = {word & _MASK for word in self._words[start : start + WIDTH].tolist()}
+            in_row = {w >> _VALUE_BITS for w in self._words[start : start + WIDTH].tolist()}
             epochs.append(in_row.pop() if len(in_row) == 1 else 0)
         even, odd = epochs
         return even if odd == 0 or even == odd % EPOCHS + 1 else odd
 
     def _post(self, row: int, epoch: int, values: list[int]) -> None:
         """Write a row in one copy, which an interrupt cannot split."""
-        padded = [*values, *[_UNUSED] * (WIDTH - len(values))]
-        row_words = array.array("q", [value << _EPOCH_BITS | epoch for value in padded])
-        start = self._index(epoch, row)
-        self._words[start : start + WIDTH] = memoryview(row_words)
+        zero, start = _zero_of(epoch), self._index(epoch, row)
+        row_words = [zero + value for value in values] + [zero] * (WIDTH - len(values))
+        self._words[start : start + WIDTH] = memoryview(array.array("Q", row_words))
 
     def _require_alive(self, epoch: int) -> None:
         for rank in range(self._size):
@@ -191,3 +185,8 @@ class SharedVotes:
             else:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
                 raise ProcessLookupError(f"the process of rank {self._names[rank]} has exited")
+
+
+def _zero_of(epoch: int) -> int:
+    """Return the word that contains the value 0 in the vote ``epoch``."""
+    return epoch << _VALUE_BITS | _ZERO

@@ -47,14 +47,14 @@ def loosely(votes: Any, draw: random.Random, kill: bool) -> Callable[..., None]:
     """Return a post that stores words in any order and with delays, and may die between them."""
 
     def post(row: int, epoch: int, values: list[int]) -> None:
-        padded = [*values, *[2**39 - 1] * (8 - len(values))]
+        padded = [*values, *[0] * (8 - len(values))]
         start = votes._index(epoch, row)
         for word in draw.sample(range(8), 8):
             if draw.random() < 0.005:
                 time.sleep(draw.random() * 1e-4)
             if kill and word == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            votes._words[start + word] = padded[word] << 24 | epoch
+            votes._words[start + word] = (epoch << 40 | 2**39) + padded[word]
 
     return post
 
