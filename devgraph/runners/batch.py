@@ -269,6 +269,8 @@ class HostArgs:
         self, host: Mapping[str, Any], planned: Mapping[str, Any] | None, size: Size
     ) -> Mapping[str, Any]:
         """Return ``host`` with the results of ``prepare``; refuse a missing argument."""
+        if planned is None and not self.declared:
+            return host
         values = {**host, **self.resolve(planned, size, size)}
         self._require_all(values)
         return values
