@@ -232,7 +232,7 @@ class Gates(Mapping[str, Gate]):
     ) -> None:
         self._backend = backend
         self.owner = owner
-        self.timeout = _timeout(timeout)
+        self.timeout = gate_timeout(timeout)
         self._turns = turns
         self._gates: dict[str, Gate] = {}
         self._state = threading.Condition()
@@ -326,7 +326,7 @@ class Gates(Mapping[str, Gate]):
         gate = self._gates.get(name) or self._named(name)
         gate.kinds.add(kind)
         place = gate.number * self._turns + current_turn.get()
-        seconds = self.timeout if timeout is None else _timeout(timeout, "timeout")
+        seconds = self.timeout if timeout is None else gate_timeout(timeout, "timeout")
         launch, recorded, channel = self._now, self.recorded, self.channel
         if recording or (launch is None and self._records):
             if (kind, place) in recorded.marks:
@@ -715,7 +715,7 @@ class HostGates:
         return number > launch or (number == launch and fence())
 
 
-def _timeout(given: float | None, name: str = "gate_timeout") -> float:
+def gate_timeout(given: float | None = None, name: str = "gate_timeout") -> float:
     """Return a positive number of seconds, from the environment if ``given`` is None."""
     if given is None:
         name, text = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE) or "30"

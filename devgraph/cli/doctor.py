@@ -27,7 +27,6 @@ from devgraph.api.config.phase import as_object, verify_from_environment
 from devgraph.api.config.resolve import resolve
 from devgraph.api.environment import MODE_VARIABLE, SWITCHES, applied_by_runners, switch
 from devgraph.api.errors import (
-    ConfigError,
     DeviceGraphError,
     HostReadError,
     UpdateUnsupportedError,
@@ -35,6 +34,7 @@ from devgraph.api.errors import (
     did_you_mean,
     format_bytes,
 )
+from devgraph.api.gates import gate_timeout
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.api.policy import breaks, compiles, policies
 from devgraph.api.registry import (
@@ -115,7 +115,7 @@ def _expect(args: argparse.Namespace) -> int:
         wanted = ", ".join(dict.fromkeys(group["backend"] for group in groups))
         what = "--backend names" if args.backend else "this machine has"
         raise CommandError(
-            f"{args.expect}: the planned backend is {wanted}, but {what} {', '.join(names)}; "
+            f"{args.expect}: the plan is for {wanted}, but {what} {', '.join(names)}; "
             f"choose another --group or --backend, or plan again"
         )
     report = {group["group"]: _differences(group) for group in here}
@@ -126,12 +126,15 @@ def _expect(args: argparse.Namespace) -> int:
             say(f"{name}: {'as planned' if not differences else 'NOT as planned'}")
             for line in "\n".join(differences).splitlines():
                 say(f"  {line}", style="error")
-        if any(": planned " in line for lines in report.values() for line in lines):
-            say("devgraph plan --cluster FILE --emit env prints the mode that each node needs")
-        if any(report.values()) and (names := applied_by_runners()):
+        lines = [line for found in report.values() for line in found if ": planned " in line]
+        names = applied_by_runners()
+        keys = (".emulate", ".verify") if names else ()
+        applied = [line for line in lines if line.partition(":")[0].endswith(keys)]
+        if len(lines) > len(applied):
+            unset = "" if os.environ.get(MODE_VARIABLE) else f"{MODE_VARIABLE} is not set: "
+            say(f"{unset}devgraph plan --cluster FILE --emit env prints the mode of each node")
+        if applied:
             say(f"unset {' and '.join(names)}: runners apply the environment to their mode")
-        if not os.environ.get(MODE_VARIABLE) and any(group["mode"] for group in here):
-            say(f"{MODE_VARIABLE} is not set: pass the mode of the plan to the engine as flags")
     return 1 if any(report.values()) else 0
 
 
@@ -144,8 +147,7 @@ def _planned(path: str) -> list[dict[str, Any]]:
     ):
         way = "write one to another file with devgraph plan --cluster FILE --json > plan.json"
         raise CommandError(f"{path} is not the plan of a cluster; {way}")
-    version = document.get("devgraph")
-    return [{**group, "devgraph": version, "mode": document.get("mode", {})} for group in groups]
+    return [{**group, "devgraph": document.get("devgraph")} for group in groups]
 
 
 def _differences(group: dict[str, Any]) -> list[str]:
@@ -161,10 +163,7 @@ def _differences(group: dict[str, Any]) -> list[str]:
     try:
         backend = get_backend(group["backend"])
         facts = EngineFacts.from_dict(group["facts"])
-        given = argparse.Namespace()
-        if not os.environ.get(MODE_VARIABLE):  # Otherwise, the node gets the mode as flags.
-            given.device_graph_mode = json.dumps(group["mode"])
-        config = DeviceGraphConfig.from_args(given)
+        config = DeviceGraphConfig.from_args(argparse.Namespace())
         resolution = resolve(config, facts.on_backend(backend)).in_environment()
         here = resolution.effective.to_dict(everything=True)
     except DeviceGraphError as error:
@@ -260,12 +259,12 @@ def _settings() -> dict[str, Any]:
     def read_mode() -> None:
         mode.update(DeviceGraphConfig.from_args(argparse.Namespace()).to_dict())
 
-    switches = [functools.partial(switch, name) for name in SWITCHES]
-    readers: list[Callable[[], object]] = [read_mode, verify_from_environment, *switches]
+    readers: list[Callable[[], object]] = [read_mode, verify_from_environment, gate_timeout]
+    readers += [functools.partial(switch, name) for name in SWITCHES]
     for read in readers:
         try:
             read()
-        except ConfigError as error:
+        except DeviceGraphError as error:
             errors.append(str(error))
     variables = {name: os.environ[name] for name in applied_by_runners()}
     return {"mode": mode, "variables": variables, "errors": errors}

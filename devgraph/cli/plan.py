@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if a device cannot run it."""
     config = DeviceGraphConfig.from_args(args)
     names = [source.name for source in sources_of(argparse.Namespace())]
-    if names := names + applied_by_runners():
+    # Each node of a cluster applies its own environment.
+    if names := names + ([] if args.cluster else applied_by_runners()):
         note(f"devgraph: the mode includes settings from {' and '.join(names)}")
     sizes = _sizes(args)
     if args.emit and args.json:
@@ -163,7 +164,7 @@ def _sizes(args: argparse.Namespace) -> ModelSizes | None:
 def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) -> _Plan:
     """Return the plan with estimates, and with an error if the device lacks streams."""
     assert plan.resolution is not None
-    resolution = plan.resolution.in_environment()
+    resolution = plan.resolution if plan.group else plan.resolution.in_environment()
     capacities: dict[Phase, int] = {"decode": args.max_requests, "prefill": args.max_tokens}
     configs = {phase: resolution.effective.phase(phase) for phase in capacities}
     if args.encoder_budgets:

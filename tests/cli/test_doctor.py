@@ -218,7 +218,7 @@ def test_node_that_is_as_planned_is_confirmed(planned: Path, capsys: pytest.Capt
     assert run_cli(capsys, *argv, "cpu").code == 0
     result = run_cli(capsys, *argv, "cuda")
     assert result.code == 2
-    assert "the planned backend is cpu, but --backend names cuda" in result.err
+    assert "the plan is for cpu, but --backend names cuda" in result.err
 
 
 def test_mode_of_the_environment_is_compared_with_the_plan(
@@ -243,11 +243,9 @@ def test_mode_of_pyproject_is_compared_with_the_plan(
     argv = ["doctor", "--expect", planned, "--group", "here"]
     result = run_cli(capsys, *argv)
     assert result.code == 1 and "decode.buckets: planned null, here [3]" in result.out
-    document = json.loads(planned.read_text())
-    document["mode"] = {"decode": {"buckets": None}}  # the flag of a node is above pyproject.toml
-    planned.write_text(json.dumps(document))
-    result = run_cli(capsys, *argv)
-    assert result.code == 0 and "DEVGRAPH_MODE is not set: pass the mode" in result.out
+    assert "DEVGRAPH_MODE is not set: devgraph plan --cluster FILE --emit env" in result.out
+    monkeypatch.setenv("DEVGRAPH_MODE", '{"decode": {"buckets": null}}')
+    assert run_cli(capsys, *argv).code == 0
 
 
 def test_variables_that_runners_apply_are_compared_with_the_plan(
@@ -260,6 +258,7 @@ def test_variables_that_runners_apply_are_compared_with_the_plan(
     assert result.code == 1 and "decode.emulate: planned false, here true" in result.out
     assert 'prefill.verify: planned null, here "start"' in result.out
     assert "unset DEVGRAPH_EMULATE and DEVGRAPH_VERIFY: runners" in result.out
+    assert "--emit env" not in result.out, "one remedy for one fault"
     monkeypatch.setenv("DEVGRAPH_EMULATE", "maybe")
     assert "DEVGRAPH_EMULATE='maybe' is invalid" in " ".join(run_cli(capsys, *argv).out.split())
 
@@ -328,14 +327,16 @@ def test_settings_that_cannot_be_read_are_reported_and_exit_with_1(
     project = tmp_path / "pyproject.toml"
     project.write_text('[tool.devgraph]\ndecode = "ful"\n')
     monkeypatch.setenv("DEVGRAPH_EMULATE", "maybe")
+    monkeypatch.setenv("DEVGRAPH_GATE_TIMEOUT", "soon")
     argv = ["doctor", "--no-probe", "--backend", "cpu"]
     report = run_json(capsys, *argv, code=1)
-    assert report["mode"] == {} and len(report["errors"]) == 2
+    assert report["mode"] == {} and len(report["errors"]) == 3
     result = run_cli(capsys, *argv)
     assert result.code == 1
     assert "error: [tool.devgraph]" in result.out and "Did you mean 'full'?" in result.out
     assert "error: DEVGRAPH_EMULATE='maybe'" in result.out.rpartition("\n\n")[2], "at the end"
     monkeypatch.delenv("DEVGRAPH_EMULATE")
+    monkeypatch.delenv("DEVGRAPH_GATE_TIMEOUT")
     project.write_text('[tool.devgraph]\ndecode = "breakable"\n')
     result = run_cli(capsys, *argv)
     assert result.code == 0

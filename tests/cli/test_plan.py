@@ -201,8 +201,8 @@ def test_graphs_with_collectives_need_a_second_stream(
     assert planned["facts"]["role"] == "prefill" and planned["facts"]["backend"] == "npu"
 
 
-def test_plan_applies_the_variables_of_runners(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_plan_of_this_machine_applies_the_variables_of_runners(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
     monkeypatch.setenv("DEVGRAPH_VERIFY", "start")
@@ -213,6 +213,10 @@ def test_plan_applies_the_variables_of_runners(
     assert plan["effective"]["decode"]["verify"] == "start"
     report = run_json(capsys, "doctor", "--no-probe")
     assert report["variables"] == {"DEVGRAPH_EMULATE": "1", "DEVGRAPH_VERIFY": "start"}
+    path = tmp_path / "cluster.json"
+    path.write_text('{"groups": [{"name": "a", "backend": "cpu"}]}')
+    result = run_cli(capsys, "plan", "--cluster", path, "--emit", "env")
+    assert result.err == "" and "true" not in result.out and "start" not in result.out
 
 
 def test_what_a_vendor_cannot_do_is_refused_where_it_is_not_installed(
