@@ -148,8 +148,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether at least one case ran and none failed."""
+        """Whether at least one case ran and none failed. A report is true in this case only."""
         return self.cases > 0 and not self.failures
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     @property
     def causes(self) -> tuple[str, ...]:

@@ -112,8 +112,11 @@ class Decision:
 
     @property
     def ok(self) -> bool:
-        """Whether a captured graph is replayed."""
+        """Whether a captured graph is replayed. A decision is true in this case only."""
         return self.reason is Reason.GRAPH
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     @property
     def bucket(self) -> int | None:
