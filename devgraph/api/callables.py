@@ -975,7 +975,7 @@ def graphed(
     )
     if fn_or_module is None:
         return lambda fn: graphed(fn, **attrs.asdict(options, recurse=False))
-    if not callable(fn_or_module):
+    if not callable(fn_or_module) or isinstance(fn_or_module, type):
         raise InputTypeError(f"graphed takes a function or a module, got {brief(fn_or_module)}")
     if isinstance(fn_or_module, torch.nn.Module):
         if isinstance(vars(fn_or_module).get("forward"), Graphed):

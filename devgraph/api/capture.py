@@ -496,9 +496,9 @@ def capture(
         InputTypeError: an argument of this function has a wrong type.
         HostArgumentError: ``host_args`` does not match ``fn`` (a TypeError).
     """
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, type):
         raise InputTypeError(
-            f"fn must be a callable, got {brief(fn)}. Pass the step and its inputs: "
+            f"fn must be a function or a module, got {brief(fn)}. Pass the step and its inputs: "
             f"capture(step, x), not capture(step(x), x)."
         )
     for name, given in (("kwargs", kwargs), ("bound", bound)):

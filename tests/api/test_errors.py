@@ -50,7 +50,9 @@ def _decode(forward: Any = lambda batch: batch.x * 2, inputs: Any = (SLOT,), **o
 
 
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
-    "step": (lambda: _capture(3), "fn must be a callable, got 3"),
+    "step": (lambda: _capture(3), "fn must be a function or a module, got 3"),
+    "class as step": (lambda: _capture(torch.nn.ReLU), "fn must be a function or a module, got <"),
+    "class": (lambda: dg.graphed(torch.nn.ReLU), "takes a function or a module, got <class"),
     "result": (lambda: _capture(X * 2), r"capture(step, x\), not capture(step(x\), x\)"),
     "inputs by name": (
         lambda: _decode().run(x=X),
