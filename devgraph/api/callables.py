@@ -703,16 +703,35 @@ class Graphed:
     def prove(self, cases: int = 3) -> Report:
         """Compare each graph with eager runs on fresh inputs; see ``Captured.prove``.
 
+        Graphs of other training flags, constants or frozen parameters are omitted.
+
         Raises:
             StateError: no graph is captured yet.
         """
-        reports = [entry.graph.prove(cases) for entry in self._entries.values() if entry.graph]
+        reports = [
+            entry.graph.prove(cases)
+            for key, entry in self._entries.items()
+            if entry.graph and self._is_current(key)
+        ]
         if not reports:
             raise StateError(
                 f"{self!r} has no graph to prove; call it twice with the same shapes. Eager calls "
                 f"by reason: {self.stats()['eager']}"
             )
         return Report.merged(reports)
+
+    def _is_current(self, key: tuple[Any, ...]) -> bool:
+        """Whether a call with ``key`` is possible in the present state of the function."""
+        needs_gradient, _, _, training, constants = key[-5:]
+        try:
+            present = self._named.constants() if self._named is not None else ()
+        except StateError:  # The proof names the object that was replaced.
+            present = constants
+        with torch.enable_grad():
+            needed = ((), self._needs_gradient())
+        return (tuple(self._watched.training()), present) == (training, constants) and (
+            needs_gradient in needed
+        )
 
     def invalidate(self) -> None:
         """Close all graphs. Each key is captured again at its second call."""

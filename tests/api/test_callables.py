@@ -684,6 +684,21 @@ def test_proof_covers_every_graph() -> None:
     assert report.cases == 6
 
 
+def test_proof_omits_graphs_of_other_states_of_the_function() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    scale = 1
+    step = dg.graphed(lambda x: module(x) * scale, backend="cpu")
+    for change in (lambda: None, module.eval, lambda: module.requires_grad_(False)):
+        change()
+        for _ in range(2):
+            step(torch.ones(1, 2))
+        assert step.prove().cases == 3
+    scale = 2
+    with pytest.raises(dg.StateError, match="no graph to prove"):
+        step.prove()
+    assert step.stats()["graphs"] == 3
+
+
 def test_explanation_names_graphs_and_reasons() -> None:
     step = graphed(lambda x: x + 1)
     for _ in range(2):
