@@ -695,9 +695,11 @@ class Graphed:
     def explain(self) -> str:
         """Return the graphs, or the reason for eager calls, of each key as text."""
         lines = [repr(self)]
-        for number, entry in enumerate(self._entries.values()):
-            state = entry.reason or "not captured"
-            lines.append(f"key {number}: {entry.graph.explain() if entry.graph else state}")
+        for number, (key, entry) in enumerate(self._entries.items()):
+            text = entry.graph.explain() if entry.graph else entry.reason or "not captured"
+            parts = (part[1] for part in key if isinstance(part, tuple) and len(part) > 1)
+            shapes = [str(tuple(size)) for size in parts if isinstance(size, torch.Size)]
+            lines.append(f"key {number}, {' '.join(shapes) or 'no tensors'}: {text}")
         return "\n".join(lines)
 
     def prove(self, cases: int = 3) -> Report:

@@ -705,8 +705,8 @@ def test_explanation_names_graphs_and_reasons() -> None:
         step(torch.ones(1))
     step(torch.ones(2))
     text = step.explain()
-    assert "policy full" in text
-    assert "not captured" in text
+    assert "key 0, (1,): policy full" in text
+    assert "key 1, (2,): not captured" in text
 
 
 def test_unknown_policy_is_refused_when_the_callable_is_made() -> None:
