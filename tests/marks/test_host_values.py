@@ -33,6 +33,12 @@ def test_host_argument_that_code_compares_with_is_is_refused(value: Any):
         dg.capture(lambda x, *, n: x * 2, torch.ones(2), backend="cpu", host_args={"n": value})
 
 
+def test_tensor_as_host_argument_is_refused_with_the_conversion():
+    with pytest.raises(dg.HostArgumentError, match=r"host argument 'n' is <Tensor .*n\.item\(\)"):
+        given = {"n": torch.tensor(2)}
+        dg.capture(lambda x, *, n: x * 2, torch.ones(2), backend="cpu", host_args=given)
+
+
 def test_default_that_code_compares_with_is_must_be_passed_to_each_replay():
     @dg.region(host_args=("n",))
     def scaled(x, *, n):

@@ -232,6 +232,12 @@ class HostSpec:
                     f"branch. Pass a number, string or list, or capture each case separately (a "
                     f"variant of a runner)."
                 )
+            if isinstance(value, torch.Tensor):
+                raise HostArgumentError(
+                    f"host argument {name!r} is {brief(value)} at capture, but a host argument is "
+                    f"a value of the host. Pass a number, such as {name}.item(), or pass the "
+                    f"tensor as an input."
+                )
         self.defaults = _signature_defaults(fn, self.declared) if fn is not None else {}
         self._kinds = {name: type(value) for name, value in self.declared.items()}
         self.required = frozenset(self.declared) - frozenset(self.defaults)
