@@ -264,7 +264,10 @@ class Captured:
         if identity.token is not self._process:
             identity.require(self._process, "replay a capture")
         if current_scope() is not None:
-            raise NestedCaptureError("cannot replay a capture inside a capture")
+            raise NestedCaptureError(
+                "cannot replay a capture inside a capture: call its step instead, or mark the "
+                "calling function @dg.no_graph and capture with policy='breakable'."
+            )
         if torch._C._len_torch_dispatch_stack():
             refuse_fakes("replay a capture")
 

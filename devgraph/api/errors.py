@@ -292,9 +292,9 @@ class _Brief(reprlib.Repr):
         self.maxstring = self.maxother = 120
 
     def repr1(self, value: Any, level: int) -> str:
-        if all(hasattr(type(value), name) for name in ("data_ptr", "dtype", "device", "shape")):
-            shape = tuple(value.shape)
-            return f"<{type(value).__name__} {shape} {value.dtype} on {value.device}>"
+        if all(hasattr(type(value), name) for name in ("__len__", "dtype", "shape")):
+            place = f" on {value.device}" if hasattr(value, "device") else ""
+            return f"<{type(value).__name__} {tuple(value.shape)} {value.dtype}{place}>"
         return super().repr1(value, level)
 
     def repr_instance(self, value: Any, level: int) -> str:

@@ -407,9 +407,13 @@ def _misfit(where: str, target: torch.Tensor, source: Any) -> InputError:
             f"new data into the bound tensor without conversion: pass a tensor of "
             f"{target.dtype}, such as {way}"
         )
+    way = (
+        "whose shape, dtype and device are fixed. Capture again, or use dg.graphed, which captures "
+        "each shape, or a runner, which pads batches to captured sizes."
+    )
+    if (source.shape, source.device) == (target.shape, target.device):
+        way = "which is expanded. Capture with a clone(), or pass a tensor that is expanded too."
     return InputError(
         f"input {where!r} is {brief(source)}, but {brief(target)} is bound: a replay copies new "
-        f"data into the bound tensor, whose shape, dtype and device are fixed. Capture again, or "
-        f"use dg.graphed, which captures each shape, or a runner, which pads batches to captured "
-        f"sizes."
+        f"data into the bound tensor, {way}"
     )
