@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     import devgraph as dg
     from devgraph.api.backend import Backend
     from devgraph.testing.conformance.support import Kit
+
+# The store of torch looks up the name of each client in its only thread. A name server that loses a
+# query would block all ranks for seconds, so tests use the names in /etc/hosts alone.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 __all__ = ["cpu_kit", "frozen_heap", "kit", "leaves_the_process_as_it_was", "pool", "thawed_heap"]
 
