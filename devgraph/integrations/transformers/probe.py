@@ -557,7 +557,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
             except _Refused as error:
                 if str(error) == own:
                     raise
-                raise _Refused(f"{own}; when the model attends by itself, {error}") from error
+                raise _Refused(f"{own}; and with the attention of its own code, {error}") from error
     except _Refused as error:
         raise refusal(model, error) from error
 
