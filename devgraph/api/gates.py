@@ -322,7 +322,7 @@ class Gates(Mapping[str, Gate]):
     # Marks.
 
     def reach(self, kind: str, name: str, timeout: float | None, *, recording: bool) -> None:
-        """Handle a gate mark: record it in a capture, run it in a launch, or else ignore it."""
+        """Record a gate mark in a capture, run it in a launch, and ignore it elsewhere."""
         gate = self._gates.get(name) or self._named(name)
         gate.kinds.add(kind)
         place = gate.number * self._turns + current_turn.get()

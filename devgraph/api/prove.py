@@ -676,7 +676,8 @@ def host_sets(
 ) -> list[tuple[dict[str, Any], bool, bool]]:
     """Return host arguments, ``Case.changed`` and ``Case.updated`` for each case of a proof.
 
-    The host arguments are those in ``given``, or else ``captured`` and those in ``further``.
+    The host arguments are those in ``given``, or ``captured`` and those in ``further`` if ``given``
+    is None.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)

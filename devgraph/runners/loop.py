@@ -106,7 +106,7 @@ class Loop:
         *,
         ranks: bool,
     ) -> Callable[[Batch], LoopResult]:
-        """Return a callable that runs all steps. ``ranks``: whether other ranks run them too."""
+        """Return a callable that runs all steps; with ``ranks``, other ranks run them too."""
         engine_slots = [slot for slot in slots.values() if slot.real is None]
         layouts: dict[tuple[int, int, Variant], Any] = {}
         """Layout of a step's outputs, by requests, tokens and variant of the batch."""

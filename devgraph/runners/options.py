@@ -68,8 +68,8 @@ class Options:
 
     config: PhaseConfig
     """The mode of the phase: a ``PhaseConfig``, a policy name, or a mapping of configuration keys.
-    Without a policy, the backend's recommendation applies, or else ``full`` for decode and
-    encoders, and ``breakable`` for prefill."""
+    Without a policy, the backend's recommendation applies. If there is none, the policy is ``full``
+    for decode and encoders, and ``breakable`` for prefill."""
     variants: Mapping[Variant, Mapping[str, Any]]
     """A list of variants as mappings, ``[{}]`` by default. Every bucket has a graph for each
     variant. In a decode runner, the key ``width`` is the number of tokens per request."""
@@ -88,11 +88,11 @@ class Options:
     name: str
     """Name in messages, logs and metrics; the phase by default."""
     strict: bool | None = None
-    """Raise an error instead of running eagerly; None takes the value of the configuration."""
+    """Raise an error instead of running eagerly. If None, the configuration decides."""
     debug: bool | None = None
     """Return leased outputs, which detect reads after the next run, and synchronize with the device
     after every segment, so that errors name the segment. Check inputs against the ranges of their
-    slots. None takes the environment variable DEVGRAPH_DEBUG."""
+    slots. If None, the environment variable DEVGRAPH_DEBUG decides."""
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), by name: trees of tensors, modules,
     and functions that return trees (``lambda: model.cache``). The runner keeps the tensors alive. A
@@ -114,9 +114,9 @@ class Options:
     have the length of the bucket."""
     share: Any = None
     """Runner whose pool and buffers this runner uses, for example that of the target model for a
-    draft model. Input slots of equal name, dtype and row shape, and outputs of equal dtype and row
-    shape, use the same buffers, so a run of either runner overwrites the outputs of both. State
-    slots of equal name use the same state."""
+    draft model. Input slots with the same name, dtype and row shape, and outputs with the same
+    dtype and row shape, use the same buffers, so a run of either runner overwrites the outputs of
+    both. State slots with the same name use the same state."""
     idle_dummy: bool = False
     """Replay the smallest graph on pad values for an empty batch. Steps with collectives require
     this. By default, an empty batch runs nothing."""
@@ -136,8 +136,8 @@ class Options:
     requests. Padding must not write larger tensors: ``capture`` hashes them before its first and
     after its last graph, and raises if they differ."""
     gate_timeout: float | None = None
-    """Seconds after which a closed gate makes a step invalid; None takes the environment variable
-    DEVGRAPH_GATE_TIMEOUT, or 30."""
+    """Seconds after which a closed gate makes a step invalid. If None, the value is that of the
+    environment variable DEVGRAPH_GATE_TIMEOUT, or 30."""
     progress: bool = True
     """Show the progress of captures: a bar on a terminal, otherwise a line every few seconds."""
 
@@ -163,7 +163,7 @@ class Options:
                 raise ConfigTypeError(f"{key} must be a function: {brief(getattr(self, key))}")
 
     def make_state(self, requests: int, width: int = 1) -> StateStore | None:
-        """Return the store of the declared state, or None without any."""
+        """Return the store of the declared state, or None if no state is declared."""
         rows, backend, share = self.state_rows, self.backend, self.share
         return StateStore.of(
             self.state, requests, rows=rows, backend=backend, share=share, width=width

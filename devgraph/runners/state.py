@@ -97,7 +97,7 @@ class StateStore:
         share: Any,
         width: int,
     ) -> StateStore | None:
-        """Return the store for the declared ``slots``, or None without any."""
+        """Return the store for the declared ``slots``, or None if there are none."""
         if isinstance(slots, StateSlot) or not isinstance(slots, Iterable):
             raise ConfigTypeError(f"state must be a list of StateSlot objects, got {brief(slots)}")
         by_name: dict[str, StateSlot] = {}

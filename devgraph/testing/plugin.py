@@ -128,7 +128,7 @@ class _Plugin:
         return backend
 
     def name_for(self, item: pytest.Item) -> str:
-        """Return the backend that a marker of ``item`` names, or else the chosen backend."""
+        """Return the backend that a marker of ``item`` names, or the chosen backend."""
         return next((name for name in DEVICE_MARKERS if item.get_closest_marker(name)), self.name)
 
     def pytest_sessionstart(self) -> None:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def phases_to_check(config: DeviceGraphConfig | None = None) -> frozenset[str]:
-    """Return the phases that the key ``verify``, or else DEVGRAPH_VERIFY, checks at start."""
+    """Return the phases that are checked at start, from the key ``verify`` or DEVGRAPH_VERIFY."""
     default = verify_from_environment()
     given = {name: getattr(getattr(config, name, None), "verify", None) for name in PHASES}
     found = {name: verify or default for name, verify in given.items()}

@@ -43,7 +43,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 class _FairLock:
-    """A reentrant lock that waiting threads take before the thread that released it."""
+    """A reentrant lock that prefers waiting threads to the thread that released it."""
 
     def __init__(self) -> None:
         self._queue, self._lock = threading.Lock(), threading.Lock()

@@ -102,7 +102,7 @@ class Progress:
         callback()
 
     def wait(self, layers: int, timeout_s: float) -> int:
-        """Return ``ready`` when it exceeds ``layers`` or the handoff ended, within the timeout."""
+        """Wait until ``ready`` exceeds ``layers`` or the handoff has ended; return ``ready``."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.ready > layers or self.ended, timeout_s):
                 raise HandoffError(f"layer {layers} is not ready after {timeout_s:g} s")
@@ -443,8 +443,8 @@ class LayerStream:
     """A thread that fills handoffs layer by layer while a step computes.
 
     The thread waits for the signal ``kv.LAYER`` of each layer, and stops at the first layer with
-    recurrent state. The last layer is copied after the step, with the first token. ``exports`` has
-    each handoff and the tensors of its slot by layer.
+    recurrent state. The last layer is copied after the step, with the first token. ``exports``
+    contains each handoff and the tensors of its slot by layer.
     """
 
     def __init__(

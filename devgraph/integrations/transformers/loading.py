@@ -99,7 +99,7 @@ def _reading(
 def find_demo(cache: Path | None = None) -> Path:
     """Return the path of the demo model's GGUF file.
 
-    The file or its wheel must be in ``$DEVGRAPH_DEMO_MODEL``, or else in ``cache``.
+    The file or its wheel is in ``$DEVGRAPH_DEMO_MODEL`` if that is set, otherwise in ``cache``.
 
     Args:
         cache: folder for unpacked wheels; None means the user's cache folder.
