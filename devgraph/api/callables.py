@@ -500,12 +500,12 @@ class Graphed:
             if with_gradients and entry.calls == 1:
                 entry.has_gradients = any(t.requires_grad for t in tensors_of(result))
             return result
-        if (graph := entry.graph) is not None:  # still timed
+        if (graph := entry.graph) is not None:  # its replays are still being timed
             with graph.lock:
                 self._weights_hold()
         if entry.graph is None:
             lock = self._device().capture_lock
-            if lock.is_recording_here or lock.is_stream_capturing():  # a capture of other code
+            if lock.is_recording_here or lock.is_stream_capturing():  # other code captures
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
             try:
                 with self._capturing:
@@ -786,7 +786,7 @@ class _GraphedFunction(Graphed):
         if instance is None:
             return self
         if _is_compiling():
-            return functools.partial(self._given, instance)  # a method is not traced
+            return functools.partial(self._given, instance)  # the tracer skips methods
         return self._method_of(instance, owner)
 
     def _method_of(self, instance: Any, owner: Any) -> Any:
@@ -800,7 +800,7 @@ class _GraphedFunction(Graphed):
         method = space.get(name)
         if method is None or method.instance is not instance:  # The instance may be a copy.
             method = _GraphedMethod(self._given.__get__(instance, owner), instance, self._options)
-            if isinstance(instance, type):  # the instance of a class method
+            if isinstance(instance, type):  # a class method is bound to its class
                 setattr(instance, name, method)
             else:
                 space[name] = method
@@ -880,7 +880,7 @@ def _is_transformed() -> bool:
         _dispatch_modes()
         or _transform() is not None
         or forward_ad._current_level >= 0
-        or _saved_tensors_hooks(True) is not None  # of a checkpoint around the call
+        or _saved_tensors_hooks(True) is not None  # set by a checkpoint around the call
     )
 
 

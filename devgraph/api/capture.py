@@ -140,7 +140,7 @@ class Captured:
         kept = None if self.guard.same() else self._settled(inputs, named)
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
-            assert self._inputs is not None  # until close()
+            assert self._inputs is not None  # only close() sets it to None
             try:
                 pairs, named = self._inputs.taken(inputs, named)
             except InputError as error:

@@ -103,8 +103,8 @@ class Recording(abc.ABC):
 
 
 class _Item(NamedTuple):
-    owner: weakref.ref[Any]  # a graph
-    recording: Recording  # or the owner's executable
+    owner: weakref.ref[Any]  # the graph
+    recording: Recording  # or the executable of the owner
 
 
 @attrs.frozen(kw_only=True)

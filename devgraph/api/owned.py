@@ -228,7 +228,7 @@ class Owned:
                 self.rewind()
                 self._first = _FirstRun(created, after, self._before)
             changes = [item for item in changes if strict and item.verb != "adds"]
-        elif not captured and not strict:  # a run that checks a compiled step
+        elif not captured and not strict:  # this run checks a compiled step
             changes = [item for item in changes if item.verb != "adds" or _is_written(item.tensors)]
         change = (changes[0].verb, changes[0].path) if changes else None
         for item in copies:
@@ -637,7 +637,7 @@ class Weights:
         self._held = [
             (path, name, table, dict(table.items()))
             for path, name, table in tables
-            if isinstance(table, dict) or name == "_modules"  # not the tensors of a ScriptModule
+            if isinstance(table, dict) or name == "_modules"  # skip the tensors of a ScriptModule
         ]
         hooked = [table for _, n, table, held in self._held if held and n.endswith("_hooks")]
         self._hooked = hooked[:CHECKED]
@@ -719,7 +719,7 @@ class Weights:
         # Renew the terms only after an assignment to one of these modules.
         try:
             same = all(itertools.starmap(operator.eq, self._tables_held))
-        except RuntimeError:  # a comparison of tensors with several elements
+        except RuntimeError:  # the tensors have several elements
             same = False
         if not same:
             self._renew()

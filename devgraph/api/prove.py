@@ -317,7 +317,7 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
         return
     shape, cpu = tensor.shape, torch.device("cpu")
     with torch.inference_mode():
-        if tensor.dtype is torch.float4_e2m1fn_x2:  # has no kernels, and any bits are legal
+        if tensor.dtype is torch.float4_e2m1fn_x2:  # without kernels; any bits are legal
             bits = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device=cpu)
             tensor.view(torch.uint8).copy_(bits)
             return

@@ -586,7 +586,7 @@ def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
             missing -= dis.stack_effect(steps[at].opcode, steps[at].arg)
             at -= 1
         if steps[end - 1].opname != "LOAD_CONST" or at < end - 2:
-            held = steps[at + (missing < 0)].argval  # a pair if an instruction loads both
+            held = steps[at + (missing < 0)].argval  # a pair if one instruction loads both
             yield held[0] if isinstance(held, tuple) and held else held
 
 
@@ -610,7 +610,7 @@ def _probed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
         # Literal keys are in ``_Uses.strings``, and keys that the code reads in ``Named.texts``.
         is_read = key.opname in _OF_STATE and "NULL" not in key.argrepr  # not a call
         is_read |= key.opname == "LOAD_CONST" and isinstance(key.argval, str)
-        is_pair = isinstance(held, tuple)  # of one instruction that loads the key as well
+        is_pair = isinstance(held, tuple)  # one instruction loads the key as well
         if (is_pair or not is_read) and held not in stored:
             yield held[-1] if is_pair else held
 

@@ -204,7 +204,7 @@ class Snapshot:
         with torch.inference_mode():
             for name, tensor, copy, numbers in self._copies():
                 dtype = copy.dtype
-                is_wide = dtype.is_floating_point and dtype.itemsize > 1  # has kernels
+                is_wide = dtype.is_floating_point and dtype.itemsize > 1  # torch has kernels for it
                 if is_wide and self._written(names, tensor, name):
                     for place in rows(copy, numbers):
                         row = row_at(copy, place)
@@ -232,7 +232,7 @@ class Snapshot:
                 bits = _bits(copy)
                 zeros = bits == 0
                 if zeros.any():
-                    at = tensor.data_ptr() // tensor.itemsize % _PERIOD  # equal in views
+                    at = tensor.data_ptr() // tensor.itemsize % _PERIOD  # the same in all views
                     noise = _noise(dtype, tensor.device).roll(-at)
                     noise = noise.repeat(-(-bits.numel() // _PERIOD))[: bits.numel()]
                     bits.copy_(bits.where(~zeros, noise.view(bits.shape)))

@@ -96,7 +96,7 @@ class StaticInputs:
 
     @functools.cached_property
     def _needs_no_grad(self) -> bool:
-        return any(static.requires_grad for _, static in self._copied)  # perhaps set by the step
+        return any(static.requires_grad for _, static in self._copied)  # the step may have set it
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._needs_no_grad and torch.is_grad_enabled():

@@ -67,7 +67,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
     """Return the names of the slots of a class and of its bases."""
     members = (member for base in kind.__mro__ for member in vars(base).values())
     names = (m.__name__ for m in members if isinstance(m, types.MemberDescriptorType))
-    return tuple(name for name in names if name != "__dict__")  # as of SimpleNamespace
+    return tuple(name for name in names if name != "__dict__")  # as in SimpleNamespace
 
 
 def rebuilt(node: Any, children: Iterable[Any]) -> Any:

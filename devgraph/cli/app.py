@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _environment(), _messages():
             warn_unknown()
             words = [*(sys.argv[1:] if argv is None else argv)]
-            _set_color(words)  # for errors of the parser too
+            _set_color(words)  # the parser's errors use it too
             _Parser.as_json = "--json" in words
             if not words:
                 _parser().print_help(sys.stderr)

@@ -229,7 +229,7 @@ def bind_into(plan: OpPlan, args: Args, kwargs: Kwargs, outputs: Any) -> Callabl
     single = isinstance(outputs, torch.Tensor)
     targets = (outputs,) if single or not isinstance(outputs, tuple) else outputs
     variant = plan.out
-    if any(tensor.is_sparse for tensor in tensors_in(args)):  # often without such an overload
+    if any(tensor.is_sparse for tensor in tensors_in(args)):  # they often lack this overload
         variant = None
     if variant is not None and (single or all(isinstance(t, torch.Tensor) for t in targets)):
         kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}

@@ -404,7 +404,7 @@ class Recorder:
             tensor.set_(made.view(size))
         if not tensor.is_inference():
             self._made[memory_of(tensor)] = tensor._version
-            self._writes[memory_of(tensor)] = 1  # the write of the operation
+            self._writes[memory_of(tensor)] = 1  # count the write of the operation
 
     def _allocate(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         return self._make(plan, self._metadata.infer(plan, args, kwargs), None)

@@ -105,7 +105,7 @@ def _phases_json(value: Any, flag: str) -> Source:
         for key, item in keys.items():
             if key in _JSON_IGNORED:
                 ignored.append(f"{phase}.{key}")
-            elif item is not None:  # null: the engine's user chose nothing
+            elif item is not None:  # null means that the user chose nothing
                 name = _JSON_KEYS[key]
                 values[phase, name] = KEYS[name].read(item, f"{flag}: {phase}.{key}")
     return _source(values, flag, *ignored)

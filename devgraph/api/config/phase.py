@@ -488,9 +488,9 @@ def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: st
         return config
     if config is None:
         return _DEFAULTS[phase]
-    if isinstance(config, str) and "{" not in config:  # else it is JSON text
+    if isinstance(config, str) and "{" not in config:  # a name, not JSON text
         return PhaseConfig(policy=config)
-    if isinstance(config, Mapping) and phase not in config:  # else it is a whole mode
+    if isinstance(config, Mapping) and phase not in config:  # one phase, not a whole mode
         check_names(phase, config, KEYS, what="key")
         chosen = {"policy": RUNNER_POLICY[phase], **config}
         return PhaseConfig(**chosen, explicit=frozenset(config))

@@ -383,7 +383,7 @@ class TorchGraph(DeviceGraph):
         through the same object.
         """
         if self.pool.uses == self._uses:
-            return  # torch has cleaned up itself
+            return  # torch itself has cleaned up
         try:
             self.backend.reopen_capture()
             self.backend.end_native(native)
