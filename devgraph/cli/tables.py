@@ -104,7 +104,7 @@ def check_folder(path: str | None) -> None:
 def write_file(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # The name may have a zero byte or a lone surrogate.
+    except (OSError, ValueError) as error:  # The name may contain a zero byte or a lone surrogate.
         why = getattr(error, "strerror", error)
         raise CommandError(f"cannot write {path}: {why}") from error
 

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     found = [name for name in sections if name.lower().startswith(start)]
     name = args.section if args.section in sections else found[0] if len(found) == 1 else None
     if name is None and found:
-        raise CommandError(f"{args.section!r} begins several sections: {', '.join(found)}")
+        raise CommandError(f"{args.section!r} is a prefix of several sections: {', '.join(found)}")
     if name is None:
         raise CommandError(f"no section {args.section!r}. {did_you_mean(args.section, sections)}")
     if args.json:

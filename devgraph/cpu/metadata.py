@@ -172,7 +172,7 @@ class Metadata:
 
     def _ask(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         odd = next((t for t in tensors_in((args, kwargs)) if not _is_plain(t)), None)
-        if odd is not None:  # The operation may still read such a tensor of the caller.
+        if odd is not None:  # The operation may still support such a tensor.
             refusal = _odd(odd, "an argument is ")
             if plan.writes:
                 raise refusal
@@ -180,13 +180,13 @@ class Metadata:
         if plan.name in _UNFAITHFUL or (_is_pointwise(plan) and _has_expanded_half(args, kwargs)):
             return _try(plan, args, kwargs)
         if plan.func.namespace == "aten" and not plan.writes and _is_ambiguous(args, kwargs):
-            with contextlib.suppress(Exception):  # The operation does not accept scratch data.
+            with contextlib.suppress(Exception):  # The operation may refuse scratch data.
                 return _try(plan, args, kwargs)
         try:
             return self._ask_fakes(plan, args, kwargs)
         except UnknownMetadataError as error:
             return _try(plan, args, kwargs, UnrecordableError(str(error)))
-        except RuntimeError as error:  # The arguments are invalid unless the operation runs.
+        except RuntimeError as error:  # Raise it if the operation itself also fails.
             return _try(plan, args, kwargs, error)
 
     def reads_data(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> bool:

@@ -203,7 +203,7 @@ def adapt_torch(recording: object) -> None:
 
 
 def restore_torch(recording: object) -> None:
-    """End ``adapt_torch``. Idempotent."""
+    """Undo ``adapt_torch``. Idempotent."""
     with _lock:
         _recordings.discard(recording)
         if _recordings:

@@ -62,7 +62,7 @@ def test_start_of_several_sections_is_answered_with_all_of_them(
 ):
     result = run_cli(capsys, "troubleshoot", "input")
     assert result.code == 2
-    assert "'input' begins several sections: InputError, InputTypeError\n" in result.err
+    assert "'input' is a prefix of several sections: InputError, InputTypeError\n" in result.err
     assert run_cli(capsys, "troubleshoot", "inputt").out.startswith("InputTypeError\n")
 
 
