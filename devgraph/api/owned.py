@@ -467,8 +467,8 @@ class _FirstRun:
     def require_settled(self, *, trains: bool) -> None:
         """Raise CaptureError if the second run changed tensors that the first run made.
 
-        Both runs started from the same state, so a correct step makes the same values. Nothing is
-        compared if the step ``trains``, because changed parameters are not restored between the
+        Both runs started from the same state, so a correct step computes the same values. Nothing
+        is compared if the step ``trains``, because changed parameters are not restored between the
         runs.
         """
         parts = () if self.is_settled or trains else self._after.parts()

@@ -358,8 +358,8 @@ class _CaseRun:
     def _unpadded(self, values: Iterable[tuple[str, int, int | None]] = ()) -> NamedTensors:
         """Run the step on the real rows.
 
-        Each of ``values`` has a slot, a value and a replacement. If the replacement is None, the
-        first row of the slot gets the value. Otherwise every row with the value gets the
+        Each of ``values`` consists of a slot, a value and a replacement. If the replacement is
+        None, the first row of the slot gets the value. Otherwise every row with the value gets the
         replacement.
         """
         self._renew()
@@ -512,7 +512,7 @@ class _CaseRun:
             yield _Pad(slot, value, max(map(abs, (value, *data, *ends)))), data
 
     def _collides(self, *seen: RunResult) -> bool:
-        """Whether several rows write the pad row, because all rows of a slot hold its pad value.
+        """Whether all rows of a slot hold its pad value, so that several rows write the pad row.
 
         Slots without a sample hold only pad values after the first step of a loop.
         """
@@ -628,7 +628,7 @@ def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
 
 def _last_inputs(step: Step) -> Callable[[Size, torch.Generator], dict[str, torch.Tensor]]:
     """Return a callable that permutes whole requests of the last replay into new inputs."""
-    # These inputs are indices into live state, which must be known in order to be restored.
+    # These inputs are indices into live state, which a proof can restore only if it is known.
     is_known = step.options.bound or all(map(roots_of, step.engine))
     last = step.last if is_known and not step.inputs.is_shared else None
     held = {} if last is None else {n: t.clone() for n, t in last.tensors.items()}

@@ -245,7 +245,7 @@ class RankGroup:
         timeout_s: float | None = None,
         forget: bool = False,
     ) -> list[str]:
-        """Return the values of all ranks for ``tag``, in the order of ranks.
+        """Return the values of all ranks for ``tag``, in rank order.
 
         Args:
             tag: the name of the exchange. The n-th use of a tag on one rank matches the n-th use on
@@ -415,7 +415,7 @@ class RankGroup:
 
         Args:
             done: a function that is polled; it may block briefly.
-            what: a name of the work, equal on every rank.
+            what: a name for the work, the same on every rank.
             escape: the tag to which a rank posts if it aborts the work.
 
         Raises:

@@ -106,7 +106,7 @@ def _described(mark: Mark, args: Args, kwargs: Kwargs, host: dict[str, Any]) -> 
             raise CaptureError(
                 f"policy 'piecewise' must know the results of {mark.name} without running it, and "
                 f"its fake= raised {reason}. fake= receives all arguments of the function, "
-                f"including host arguments ({', '.join(host) or 'none'}), with tensors without "
+                f"including host arguments ({', '.join(host) or 'none'}); their tensors have no "
                 f"data."
             ) from error
         raise CaptureError(
@@ -191,9 +191,9 @@ class _ClaimCheckScope(Scope):
         if Settings.current().stacks != self._stacks:
             raise CaptureError(
                 f"{mark.name} was called inside a mode of torch (a TorchFunctionMode, a "
-                f"TorchDispatchMode or a default device), at {user_line()}, which a trace does not "
-                f"keep for marked functions. Enter the mode inside the marked function or around "
-                f"the whole capture, or use policy='breakable'."
+                f"TorchDispatchMode or a default device), at {user_line()}. A trace does not keep "
+                f"such modes for marked functions. Enter the mode inside the marked function or "
+                f"around the whole capture, or use policy='breakable'."
             )
         first = mark not in self._host
         args, kwargs, host = split_host_args(mark, args, kwargs, self._spec, self._host)
