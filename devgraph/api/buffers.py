@@ -203,7 +203,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 class Bound:
     """A check that tensors, and the attributes and containers that hold them, are unchanged.
 
-    ``named`` are the tensors with their names in errors. ``owners`` are trees, modules and
+    ``named`` are the tensors and their names for errors. ``owners`` are trees, modules and
     functions that return trees, by name. ``values`` adds the plain values in the owners to the
     comparison, and ``weights`` adds parameters and buffers of modules.
     """

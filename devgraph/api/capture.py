@@ -488,7 +488,8 @@ def capture(
         gates: gates to share with other captures of the pool, instead of ``gate_timeout``.
         recaptures: maximum number of new captures by replays. A replay captures again, with a
             warning, if state that the step reaches (weights, attributes, globals, closures, hooks,
-            modes) or an input without tensors differs from the capture. Later, it raises an error.
+            modes) or an input without tensors differs from the capture. After that number, it
+            raises an error.
 
     Returns:
         The captured step.

@@ -29,7 +29,7 @@ class Watched(Protocol):
 
 
 LATE = "Earlier replays may have used the old state, because each replay compares only part of it."
-"""End of the error message for a change that was found by a comparison in turns."""
+"""End of the error message for a change that a partial comparison found."""
 
 _TURNS = "{}()()"
 
@@ -92,7 +92,7 @@ def all_of(terms: Iterable[Term]) -> Callable[[], bool]:
 
 
 def by_turns(terms: Sequence[Term], first: int, each: int) -> Iterator[Term]:
-    """Yield the ``first`` terms, and a term that checks ``each`` of the others per call in turn.
+    """Yield the ``first`` terms, and a term that checks the others in rotation, ``each`` per call.
 
     If there are no more than ``first + each`` terms, yield all.
     """

@@ -294,7 +294,7 @@ def is_alike(old: Any, new: Any) -> bool:
         return next(kinds) == next(kinds)
     if isinstance(old, staticmethod | classmethod):
         return is_alike(old.__func__, new.__func__)
-    is_open = hasattr(old, "__dict__") or hasattr(old, "__slots__")  # unlike a NumPy number
+    is_open = hasattr(old, "__dict__") or hasattr(old, "__slots__")  # NumPy numbers have neither
     if isinstance(old, dict) or (is_open and has_state(old) and not isinstance(old, enum.Enum)):
         return True
     return is_equal(old, new)

@@ -109,7 +109,7 @@ class Pool:
             self._release()
 
     def restore(self) -> None:
-        """Map the memory again that ``release`` freed, and restore its contents. Idempotent.
+        """Map the released memory again, and restore its contents. Idempotent.
 
         Raises:
             ResourceError: the device has too little memory. No data is lost, and the call can be

@@ -351,7 +351,7 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
         yield _fixed("self", value.__self__)
         yield _fixed(path, value.__func__)
     elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
-        if not isinstance(value.__self__, types.ModuleType | type):  # a method, not a function
+        if not isinstance(value.__self__, types.ModuleType | type):  # the method of an object
             yield _fixed(path, value.__self__)
     elif isinstance(value, functools.partial):
         yield from (_fixed(path, child) for child in (value.func, *value.args, value.keywords))
@@ -855,7 +855,7 @@ class Named:
         for (name, _), base in sorted(holders.items(), key=operator.itemgetter(0)):
             path, member = f"{base.__name__}.{name}", vars(base)[name]
             ways = (getattr(member, way, None) for way in ("fget", "__func__", "func"))
-            function = next(filter(callable, ways), member)  # A property, ... wraps a function.
+            function = next(filter(callable, ways), member)  # A property wraps a function.
             if isinstance(function, types.FunctionType) and function is not member:
                 yield _fixed(path, getattr(member, "dispatcher", function))
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))

@@ -241,7 +241,7 @@ def _term_of(node: Any, held: Any) -> Term:
 
 
 def refuse_host_values(outputs: Any) -> None:
-    """Raise an error if a step returned a host argument, or an iterator, which ends only once."""
+    """Raise an error if a step returned a host argument or an iterator."""
     leaves = pytree.tree_leaves(outputs)
     if iterator := next(filter(is_iterator, leaves), None):
         raise CaptureError(

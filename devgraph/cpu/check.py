@@ -79,7 +79,7 @@ def check_step(
 
 
 class _Noted(Tracked):
-    """A tracked value that notes violations and continues with the plain value."""
+    """A tracked value that notes each use as a violation and supplies the plain value."""
 
     __slots__ = ("_devgraph_note",)
 

@@ -120,9 +120,9 @@ def resolve(
 ) -> Resolution:
     """Apply the compatibility rules to the configuration for ``facts.backend``.
 
-    An explicit choice that violates a preference rule causes a ``DeviceGraphWarning``, which is not
-    repeated when ``config`` or ``effective`` of the result is resolved again, as runners do.
-    Changes of defaults are logged and listed in the result.
+    An explicit choice that violates a preference rule causes a ``DeviceGraphWarning``. The warning
+    is not repeated if ``config`` or ``effective`` of the result is resolved again, for example by a
+    runner. Changes of defaults are logged and listed in the result.
 
     Args:
         config: the configuration of the deployment.

@@ -44,7 +44,8 @@ def _memories_held(
 ) -> set[int]:
     """Return the storage addresses of tensors in the closure, globals and ``self`` of ``fn``.
 
-    ``stored`` includes tensors in variables and attributes; ``parameters``, those of modules.
+    ``stored`` includes tensors in variables and attributes. ``parameters`` includes the parameters
+    and buffers of modules.
     """
     fn = inspect.unwrap(fn)
     holders = [getattr(fn, "__self__", None if inspect.isroutine(fn) else fn)]

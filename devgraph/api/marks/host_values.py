@@ -42,7 +42,8 @@ class Tracked:
 
     ``isinstance(value, int)`` is true for a tracked int. Every use of the value raises an error,
     for example ``kv_len // 2``, ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)``.
-    Under ``devgraph check``, the use is reported instead and continues with the plain value.
+    Under ``devgraph check``, the use is reported instead, and the step continues with the plain
+    value.
     """
 
     __slots__ = ("_devgraph_name", "_devgraph_value")

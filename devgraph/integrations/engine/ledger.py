@@ -121,7 +121,7 @@ class Publisher:
 
     The file ``DEVGRAPH_STATS_FILE`` is replaced atomically after captures, at exit, and every few
     seconds while counters change, so that it survives a killed process. It is Prometheus text if
-    its name ends in ".prom", else JSON. "{pid}" in its name stands for the process ID.
+    its name ends in ".prom", otherwise JSON. "{pid}" in its name stands for the process ID.
     """
 
     def __init__(self, engine: str, stats: Callable[[], dict[str, Any]]) -> None:

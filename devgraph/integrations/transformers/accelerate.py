@@ -526,7 +526,7 @@ def accelerate(
     ``fuse=True``, the default, changes the model: weights of layers that receive the same tensor
     become views of one larger matrix, and remain views after ``unaccelerate``. Their values do not
     change. One large product rounds differently from several small ones, so the last bit of the
-    logits may differ, and therefore a token whose two best candidates are nearly equal.
+    logits may differ. Therefore a token may change if its two best candidates are nearly equal.
     ``fuse=False`` leaves the weights in place.
 
     The loop of transformers still runs, with its scores, streams and random numbers. Only the
@@ -537,7 +537,7 @@ def accelerate(
     rows and hides them with its masks.
 
     ``generate_batch`` draws from one random stream for each request. Threads that run the same
-    model, or models with common layers, wait for each other.
+    model, or models that share layers, wait for each other.
 
     Args:
         model: a causal language model in evaluation mode, on the device of ``backend``.
@@ -578,7 +578,7 @@ def unaccelerate(model: PreTrainedModel) -> Any:
     Returned caches keep their contents. A model that is not accelerated is returned unchanged.
 
     Raises:
-        UnsupportedModelError: ``model`` is no model of transformers, for example a pipeline.
+        UnsupportedModelError: ``model`` is not a transformers model, for example a pipeline.
     """
     acceleration = _acceleration_of(model)
     if acceleration is not None:
