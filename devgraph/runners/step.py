@@ -239,7 +239,7 @@ class Step:
             return self.called(self.tail, result, batch)
 
     def prepared(self, batch: Batch, host: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
-        """Call ``prepare`` with ``batch``; return ``host`` and the host arguments it returned."""
+        """Call ``prepare`` with ``batch``; return ``host`` and the host arguments from it."""
         prepare = self.options.prepare
         if prepare is None:
             return host

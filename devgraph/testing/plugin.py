@@ -150,7 +150,7 @@ class _Plugin:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix != ".json" or path.is_dir() or not os.access(path.parent, os.W_OK):
-                raise OSError("expected the name of a .json file in a folder that can be written")
+                raise OSError("expected the name of a .json file in a writable folder")
         except OSError as error:
             raise pytest.UsageError(f"--devgraph-report {path}: {error}") from error
 

@@ -47,7 +47,7 @@ def _tensors(layer: Any) -> Iterator[tuple[str, int | None, Tensor]]:
 
 
 def layer_with(layer: Any, tensors: list[Tensor], *, carried: bool) -> Any:
-    """Return a copy of a cache layer with other tensors; ``carried``: earlier tokens wrote them."""
+    """Return a copy of a cache layer with new tensors; ``carried`` if earlier tokens wrote them."""
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):

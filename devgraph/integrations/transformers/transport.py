@@ -209,9 +209,9 @@ class TorchTransport(Transport):
     Args:
         group: the process group; None is the default group. Its store must be a TCPStore.
         device: device of fetched tensors. They travel from device to device if the exporter's
-            transport has a device of the same type and torch has a collective library for it, else
-            through host memory. None selects the current accelerator, or the host for a host group
-            such as gloo. Two ranks on one GPU must use the host.
+            transport has a device of the same type and torch has a collective library for it.
+            Otherwise they travel through host memory. None selects the current accelerator, or the
+            host for a host group such as gloo. Two ranks on one GPU must use the host.
         timeout_s: seconds to wait for another rank.
 
     Raises:

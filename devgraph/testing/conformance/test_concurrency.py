@@ -152,7 +152,7 @@ def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
 @declares("streams")
 @pytest.mark.parametrize("raised", ["wait_stream", "from the body"])
 def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool, raised: str) -> None:
-    """FAULTS 15. An exception of the body has precedence over the error about the stream."""
+    """FAULTS 15. An exception in the body takes precedence over the error about the stream."""
     side = kit.side_stream()
     x = kit.tensor(64)
     _forked(kit, x, side)
