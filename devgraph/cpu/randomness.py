@@ -34,10 +34,10 @@ def _address(generator: torch.Generator) -> int:
 class _Sequence:
     """The draws of a recording from one generator.
 
-    A recording executes no draw, but advances the generator at each draw. If the code restores an
-    earlier state, as ``torch.utils.checkpoint`` does, that state differs from the current one. A
-    backward pass may restore a state of its forward pass. Therefore a recording continues from the
-    state ``start``, the last one of the session.
+    A recording executes no draw, but advances the generator at each draw. Therefore an earlier
+    state that the code restores, as ``torch.utils.checkpoint`` does, differs from the current state
+    and is detected. A backward pass may restore a state of its forward pass, so a recording
+    continues from ``start``, the last state of the session.
     """
 
     def __init__(self, generator: torch.Generator, start: torch.Tensor | None) -> None:
