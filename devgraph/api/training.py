@@ -569,6 +569,8 @@ def make_graphed_callables(
         )
     steps: list[TrainingGraphs] = []
     for function, sample in zip(functions, samples, strict=True):
+        if isinstance(sample, torch.Tensor):
+            raise InputTypeError(f"sample_args must be a tuple of tensors, got {brief(sample)}")
         leaves = [*leaves_of("sample_args", sample)]
         for path, leaf in leaves:
             if not isinstance(leaf, torch.Tensor):

@@ -168,6 +168,8 @@ def _mlp_part() -> nn.Sequential:
 def test_graphed_callables_refuse_what_torch_refuses() -> None:
     with pytest.raises(dg.InputTypeError, match="tensors only"):
         dg.make_graphed_callables(lambda x: x, (1,))
+    with pytest.raises(dg.InputTypeError, match="a tuple of tensors, got <Tensor"):
+        dg.make_graphed_callables(lambda x: x, torch.ones(1))
     with pytest.raises(dg.InputError, match="2 callables need 2 tuples of sample_args, got 1"):
         dg.make_graphed_callables((_mlp(), _mlp()), ((torch.ones(1),),))
     module = nn.Linear(2, 2)
