@@ -150,12 +150,13 @@ def refusal(model: PreTrainedModel, reason: object) -> UnsupportedModelError:
 
 
 def _check_static(model: PreTrainedModel) -> None:
-    if model.training:
-        raise _Refused("it is in training mode, where dropout is on; call model.eval()")
     if getattr(model.config, "is_encoder_decoder", False):
         raise _Refused("it is an encoder-decoder model")
     if getattr(model.get_output_embeddings(), "weight", None) is None:
         raise _Refused("it has no base model with a language-model head on top")
+    if model.training:
+        name = type(model).__name__
+        raise UnsupportedModelError(f"{name} is in training mode: call model.eval() first.")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise _Refused(f"its parameters are on {len(devices)} devices: {sorted(map(str, devices))}")
