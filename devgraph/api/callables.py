@@ -488,8 +488,9 @@ class Graphed:
                 result = self._run_eagerly(reason, args, kwargs)
             if self._named is not None:
                 self._named.leave_out_changes(keeps=(torch.Tensor, *PLAIN))
-            # A write through ``.data`` changes no version counter.
-            is_hidden = self._named is not None and "data" in self._named.names
+            # Writes through ``.data`` and of fused optimizers change no version counter.
+            names = () if self._named is None else self._named.names
+            is_hidden = not {"data", "param_groups"}.isdisjoint(names)
             pairs = zip(leaves, versions, strict=False)
             entry.written += [leaf for leaf, v in pairs if is_hidden or leaf._version != v]
             if self._named is not None and entry.written:

@@ -642,7 +642,7 @@ class Weights:
         hooked = [table for _, n, table, held in self._held if held and n.endswith("_hooks")]
         self._hooked = hooked[:CHECKED]
         self._kinds = [*map(_kind_of, self.modules)]
-        kinds = {kind for kind, _ in self._kinds if not is_machinery_module(kind.__module__)}
+        kinds = {kind for kind, _ in self._kinds if not _is_fixed(kind)}
         forwards = ((kind, getattr(kind, "forward", None)) for kind in kinds)
         self._forwards = [pair for pair in forwards if pair[1] is not None]
         tensors = (t for m in every for t in (*m.parameters(), *m.buffers()))
@@ -651,6 +651,7 @@ class Weights:
         self._renew()
 
     def _renew(self) -> None:
+        self._held = [(path, name, t, dict(t.items())) for path, name, t, _ in self._held]
         every = (table for _, name, table, _ in self._held if name in _TABLES)
         self._tables_held = [(t, dict(t)) for t in every if isinstance(t, dict) and t]
         self.terms = [*self._compared()]
@@ -718,7 +719,8 @@ class Weights:
             self._refuse("a parameter or buffer")
         # Renew the terms only after an assignment to one of these modules.
         try:
-            same = all(itertools.starmap(operator.eq, self._tables_held))
+            same = all(len(table) == len(held) for _, _, table, held in self._held)
+            same = same and all(itertools.starmap(operator.eq, self._tables_held))
         except RuntimeError:  # the tensors have several elements
             same = False
         if not same:
@@ -729,6 +731,12 @@ class Weights:
         raise StateError(
             f"{what} of a module is no longer the captured tensor, or its memory was replaced{_OLD}"
         )
+
+
+def _is_fixed(kind: type) -> bool:
+    """Whether a module of torch defines the class; torch makes others at run time."""
+    module = sys.modules.get(kind.__module__)
+    return is_machinery_module(kind.__module__) and getattr(module, kind.__name__, None) is kind
 
 
 def _kind_of(module: torch.nn.Module) -> tuple[type, Any]:

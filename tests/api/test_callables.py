@@ -943,13 +943,13 @@ def test_lazy_module_is_captured_after_its_first_call() -> None:
     assert step.stats()["replays"] == 3
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "scaled"])
+@pytest.mark.parametrize("optimizer", ["momentum", "scaled", "fused"])
 def test_capture_of_a_whole_training_step_moves_nothing(optimizer: str) -> None:
     """The scaled step reads data on the host, so that its capture fails half-way."""
 
     def trained(wrap: Any) -> list[torch.Tensor]:
         weight = nn.Parameter(torch.ones(3))
-        sgd = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        sgd = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=optimizer == "fused")
         scaler = torch.amp.GradScaler(weight.device.type, init_scale=8.0)
 
         def fn(x: torch.Tensor) -> None:
@@ -973,6 +973,28 @@ def test_capture_of_a_whole_training_step_moves_nothing(optimizer: str) -> None:
         warnings.simplefilter("ignore", dg.DeviceGraphWarning)
         for got, want in zip(trained(graphed), trained(lambda fn: fn), strict=True):
             same(got, want)
+
+
+def test_parameter_that_the_first_call_made_may_be_removed() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight: nn.Parameter | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.weight is None:
+                self.weight = nn.Parameter(torch.ones(3))
+            return x * self.weight
+
+    module, x = Lazy(), torch.ones(3)
+    graphed(module)
+    with torch.no_grad():
+        for index in range(3):
+            same(module(x), x * 2**index)
+            assert module.weight is not None
+            module.weight.mul_(2)
+        module.weight = None
+        same(module(x), x)
 
 
 def test_iterator_of_a_step_survives_a_failed_capture() -> None:
