@@ -36,7 +36,7 @@ from devgraph.api.tensors import (
     tensors_in,
     unexpanded,
 )
-from devgraph.api.trees import children_of, leaves_of, rebuilt, same_kind
+from devgraph.api.trees import attributes_of, children_of, leaves_of, rebuilt, same_kind
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A bound tensor and the new data for it."""
@@ -204,6 +204,11 @@ class Inputs:
                     f"receive several values. Pass windows with the same strides, such as those of "
                     f"unfold()."
                 )
+            for key, old in vars(bound).items():
+                new = vars(value).get(key)
+                is_same = new is old or (isinstance(old, PLAIN) and same_value(new, old))
+                if not (is_same or key.startswith("_")):
+                    raise _other_value(f"{name}.{key}", old, new)
             return [(bound, value)]
         children = children_of(bound)
         if children is None:
@@ -364,14 +369,17 @@ def _merged(bound: Any, value: Any) -> Any:
 def _is_plain(tree: Any) -> bool:
     """Whether a tree holds only values that a graph can contain, such as numbers and strings."""
     return all(
-        isinstance(leaf, (*PLAIN, *_VALUES)) or is_array(leaf) for _, leaf in leaves_of("", tree)
+        all(map(_is_plain, leaf))
+        if isinstance(leaf, set | frozenset)
+        else isinstance(leaf, (*PLAIN, *_VALUES)) or is_array(leaf)
+        for _, leaf in leaves_of("", tree)
     )
 
 
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _VALUES = (
     *(bytes, enum.Enum, numbers.Number, slice, types.FunctionType, types.BuiltinFunctionType),
-    *(torch.dtype, torch.device, torch.Size, torch.Generator),
+    *(range, torch.dtype, torch.device, torch.Size, torch.Generator),
 )
 
 
@@ -382,7 +390,7 @@ def _other_structure(where: str, bound: Any, value: Any) -> InputError:
 
 
 def _other_value(where: str, bound: Any, value: Any) -> InputError:
-    is_open = hasattr(bound, "__dict__") or hasattr(bound, "__slots__")
+    is_open = attributes_of(bound) is not None or hasattr(type(bound), "__slots__")
     is_object = is_open and not callable(bound) and not isinstance(bound, enum.Enum)
     if is_object and type(bound) is type(value):
         return InputError(

@@ -29,6 +29,7 @@ from devgraph.api.reach import (
     rebinding,
 )
 from devgraph.api.tensors import Memory
+from devgraph.api.trees import attributes_of
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +295,8 @@ def is_alike(old: Any, new: Any) -> bool:
         return next(kinds) == next(kinds)
     if isinstance(old, staticmethod | classmethod):
         return is_alike(old.__func__, new.__func__)
-    is_open = hasattr(old, "__dict__") or hasattr(old, "__slots__")  # NumPy numbers have neither
+    # NumPy numbers have neither.
+    is_open = attributes_of(old) is not None or hasattr(type(old), "__slots__")
     if isinstance(old, dict) or (is_open and has_state(old) and not isinstance(old, enum.Enum)):
         return True
     return is_equal(old, new)

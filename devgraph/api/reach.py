@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from devgraph.api.errors import brief, counted
 from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.tensors import has_place
-from devgraph.api.trees import children_of, fields_of, slots_of
+from devgraph.api.trees import attributes_of, children_of, fields_of, slots_of
 
 _MOST = 4000
 """Maximum number of objects that ``walk`` visits, not counting torch modules."""
@@ -115,7 +115,10 @@ def content_of(value: Any) -> Any:
     Return None for all other values.
     """
     if isinstance(value, CONTAINERS):
-        return len(value)
+        try:
+            return len(value)
+        except Exception:  # of a mapping of the user
+            return None
     if isinstance(value, set):
         return frozenset(value) if len(value) <= SMALL else len(value)
     if isinstance(value, _BUFFERS) or is_array(value):
@@ -338,8 +341,12 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
             yield _Place(path, _NAME, value.__kwdefaults__ or {})
             own = [name for name in vars(value) if not name.startswith("__")]
             yield _Place(path, _ATTRIBUTE, vars(value), own)
-            for name in uses.globals & space.keys():
-                if isinstance(module := space[name], types.ModuleType) and _is_users(module):
+            package = f"{space.get('__package__')}."
+            names = {*uses.imported, *(package + name for name in uses.imported)}
+            modules = [(name, space[name]) for name in uses.globals & space.keys()]
+            modules += [(name, sys.modules[name]) for name in names & sys.modules.keys()]
+            for name, module in modules:
+                if isinstance(module, types.ModuleType) and _is_users(module):
                     used = sorted(uses.names & vars(module).keys())
                     yield _Place(name, _ATTRIBUTE, vars(module), used)
         defaults, code = value.__defaults__ or (), value.__code__
@@ -374,6 +381,9 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
         yield _Place(path, _WHOLE, value, (_POSITION,))
     elif isinstance(value, threading.local):
         yield _Place(path, _ATTRIBUTE, vars(value))
+    elif (names := _STATE_OF.get(type(value).__module__)) is not None:
+        space = attributes_of(value) or {}
+        yield _Place(path, _ATTRIBUTE, space, [name for name in names if name in space])
     elif isinstance(value, weakref.ref):
         yield _fixed(path, value())
     elif isinstance(value, CustomOpDef):
@@ -388,7 +398,8 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
                 if isinstance(child, functions):
                     yield _fixed(path, getattr(child, "__func__", child))
     elif not isinstance(value, (types.ModuleType, *PLAIN)) and has_state(value):
-        yield _Place(path, _ATTRIBUTE, getattr(value, "__dict__", {}))
+        if (attributes := attributes_of(value)) is not None:
+            yield _Place(path, _ATTRIBUTE, attributes)
         yield _Place(path, _ATTRIBUTE, value, slots_of(type(value)))  # type: ignore[arg-type]
         yield _fixed(path, type(value))
 
@@ -399,6 +410,15 @@ def _fixed(path: str, value: Any) -> Entry:
 
 _STATE = (torch.Tensor, torch.Generator, list, dict, tuple, deque, *PLAIN)
 _BUILTINS = frozenset(vars(builtins))
+_STATE_OF = {
+    "configparser": ("_sections", "_defaults"),
+    "logging": ("level", "disabled", "parent"),
+    "multiprocessing.sharedctypes": ("_obj",),
+    "threading": ("_flag", "_value"),
+    "torch.utils.data.dataloader": ("_num_yielded",),
+}
+"""The attributes with the state of objects of libraries, by the module of their class."""
+
 _STATEFUL = frozenset({"argparse", "collections", "queue", "types", "weakref", "_weakrefset"})
 """Modules of Python whose objects have attributes that are searched."""
 
@@ -414,7 +434,7 @@ def has_state(value: Any) -> bool:
     if any(kind.__module__.startswith("devgraph.") for kind in type(value).__mro__):
         return False
     module = type(value).__module__
-    if module in _STATEFUL or isinstance(value, torch.amp.GradScaler):
+    if module in _STATEFUL or module in _STATE_OF or isinstance(value, torch.amp.GradScaler):
         return True
     return not is_machinery_module(module)
 
@@ -485,7 +505,7 @@ def _read(holder: Any, key: Any) -> Any:
         if isinstance(holder, type):  # Return a descriptor itself, not its result.
             return inspect.getattr_static(holder, key)
         return _position(holder) if key == _POSITION else getattr(holder, key)
-    except (LookupError, AttributeError, ValueError, TypeError):
+    except Exception:  # A ``__getattr__`` may raise any error.
         return ABSENT
 
 
@@ -523,6 +543,8 @@ class _Uses(NamedTuple):
     probed: set[Any]
     """Names of mappings in which the code looks up a computed key (``in``, ``get``), unless it also
     stores entries in them."""
+    imported: set[str]
+    """Names of modules that the code imports."""
     strings: set[str]
 
 
@@ -545,6 +567,7 @@ def _uses_of(code: types.CodeType) -> _Uses:
         iterated={*_iterated_in(steps)},
         indexed={*_indexed_in(steps)},
         probed={*_probed_in(steps)},
+        imported={step.argval for step in steps if step.opname == "IMPORT_NAME"},
         strings={const for const in code.co_consts if isinstance(const, str)},
     )
     aliases = {
@@ -654,7 +677,7 @@ class Named:
     def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
         """Search; if the step names a class, assume that the step calls the methods ``called``."""
         self._called = called
-        self.names: set[str] = {_CELL, "forward"}
+        self.names: set[str] = {_CELL, "forward", "parametrizations"}
         self._read: set[str] = {_CELL}
         self.iterated: set[str] = set()
         self._indexed: set[str] = set()
@@ -691,7 +714,7 @@ class Named:
                 entries = self._below(path, value)
             seen.add(id(value))
             is_open = isinstance(value, torch.nn.Module | threading.local) or has_state(value)
-            for space in (value, getattr(value, "__dict__", None) if is_open else None):
+            for space in (value, attributes_of(value) if is_open else None):
                 is_compared = is_first or space is value or len(self.spaces) < _MOST_SPACES
                 if isinstance(space, dict) and is_compared:
                     self.spaces.append(_fixed("", space).noted())
@@ -832,11 +855,13 @@ class Named:
                 self.probed.add(id(value))
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
-        if isinstance(value, _OF_LIBRARY):  # the search skips their methods
+        # The search skips the methods of these classes.
+        if isinstance(value, _OF_LIBRARY) or type(value).__module__ in _STATE_OF:
             return True
         is_whole = not self.names.isdisjoint(("vars", "__dict__", "asdict"))
-        if is_whole and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
-            self.whole.append(vars(value))
+        held = attributes_of(value) if is_whole else None
+        if held is not None and not isinstance(value, torch.nn.Module):
+            self.whole.append(held)
         return is_whole
 
     def _of_class(self, kind: type, implicit: Iterable[str] = ()) -> Iterator[Entry]:
@@ -854,7 +879,7 @@ class Named:
                 holders |= {(name, which): base for name in vars(base).keys() & wanted}
         for (name, _), base in sorted(holders.items(), key=operator.itemgetter(0)):
             path, member = f"{base.__name__}.{name}", vars(base)[name]
-            ways = (getattr(member, way, None) for way in ("fget", "__func__", "func"))
+            ways = (_read(member, way) for way in ("fget", "__func__", "func"))
             function = next(filter(callable, ways), member)  # A property wraps a function.
             if isinstance(function, types.FunctionType) and function is not member:
                 yield _fixed(path, getattr(member, "dispatcher", function))

@@ -54,12 +54,28 @@ def children_of(node: Any) -> Children | None:
 
 
 def fields_of(node: Any) -> list[str]:
-    """Return the names of the fields of a dataclass, an attrs class or a namespace."""
+    """Return the names of the attributes of a dataclass, an attrs class or a namespace."""
     if dataclasses.is_dataclass(node):
-        return [field.name for field in dataclasses.fields(node)]
-    if attrs.has(type(node)):
-        return [field.name for field in attrs.fields(type(node))]
-    return [*vars(node)] if isinstance(node, _NAMESPACES) else []
+        names = [field.name for field in dataclasses.fields(node)]
+    elif attrs.has(type(node)):
+        names = [field.name for field in attrs.fields(type(node))]
+    else:
+        return [*vars(node)] if isinstance(node, _NAMESPACES) else []
+    others = () if isinstance(node, type) else attributes_of(node) or ()
+    return [*names, *(name for name in others if name not in names and not _is_cached(node, name))]
+
+
+def _is_cached(node: Any, name: str) -> bool:
+    return isinstance(getattr(type(node), name, None), functools.cached_property)
+
+
+def attributes_of(node: Any) -> dict[str, Any] | None:
+    """Return the ``__dict__`` of an object, or None; a ``__getattr__`` may raise any error."""
+    try:
+        held: dict[str, Any] = vars(node)
+    except Exception:
+        return None
+    return held
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -90,6 +106,8 @@ def rebuilt(node: Any, children: Iterable[Any]) -> Any:
     if isinstance(node, list | UserList):
         made[:] = children
         return made
+    for name in [name for name in attributes_of(made) or () if _is_cached(node, name)]:
+        object.__delattr__(made, name)  # The cached value belongs to the old children.
     names = [name for name in fields_of(node) if hasattr(node, name)]
     for name, child in zip(names, children, strict=True):
         object.__setattr__(made, name, child)  # works for frozen classes too

@@ -144,6 +144,18 @@ def test_input_of_another_class_is_refused(kit: Kit) -> None:
         captured.replay(kit.tensor(2).as_subclass(Tagged))
 
 
+def test_attribute_of_a_tensor_is_compared(kit: Kit) -> None:
+    def tagged(gain: float) -> Any:
+        x = kit.tensor(2).as_subclass(Tagged)
+        x.gain = gain
+        return x
+
+    captured = kit.capture(lambda a: a.as_subclass(torch.Tensor) * a.gain, tagged(2.0))
+    kit.same(captured.replay(tagged(2.0)), kit.tensor(2) * 2)
+    with pytest.raises(dg.InputError, match=r"'a.gain' is 5.0 and was 2.0"):
+        captured.replay(tagged(5.0))
+
+
 def test_input_that_would_overwrite_state_is_refused(kit: Kit) -> None:
     """In eager code, an argument is no copy, so it does not overwrite what the step holds."""
     memory = kit.tensor(3, 4)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import configparser
 import contextlib
 import ctypes
 import dataclasses
 import enum
 import functools
+import logging
+import multiprocessing
 import operator
 import queue
 import threading
@@ -303,6 +306,8 @@ PLAIN: dict[str, tuple[Any, list[Any]]] = {
     "array": (lambda x, t: x * float(t.sum()), [np.ones(2), np.ones(3), np.zeros(1)]),
     "sizes": (lambda x, t: x.split(t)[0] * 2, [[1, 3], [2, 2], [3, 1]]),
     "configuration": (lambda x, t: x * t["gain"], [{"gain": 1.0}, {"gain": 2.0}, {"gain": 3.0}]),
+    "range": (lambda x, t: x * sum(t), [range(3), range(4), range(1, 3)]),
+    "set": (lambda x, t: x * len(t), [frozenset({1}), frozenset({1, 2}), frozenset({2, 3, 4})]),
     "dtype": (lambda x, t: x.to(t) * 2, [torch.float32, torch.float64, torch.float32]),
 }
 
@@ -777,7 +782,96 @@ def _of_metaclass_length() -> Any:
     return lambda x: x * len(kind), lambda: Items.held.append(1.0)
 
 
+def _of_event() -> Any:
+    event = threading.Event()
+    return lambda x: x * 2 if event.is_set() else x + 1, event.set
+
+
+def _of_configuration() -> Any:
+    parser = configparser.ConfigParser()
+    parser.read_dict({"train": {"gain": "2"}})
+    step = lambda x: x * parser.getfloat("train", "gain")  # noqa: E731
+    return step, lambda: parser.set("train", "gain", "5")
+
+
+def _of_shared_number() -> Any:
+    number = multiprocessing.Value("d", 2.0)
+    return lambda x: x * number.value, lambda: setattr(number, "value", 5.0)
+
+
+def _of_log_level() -> Any:
+    log = logging.getLogger("tests.recaptures")
+    log.setLevel(logging.INFO)
+    step = lambda x: x * 2 if log.isEnabledFor(logging.DEBUG) else x + 1  # noqa: E731
+    return step, lambda: log.setLevel(logging.DEBUG)
+
+
+def _of_import() -> Any:
+    def step(x: Any) -> Any:
+        from tests.api.test_recaptures import SCALE as scale
+
+        return x * scale
+
+    return step, lambda: _other_global(Block())
+
+
+class _Gain(nn.Module):
+    gain = 1.0
+
+    def forward(self, weight: Any) -> Any:
+        return weight * self.gain
+
+
+def _of_parametrization() -> Any:
+    module, scaled = nn.Linear(4, 4), _Gain()
+    nn.utils.parametrize.register_parametrization(module, "weight", scaled)
+    return module, lambda: setattr(scaled, "gain", 5.0)
+
+
+def _of_generated_class() -> Any:
+    module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+    def change() -> None:
+        next(node for node in module.graph.nodes if node.target == "1").target = "0"
+        module.recompile()
+
+    return module, change
+
+
+class _Strict:
+    """An object and a mapping that raise errors of their own for absent attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+
+class _Settings:
+    strict = type("_Slots", (_Strict,), {"__slots__": ("x",)})()
+    empty = type("_Mapping", (_Strict, dict), {})()
+    gain = 2.0
+
+
+def _of_strict_objects() -> Any:
+    settings = _Settings()
+
+    def step(x: Any) -> Any:
+        return x * settings.gain if settings.strict is not settings.empty else x
+
+    return step, lambda: setattr(settings, "gain", 5.0)
+
+
 UNNAMED = [
+    _of_event,
+    _of_configuration,
+    _of_shared_number,
+    _of_log_level,
+    _of_import,
+    _of_parametrization,
+    _of_generated_class,
+    _of_strict_objects,
     _of_metaclass_length,
     _of_missing_text,
     _of_local_name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, namedtuple
 from typing import Any
@@ -97,6 +98,32 @@ def test_dataclass_whose_fields_are_properties_is_an_argument() -> None:
     fields = Fields(torch.ones(2), torch.ones(2))
     with dg.capture(lambda pair: pair.a + pair.b, fields, backend="cpu") as captured:
         assert captured.replay(Fields(torch.full((2,), 5.0), torch.ones(2))).tolist() == [6, 6]
+
+
+@dataclasses.dataclass
+class Measured:
+    """A dataclass with attributes beside its fields."""
+
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.norm = self.x.norm()
+
+    @functools.cached_property
+    def double(self) -> torch.Tensor:
+        return self.x * 2
+
+
+def test_attributes_beside_the_fields_of_a_dataclass_are_arguments() -> None:
+    """FAULTS 46."""
+
+    def step(m: Measured) -> torch.Tensor:
+        return m.double / m.norm
+
+    first, other = Measured(torch.ones(2)), Measured(torch.full((2,), 5.0))
+    assert first.double.tolist() == [2, 2]
+    with dg.capture(step, first, backend="cpu") as captured:
+        assert torch.equal(captured.replay(other), step(Measured(other.x)))
 
 
 def test_container_that_occurs_twice_is_copied_once() -> None:
