@@ -168,7 +168,8 @@ class ByTokens:
 
     def some(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
         """Return the size of a batch with ``rows``; ``index`` varies the number of requests."""
-        return Size(1 + index % min(self.requests, rows), rows)
+        most = min(self.requests, rows)
+        return Size(most if index == 1 else 1 + max(index - 1, 0) % most, rows)
 
     def variant(
         self, size: Size, options: Mapping[str, Any], declared: Mapping[Variant, Mapping[str, Any]]

@@ -293,7 +293,7 @@ class _CaseRun:
     def failures(self) -> list[Failure]:
         """Return the differences between the runs. Every rank must make the same runs."""
         compared, terms = self._compared, self._proof.terms
-        shared, scratch = (functools.partial(_places, v) for v in self._shared_values())
+        shared, scratch, unused = (functools.partial(_places, v) for v in self._shared_values())
         want, got, failures = self._on_padded_batch(shared, scratch)
         collides = functools.cache(lambda: self._collides(want, got))
         if compared.agreed(bool(failures) and collides()):
@@ -306,18 +306,19 @@ class _CaseRun:
         alone = compared.result_of(self._unpadded)
         if compared.agreed(stable):
             failures += self._written_by_padding(want, alone)
+            failures += [] if failures else self._left_by_padding(want, alone, unused)
         if terms.quick:
             return failures
         if self.case.padded:
             failures += self._on_poisoned_padding(got, collides)
-        sized = [] if alone.draws or failures else self._sized(alone, got, shared)
+        sized = [] if alone.draws or failures else self._sized(alone, got, unused)
         if alone.draws:
             self._proof.notes["the batch without padding (the step draws random numbers)"] = None
         collided = sized and not self._has_equal_rows and (collides() or self._collides(alone))
         if compared.agreed(bool(collided)):
             self._equalize()
             got, alone = compared.result_of(self._replay), compared.result_of(self._unpadded)
-            sized = self._sized(alone, got, shared)
+            sized = self._sized(alone, got, unused)
         return failures + [
             self.case.failure(where, f"compared with eager on the real batch {message}", "size")
             for where, message in sized
@@ -354,6 +355,13 @@ class _CaseRun:
         change()
         self._bound.replay(self._padded_host)
         return copies_of(self._bound.result(self.case.host_args))
+
+    def _filled(self, host: Mapping[str, Any], inputs: dict[str, torch.Tensor]) -> NamedTensors:
+        """Run the step eagerly on a batch that fills the bucket."""
+        self._renew()
+        step, size = self._step, self._graph.size
+        views, values = step.inputs.eager_inputs(inputs, size), step.host.resolve(host, size, size)
+        return copies_of(step.call_eagerly(step.whole, views, size, values, self._graph.options))
 
     def _unpadded(self, values: Iterable[tuple[str, int, int | None]] = ()) -> NamedTensors:
         """Run the step on the real rows.
@@ -431,11 +439,11 @@ class _CaseRun:
             elif message:
                 yield self.case.failure(name, f"with other data in padding {message}", "size")
 
-    def _sized(self, alone: RunResult, got: RunResult, shared: RowsOf) -> list[tuple[str, str]]:
+    def _sized(self, alone: RunResult, got: RunResult, unused: RowsOf) -> list[tuple[str, str]]:
         """Return the differences between the graph and an eager run of the unpadded batch.
 
         Only state that the unpadded batch wrote is compared. State rows that several rows of the
-        batch write are skipped.
+        batch write, and those of padding only, are skipped.
         """
         state: dict[str, Any] = {}
         graphs: dict[str, Any] = {}
@@ -443,7 +451,7 @@ class _CaseRun:
             other = got.state[name][0] if name in got.state else saved
             if now.dim():
                 written = _changed(saved, now)
-                for place in shared(now, rows):
+                for place in unused(now, rows):
                     row_at(written, place).fill_(False)
                 # Not every device has ``where`` for unsigned integers.
                 other = torch.where(written, raw(other), raw(now)).view(now.dtype)
@@ -487,18 +495,22 @@ class _CaseRun:
         parts = inputs.split(self._graph.size, self._real, inputs.graph_slots)
         return ((inputs.slots[name], rows) for name, (_, rows) in parts.items() if rows is not None)
 
-    def _shared_values(self) -> tuple[list[_Pad], list[_Pad]]:
-        """Return the pad values that several rows hold, and those of them that no real row uses."""
-        shared, scratch = list[_Pad](), list[_Pad]()
+    def _shared_values(self) -> tuple[list[_Pad], list[_Pad], list[_Pad]]:
+        """Return the pad values that several rows hold, and those of them that no real row uses.
+
+        The third list has all pad values of both kinds: of several rows, or of no real row.
+        """
+        shared, scratch, unused = list[_Pad](), list[_Pad](), list[_Pad]()
         for pad, data in self._pads():
             axis = pad.slot.axis or 0
             padded = pad.slot.shape(self._graph.size)[axis] - pad.slot.shape(self._real)[axis]
             # Rows of finished requests in a loop are padding as well.
-            if data.count(pad.value) + padded > 1 or self._proof.loops:
-                shared.append(pad)
-                if not self._proof.is_real(pad.slot, pad.value, data):
-                    scratch.append(pad)
-        return shared, scratch
+            is_shared = data.count(pad.value) + padded > 1 or self._proof.loops
+            is_unused = not self._proof.is_real(pad.slot, pad.value, data)
+            shared += [pad] * is_shared
+            scratch += [pad] * (is_shared and is_unused)
+            unused += [pad] * (is_shared or is_unused)
+        return shared, scratch, unused
 
     def _pads(self) -> Iterator[tuple[_Pad, list[int]]]:
         """Yield the value in padded rows of each integer slot, and the slot's real values."""
@@ -572,6 +584,55 @@ class _CaseRun:
                         f"{slot.name!r}",
                         "padding",
                     )
+
+    def _left_by_padding(
+        self, want: RunResult, alone: RunResult, unused: RowsOf
+    ) -> Iterator[Failure]:
+        """Yield a failure if values that only padding wrote change the results of a later batch.
+
+        The later batch fills the bucket. It runs from the state of the case, and from this state
+        with the values that padding left, at rows that the step takes from the size of a batch.
+        """
+        left: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, (now, saved, rows) in want.state.items():
+            only = _changed(saved, now)
+            if name in alone.state:
+                only &= ~_changed(saved, alone.state[name][0])
+            for place in unused(now, rows):
+                row_at(only, place).fill_(False)
+            if rows is None and not name.startswith("random generator") and only.any():
+                left[name] = only, now
+        if not self._compared.agreed(bool(left)):
+            return
+        proof, size, values = self._proof, self._graph.size, self.case.host_args
+        inputs = proof._inputs(size)[0]
+        run = functools.partial(self._filled, {**values, **proof._sequences(values, size)}, inputs)
+        first = self._compared.result_of(run)
+
+        def after_padding() -> NamedTensors:
+            for name, tensor in self._step.tensors():
+                if name in left:
+                    only, now = left[name]
+                    tensor.detach()[only] = now[only]
+            return run()
+
+        later = self._compared.result_of(after_padding)
+        for name, (now, saved, _) in first.state.items():
+            if name in later.state:
+                written = _changed(saved, now)
+                later.state[name][0][~written] = now[~written]
+        others = RunResult(
+            outputs=later.outputs, state={n: v for n, v in later.state.items() if n in first.state}
+        )
+        if self._compared.differences(first, others, lambda _: self._proof.terms.near):
+            for name, (only, _) in left.items():
+                row = int(only.nonzero()[0, 0])
+                yield self.case.failure(
+                    f"{name}:",
+                    f"padded rows write row {row} of {name}, which real rows of a later batch use: "
+                    f"the step takes the row from the size of the batch",
+                    "padding",
+                )
 
 
 def _first_row(slot: InputSlot, data: torch.Tensor) -> torch.Tensor:

@@ -194,6 +194,18 @@ def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     return padded_rows(backend, step)
 
 
+@plant("padding that writes rows by their position", "padded rows write row 1 of ")
+def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
+    state = torch.zeros(4, WIDTH, device=backend.device)
+
+    def step(batch: Any) -> torch.Tensor:
+        held = state[: batch.tokens]
+        held.copy_(held * 0.5 + batch.x)
+        return held + 1
+
+    return decoder(backend, step, bound={"state": state}).prove(cases=3)
+
+
 @plant("padding that writes state in a loop", PADDING)
 def _(backend: Any, monkeypatch: pytest.MonkeyPatch) -> dg.Report:
     cache = torch.zeros(32, WIDTH, device=backend.device)

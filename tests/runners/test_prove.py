@@ -706,3 +706,39 @@ def test_state_that_overlaps_other_state_starts_all_runs_alike():
     report = runner.prove(cases=3)
     assert report.ok, str(report)
     assert not base.any()
+
+
+def test_scratch_row_that_one_padded_row_writes_is_no_failure():
+    history = torch.zeros(3, 5, 3)
+    slots = InputSlot("slots", ("tokens",), torch.int64, pad=Pad.fill(4), low=0, high=4)
+
+    def step(batch):
+        history.copy_(history.roll(1, 0))
+        history[0].index_copy_(0, batch.slots, batch.x)
+        return batch.x * 2
+
+    assert decode_of(step, (X, slots), bound={"history": history}).prove().ok
+
+
+def test_rows_by_position_that_no_later_batch_reads_are_no_failure():
+    memory = torch.zeros(8, 3)
+
+    def step(batch):
+        held = memory[: batch.tokens]
+        held.copy_(batch.x * 2)
+        return held + 1
+
+    assert decode_of(step, (X,), bound={"memory": memory}).prove().ok
+
+
+def test_padding_is_found_that_counts_for_the_last_of_all_items():
+    def step(batch):
+        ends = batch.offsets[1:].clone()
+        ends[-1] = batch.tokens  # wrong: padding is no part of the last item
+        item = torch.bucketize(torch.arange(batch.tokens), ends, right=True)
+        sums = torch.zeros(batch.requests + 1, 3).index_add_(0, item, torch.ones_like(batch.x))
+        return batch.x + sums[item]
+
+    runner = dg.EncoderRunner(step, [X], budgets=[8, 16], max_items=4, backend="cpu")
+    runner.capture()
+    assert not runner.prove().ok
