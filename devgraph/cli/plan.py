@@ -24,7 +24,7 @@ from devgraph.api.config.phase import PHASES, PhaseConfig, phase_config
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.environment import MODE_VARIABLE, applied_by_runners
 from devgraph.api.errors import BackendUnavailableError, ConfigError, format_bytes
-from devgraph.api.policy import WHOLE, registration
+from devgraph.api.policy import WHOLE, compiles, registration
 from devgraph.api.registry import declaration, get_backend
 from devgraph.cli.arguments import by_name, check_model
 from devgraph.cli.tables import (
@@ -259,7 +259,11 @@ _LINES = ("requested", "effective", "buckets", "variants", "graphs", "streams", 
 
 
 def _print_settings(resolution: Resolution) -> None:
-    settings = [row for row in resolution.rows() if row[1] != "policy"]
+    settings = [
+        (phase, key, old, f"{new} (unused)" if _is_unused(resolution, phase, key) else new)
+        for phase, key, old, new in resolution.rows()
+        if key != "policy"
+    ]
     if settings:
         print_table("other settings", ("phase", "key", "requested", "effective"), settings)
     fired = [(rule.phase, rule.rule, rule.outcome, rule.explanation) for rule in resolution.fired]
@@ -267,6 +271,22 @@ def _print_settings(resolution: Resolution) -> None:
         print_table("rules that fired", ("phase", "rule", "outcome", "why"), fired)
     else:
         say("rules that fired: none")
+
+
+def _is_unused(resolution: Resolution, phase: str, key: str) -> bool:
+    """Whether the effective settings of the phase never read this key."""
+    config = resolution.effective.phase(phase)
+    if config.policy == "disabled":
+        return True
+    whole = WHOLE in registration(config.policy).promises
+    reads = {
+        "compiler": compiles(config.policy),
+        "lazy_hits": config.capture == "lazy",
+        "max_requests": whole and phase == "prefill",
+        "miss_budget": whole,
+        "verify": not config.emulate,
+    }
+    return not reads.get(key, True)
 
 
 def _print_origin(kind: Backend | type[Backend]) -> None:

@@ -201,6 +201,16 @@ def test_graphs_with_collectives_need_a_second_stream(
     assert planned["facts"]["role"] == "prefill" and planned["facts"]["backend"] == "npu"
 
 
+def test_plan_marks_settings_that_have_no_effect(capsys: pytest.CaptureFixture[str]):
+    decode = {"compiler": "inductor", "miss_budget": 3, "lazy_hits": 5}
+    mode = {"decode": decode, "prefill": {"policy": "disabled", "strict": True}}
+    out = run_cli(capsys, "plan", "--backend", "cpu", "--device-graph-mode", json.dumps(mode)).out
+    keys = ("compiler", "lazy_hits", "miss_budget", "strict")
+    rows = [line.split() for line in out.splitlines() if any(f" {key} " in line for key in keys)]
+    assert [row[1] for row in rows] == [*keys]
+    assert [row[-1] for row in rows] == ["(unused)", "(unused)", "3", "(unused)"]
+
+
 def test_plan_of_this_machine_applies_the_variables_of_runners(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
