@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -80,11 +80,12 @@ class Node:
             model, tokenizer = load(args.model, dtype=dtype, device=backend.device)
         else:
             model, tokenizer = small_model().to(backend.device, dtype), None
-        config = dg.DeviceGraphConfig.from_args(args)
+        config = args.config
         self.engine = Engine(
             model, tokenizer, config=config, backend=backend, layerwise=args.layerwise, **SIZES
         )
-        getattr(self.engine, role).capture()
+        # By default, the engine captures a bucket after its second batch.
+        getattr(self.engine, role).capture(everything=True)
         self.check_plan(config, args.backends)
         self.transport = TorchTransport()
 
@@ -99,8 +100,8 @@ class Node:
         runner = getattr(self.engine, self.role)
         buckets = sorted(bucket.bucket for bucket in runner.stats().buckets)
         print(f"{self.role} on {plan.group.backend}: {runner.effective_policy}, buckets {buckets}")
-        assert runner.effective_policy in (planned.policy, "emulated")
-        assert planned.buckets is None or buckets == sorted(planned.buckets)
+        assert runner.effective_policy in (planned.policy, "emulated"), planned
+        assert planned.buckets is None or buckets == sorted(planned.buckets), planned
 
     def tell(self, receiver: str, **message: Any) -> None:
         self._store.queue_push(receiver, json.dumps(message))
@@ -313,8 +314,10 @@ def prompts_of(args: argparse.Namespace) -> list[Any]:
     return [torch.randint(211, (3 + 7 * i,), generator=generator).tolist() for i in range(8)]
 
 
-def serve(rank: int, args: argparse.Namespace, store: Any) -> Node:
-    """Run the loop of one rank until it is stopped; return its node."""
+def serve(
+    rank: int, args: argparse.Namespace, store: Any, ready: Callable[[], None] = lambda: None
+) -> Node:
+    """Run the loop of one rank until it is stopped; call ``ready`` before; return its node."""
     limit = datetime.timedelta(seconds=args.timeout)
     name = "gloo"
     if args.direct:
@@ -325,7 +328,12 @@ def serve(rank: int, args: argparse.Namespace, store: Any) -> Node:
     try:
         dist.init_process_group(name, store=store, rank=rank, world_size=2, timeout=limit)
         node = Node(ROLES[rank], args, dist.PrefixStore("messages", store).clone())
+        ready()
         (prefill, decode)[rank](node)
+    except dg.DeviceGraphError as error:
+        if node is None:
+            raise SystemExit(f"{ROLES[rank]}: {error}") from None
+        raise
     except dist.DistError as error:
         if node is not None:
             node.close()
@@ -348,8 +356,6 @@ def parse() -> argparse.Namespace:
         "--direct", action="store_true", help="send tensors from device to device on one host"
     )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    mode = os.environ.get("DEVGRAPH_MODE") or json.dumps(MODE)
-    parser.add_argument("--device-graph-mode", metavar="JSON", default=mode)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for a rank")
     parser.add_argument(
         "--check", action="store_true", help="compare the tokens with an eager run in one process"
@@ -363,6 +369,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--timeout must be positive, got {args.timeout:g}")
     if args.direct and torch.accelerator.device_count() < 2:
         parser.error("--direct needs two devices on this host")
+    config = dg.DeviceGraphConfig.from_args(args, parser=parser)
+    args.config = config if config.to_dict() else dg.DeviceGraphConfig.from_dict(MODE)
     return args
 
 
@@ -379,8 +387,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         scheduler = Scheduler(dist.PrefixStore("messages", store).clone(), prompts_of(args))
         thread = threading.Thread(target=scheduler.run, args=[2], daemon=True)
-        thread.start()
-        node = serve(1, args, store)
+        node = serve(1, args, store, thread.start)
         thread.join()
         scheduler.print_table()
         good = "lost" not in scheduler.ended.values()

@@ -47,8 +47,21 @@ def test_recurrent_model_generates_what_it_does_without_graphs():
     assert graphs == "decode steps in graphs: 15 of 15"
 
 
-@pytest.mark.parametrize("options", [(), ("--layerwise",)], ids=["whole", "layerwise"])
-def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(options: tuple[str, ...]):
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ((), ""),
+        (  # A flag is above the variable, and keys that nobody sets are those of the engine.
+            ("--layerwise", "--prefill-device-graph-bs", "16", "64"),
+            '{"decode": "full", "prefill": {"policy": "breakable", "buckets": [32]}}',
+        ),
+    ],
+    ids=["whole", "layerwise"],
+)
+def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(
+    options: tuple[str, ...], mode: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("DEVGRAPH_MODE", mode)
     command = EXAMPLES / "mixed_cluster.py", "--backends", "cpu", "cpu", "--check", *options
     done = run_ranks(*command, ranks=2)
     out = "".join(rank.stdout for rank in done)
@@ -72,12 +85,25 @@ def test_mixed_cluster_runs_without_graphs_in_an_emergency(monkeypatch: pytest.M
     assert "decode on cpu: emulated" in out and "decode steps in graphs  0 of" in out
 
 
-@pytest.mark.parametrize("options", [(), ("--dtype", "float")], ids=["alone", "dtype"])
-def test_mixed_cluster_says_how_it_is_started(options: tuple[str, ...]):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "start two ranks with torchrun"),
+        (("--dtype", "float"), "invalid choice"),
+    ],
+    ids=["alone", "dtype"],
+)
+def test_mixed_cluster_says_how_it_is_started(options: tuple[str, ...], said: str):
     command = EXAMPLES / "mixed_cluster.py", "--backends", "cpu", "cpu", *options
     (done,) = run_ranks(*command, ranks=1)
-    assert done.returncode == 2
-    assert ("invalid choice" if options else "start two ranks with torchrun") in done.stderr
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_mixed_cluster_names_settings_that_do_not_exist():
+    done = run_ranks(EXAMPLES / "mixed_cluster.py", "--backends", "cqu", "cpx", ranks=2)
+    assert [rank.returncode for rank in done] == [1, 1], done
+    for rank, name in zip(done, ("cqu", "cpx"), strict=True):
+        assert f"no backend '{name}'" in rank.stderr and "Traceback" not in rank.stderr
 
 
 @pytest.mark.slow
