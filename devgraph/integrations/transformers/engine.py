@@ -195,10 +195,6 @@ class Engine:
         """Events that ``step`` has not returned yet."""
         self.closed = False
         self._captured = False
-        self._handoffs: dict[int, Handoff] = {}
-        """Handoffs of held, exported and admitted requests, by request id."""
-        self._exports: set[int] = set()
-        """Ids of requests with a layer-wise handoff whose prompt has not run."""
         facts = EngineFacts(debug_hooks=has_hooks(model)) if facts is None else facts
         releasable = self.config.prefill.releasable or self.config.decode.releasable
         self.pool = own_pool(self.backend, None, releasable=releasable)
@@ -375,8 +371,8 @@ class Engine:
         """
         self._check_open()
         request = self._scheduler.find(request_id)
-        if request.id in self._exported:
-            return self._handoffs[request.id]
+        if request.is_exported:
+            return request.handoff  # type: ignore[no-any-return]
         deadline = time.monotonic() + finite("timeout_s", timeout_s)
         if layerwise and not self.model.layerwise:
             raise StateError("this engine signals no layers; create it with layerwise=True")
@@ -388,7 +384,7 @@ class Engine:
                     f"request has its first token"
                 )
             raise StateError(f"the prompt of request {request.id} {state}")
-        handoff = Handoff.allocated(
+        request.handoff = Handoff.allocated(
             self.model.device,
             **self._geometry,
             **_header_of(request),
@@ -396,16 +392,14 @@ class Engine:
             cached=request.prompt_length if layerwise else request.cached,
             progress=Progress(deadline=deadline),
         )
-        self._handoffs[request.id] = handoff
-        if layerwise:
-            self._exports.add(request.id)
-        else:
+        request.is_exported = True
+        if not layerwise:
             self._hold(request)
-        return self._handoffs[request.id]
+        return request.handoff  # type: ignore[no-any-return]
 
     def _hold(self, request: Request) -> None:
         """Complete the handoff of a running request, and hold the request."""
-        handoff = self._handoffs[request.id]
+        handoff: Handoff = request.handoff
         assert request.slot is not None
         source = self.model.slot_tensors(request.slot, handoff.cached)
         state = self.decode.export_state(request.slot) if self.model.states else {}
@@ -414,10 +408,8 @@ class Engine:
         ready = handoff.progress.ready
         with self.pool.lock:
             copy_layers(handoff.by_layer(handoff.data)[ready:], source[ready:])
-        complete = attrs.evolve(handoff, **_header_of(request))
-        handoff.progress.complete(complete, self.backend.fence())
-        self._handoffs[request.id] = complete
-        self._exports.discard(request.id)
+        request.handoff = attrs.evolve(handoff, **_header_of(request))
+        handoff.progress.complete(request.handoff, self.backend.fence())
         self.model.cache.release(self._scheduler.hold(request))
 
     @contextlib.contextmanager
@@ -425,11 +417,11 @@ class Engine:
         """Fill the layer-wise handoffs of ``chunks`` while the block runs their step."""
         exports = [
             (
-                self._handoffs[chunk.request.id],
+                chunk.request.handoff,
                 self.model.slot_tensors(chunk.slot, chunk.cached + chunk.count),
             )
             for chunk in chunks
-            if chunk.completes and chunk.request.id in self._exports
+            if chunk.completes and chunk.request.is_exported
         ]
         stream = LayerStream(self.prefill.gates, exports) if exports else None
         with contextlib.closing(stream) if stream else contextlib.nullcontext():
@@ -468,7 +460,8 @@ class Engine:
                 f"retry after a request has ended",
                 retriable=True,
             )
-        self._handoffs[self._queue(request)] = handoff
+        request.handoff = handoff
+        self._queue(request)
         self._join()
         return request.id
 
@@ -524,13 +517,13 @@ class Engine:
                 f"request {request_id} is not held: it was not exported, or it was released, "
                 f"cancelled, or freed after its timeout"
             )
-        self._handoffs[request.id].progress.end("released")
+        request.handoff.progress.end("released")
         self._leave(request)
 
     def _expire(self) -> None:
         """Free the slots of held requests that a transport released or whose timeout passed."""
         for request in list(self._scheduler.held.values()):
-            progress = self._handoffs[request.id].progress
+            progress = request.handoff.progress
             if progress.ended is None and time.monotonic() > progress.deadline:
                 progress.end("freed after its timeout")
                 logger.warning(
@@ -546,18 +539,17 @@ class Engine:
         self._expire()
         for request in self._scheduler.admit():
             assert request.slot is not None
-            handoff = self._handoffs.get(request.id)
-            if handoff is None or request.id in self._exports:
+            if request.handoff is None or request.is_exported:
                 self.clear(request.slot)
                 continue
             self.model.cache.release(request.slot)
             try:
-                self._fill(request.slot, handoff)
+                self._fill(request.slot, request.handoff)
             except BaseException as error:
                 note(error, f"in the handoff of request {request.id}, which is cancelled")
                 self._drop(request)
                 raise
-            del self._handoffs[request.id]
+            request.handoff = None
 
     def _fill(self, slot: int, handoff: Handoff) -> None:
         """Copy a handoff into a slot, from any device and dtype."""
@@ -567,11 +559,6 @@ class Engine:
             copy_layers(self.model.slot_tensors(slot, handoff.cached), layers)
         if self.model.states:
             self.decode.import_state(slot, self.model.states.split(layers))
-
-    @property
-    def _exported(self) -> set[int]:
-        """Ids of the requests whose handoffs this engine fills or has filled."""
-        return self._exports | self._scheduler.held.keys()
 
     @functools.cached_property
     def _geometry(self) -> dict[str, Any]:
@@ -609,7 +596,7 @@ class Engine:
         before = len(self._events)
         failed = self._accept([pair for tokens in steps for pair in tokens])
         for chunk in chunks:
-            if chunk.request.id in self._exports and chunk.request.generated:
+            if chunk.request.is_exported and chunk.request.generated:
                 self._hold(chunk.request)
         seconds = time.perf_counter() - begin
         self._stats.seconds += seconds
@@ -628,7 +615,7 @@ class Engine:
         wanted = max(chunk.request.wanted for chunk in chunks)
         if self.several is None or 2 * wanted < max(4, self.steps_per_launch):
             return False
-        return not (self._exports or any(chunk.request.sampler for chunk in chunks))
+        return not any(chunk.request.sampler or chunk.request.is_exported for chunk in chunks)
 
     def _launch(self, chunks: Sequence[Chunk]) -> list[list[tuple[Request, int]]]:
         """Run one launch of several decode steps; return the tokens of each step."""
@@ -691,11 +678,10 @@ class Engine:
         self._events = [event for event in self._events if event.request_id != request.id]
 
     def _leave(self, request: Request) -> None:
-        handoff = self._handoffs.pop(request.id, None)
-        if handoff is not None and request.id in self._exported:
+        if request.is_exported:
             is_done = request.finish_reason not in (None, FinishReason.CANCELLED)
-            handoff.progress.end("finished" if is_done else "cancelled")
-            self._exports.discard(request.id)
+            request.handoff.progress.end("finished" if is_done else "cancelled")
+        request.handoff, request.is_exported = None, False
         slot = self._scheduler.release(request)
         if slot is not None:
             self.model.cache.release(slot)
@@ -822,8 +808,9 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        for request_id in self._exported:
-            self._handoffs[request_id].progress.end("closed with its engine")
+        for request in self._scheduler.requests:
+            if request.is_exported:
+                request.handoff.progress.end("closed with its engine")
         for runner in reversed(self.runners):
             runner.close()
         self.model.close()

@@ -186,6 +186,9 @@ class Request:
     """Request slot; None while waiting."""
     finish_reason: FinishReason | None = None
     prompt_length: int = attrs.Factory(lambda self: len(self.tokens), takes_self=True)
+    handoff: Any = None
+    """The handoff that the request waits to be filled from, or that is exported from it."""
+    is_exported: bool = False
 
     @property
     def to_go(self) -> int:
@@ -271,9 +274,13 @@ class Scheduler:
         """Running requests in the order of their slots."""
         return [r for r in self._slots if r is not None]
 
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting, *self.held.values()]
+
     def __bool__(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self.waiting) or any(r is not None for r in self._slots)
+        return bool(self.waiting or self.running)
 
     @property
     def free(self) -> int:
@@ -336,7 +343,7 @@ class Scheduler:
     def find(self, request_id: int) -> Request:
         """Return a waiting, running or held request, or raise InputError."""
         wanted = whole("request_id", request_id)
-        for request in (*self.running, *self.waiting, *self.held.values()):
+        for request in self.requests:
             if request.id == wanted:
                 return request
         raise InputError(f"no request {request_id} is waiting, running or held")
