@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
-import transformers
-from packaging.version import Version
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 @attrs.frozen
 class Names:
-    """Names of one version of transformers."""
+    """The names in the installed version of transformers."""
 
     caches: tuple[str, ...]
     """Names of the cache among arguments and outputs of forwards, most common first."""
@@ -29,12 +28,7 @@ class Names:
         return next((cache for cache in given if cache is not None), None)
 
 
-def names_of(version: str) -> Names:
-    """Return the names in version ``version`` of transformers."""
-    if Version(version) < Version("5.24.dev0"):
-        return Names(("past_key_values", "cache_params"), "past_key_values_length")
-    # Forwards log a deprecation warning for the older names.
-    return Names(("cache", "past_key_values", "cache_params"), "cache_length")
-
-
-NAMES = names_of(transformers.__version__)
+NAMES = Names(("past_key_values", "cache_params"), "past_key_values_length")
+if "cache" in CausalLMOutputWithPast.__dataclass_fields__:
+    # Since 5.24, forwards log a deprecation warning for the older names.
+    NAMES = Names(("cache", *NAMES.caches), "cache_length")
