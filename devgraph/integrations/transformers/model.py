@@ -13,7 +13,6 @@ import itertools
 import math
 import operator
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,8 +48,7 @@ from devgraph.integrations.transformers.probe import (
     parameters_of,
     probe,
     refusal,
-    register,
-    unregister,
+    registered,
 )
 from devgraph.integrations.transformers.requests import Piece
 from devgraph.integrations.transformers.state import Mixer, RecurrentLayers, run_packed
@@ -145,13 +143,6 @@ class CausalModel:
         self._starts, self._row_starts = starts, starts * self.max_len
         self.fusion = Fusion(self.shape.trace) if fuse and self.own is None else None
         self._name = f"devgraph_{id(self):x}"
-        # The registry must not keep this adapter alive.
-        if self.own is None:
-            register(self._name, functools.partial(CausalModel._attend, weakref.proxy(self)))
-        else:
-            mask = functools.partial(CausalModel._mask, weakref.proxy(self))
-            register(self._name, attends_itself(model), mask)
-        self._finalizer = weakref.finalize(self, unregister, self._name)
         takes_positions = "position_ids" in parameters_of(self.shape.body)
         self._embeddings = [
             module
@@ -404,8 +395,12 @@ class CausalModel:
         rows = step.batch.slot_mapping
         mixes = functools.partial(functools.partial, self._mix, step)
         fused = contextlib.nullcontext() if self.fusion is None else self.fusion.active()
+        attention: tuple[Any, Any] = (self._attend, None)
+        if self.own is not None:
+            attention = (attends_itself(self.model), self._mask)
         with (
             model_lock,
+            registered(self._name, *attention),
             replaced(self._overriding),
             replaced([(m, "forward", _at_positions(m, step)) for m in self._embeddings]),
             replaced([(m.module, "forward", mixes(m)) for m in self.shape.mixers]),
@@ -605,8 +600,7 @@ class CausalModel:
         return varlen_decode(query, keys, values, spans, scale, window, width, self.max_len)
 
     def close(self) -> None:
-        """Remove this adapter from transformers and the model. Idempotent."""
-        self._finalizer()
+        """Release the model. Idempotent."""
         if self.fusion is not None:
             self.fusion.close()
 

@@ -19,7 +19,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -189,30 +189,6 @@ def _cache_layers(model: PreTrainedModel) -> list[Any]:
     return layers
 
 
-def _positions(
-    model: PreTrainedModel,
-    cache_layers: list[Any],
-    shapes: tuple[LayerShape | None, ...],
-    functions: list[Callable[..., Tensor]],
-) -> int | None:
-    """Return the maximum length of a request.
-
-    The cache of ``generate`` may keep fewer rows than the mask allows: Moshi's cache has a sliding
-    window, but its mask has none. The results of a longer request would depend on the chunks of its
-    prompt, so that window is the limit.
-    """
-    windows = set()
-    for function in functions:
-        with contextlib.suppress(Exception):  # A mask that depends on other data has no window.
-            windows.add(_window_of(function))
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
-    for layer, shape in zip(cache_layers, shapes, strict=False):
-        window = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-        if shape and window not in windows and (shape.window or math.inf) > (window or math.inf):
-            limits.append(window)
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 class _BodyFound(Exception):
     """An exception that ends a forward at the first module that it calls."""
 
@@ -329,25 +305,6 @@ class _StateProbe(DynamicCache):  # type: ignore[misc]
         return super().update(*args, **kwargs)
 
 
-def _probe_states(
-    model: PreTrainedModel, body: torch.nn.Module, layers: list[Any], trace: OperationTrace
-) -> tuple[dict[int, Any], tuple[Mixer, ...]]:
-    """Return the filled layers with recurrent state, and the mixers that write them."""
-    indices = [i for i, layer in enumerate(layers) if type(layer).__name__ in _STATE_LAYERS]
-    if not indices:
-        return {}, ()
-    cache = _StateProbe(model)
-    with trace.recording():
-        mixers = cache.run(model, body)
-    written = {mixer.layer for mixer in mixers}
-    # Some caches have a state layer where the model has none, for example for an MLP.
-    states = {index: cache.layers[index] for index in indices if index in written}
-    filled = [index for index in indices if state_tensors(cache.layers[index])]
-    if not written or filled != list(states):
-        raise _Refused("it keeps recurrent state outside of its cache")
-    return states, mixers
-
-
 class _AttentionProbe(Cache):  # type: ignore[misc]
     """A cache that records the attention of one run and stores nothing."""
 
@@ -378,14 +335,14 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         model, own = self.model, self.own is not None
         self.length = length
         name = f"devgraph_probe_{id(self)}"
-        register(name, attends_itself(model) if own else self.attention, self.mask)
+        attention = attends_itself(model) if own else self.attention
         changes = overriding(model, _attn_implementation=name, **overrides)
         changes += [
             (mixer.module, "forward", lambda *_, output=mixer.output, **__: output)
             for mixer in self.mixers
         ]
         try:
-            with _NoLists(), _NoHostReads():
+            with registered(name, attention, self.mask), _NoLists(), _NoHostReads():
                 self.output = _first_run(model, body, self, changes)
         except _Failed as error:
             # An error between a cache write and the call of ``attention`` comes from the model's
@@ -393,8 +350,6 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
             if self.written is None or own:
                 raise
             raise _Refused(_OWN_ATTENTION) from error
-        finally:
-            unregister(name)
         return self
 
     def equals(self, other: _AttentionProbe) -> bool:
@@ -539,22 +494,120 @@ def require_model(model: object) -> None:
         )
 
 
+class _Prober:
+    """A model and the results of its trial runs that do not depend on its attention."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _check_static(model)
+        self.model = model
+        self.cache_layers = _cache_layers(model)
+        self.body = _body_of(model)
+        self.trace = OperationTrace(self.body)
+        # With a pad_token_id, some models search the ids for padding on the host.
+        self.overrides: dict[str, Any] = {"pad_token_id": None}
+        if any(getattr(c, "_experts_implementation", None) for c in configs_of(model)):
+            # Grouped products read the group sizes on the host unless the device has a kernel.
+            fused = model.device.type != "cpu" and model.dtype == torch.bfloat16
+            self.overrides["_experts_implementation"] = "grouped_mm" if fused else "batched_mm"
+        self.states: dict[int, Any] = {}
+        self.mixers: tuple[Mixer, ...] = ()
+        self._find_states()
+
+    def _find_states(self) -> None:
+        """Set the filled layers with recurrent state, and the mixers that write them."""
+        kinds = [type(layer).__name__ for layer in self.cache_layers]
+        indices = [index for index, kind in enumerate(kinds) if kind in _STATE_LAYERS]
+        if not indices:
+            return
+        cache = _StateProbe(self.model)
+        with self.trace.recording():
+            self.mixers = cache.run(self.model, self.body)
+        written = {mixer.layer for mixer in self.mixers}
+        # Some caches have a state layer where the model has none, for example for an MLP.
+        self.states = {index: cache.layers[index] for index in indices if index in written}
+        filled = [index for index in indices if state_tensors(cache.layers[index])]
+        if not written or filled != list(self.states):
+            raise _Refused("it keeps recurrent state outside of its cache")
+
+    def shape(self, own: str | None = None) -> ModelShape:
+        """Run the attention of the model, and return the requirements of the model."""
+        # A cache may have more layers than the model writes.
+        kinds = [type(layer).__name__ for layer in self.cache_layers]
+        keyed = [index for index, kind in enumerate(kinds) if kind in _KEY_LAYERS | _MIXED_LAYERS]
+        if own is None and keyed and "position_ids" not in parameters_of(self.body):
+            raise _Refused("its base model takes no position_ids")
+        with contextlib.nullcontext() if self.states else self.trace.recording():
+            probe = self._run(own)
+        shapes = probe.shapes
+        if not shapes and (keyed or not self.states):
+            raise _Refused(_OWN_ATTENTION if own is None else "it keeps no keys and values")
+        attending = sorted(shapes)
+        # A model with recurrent state may leave layers unused; its logits are verified later.
+        expected = set(keyed) if self.states else set(range(len(shapes)))
+        if not set(attending) <= expected:
+            raise _Refused(f"only layers {attending} call attention")
+        if own is None and probe.written is not None:
+            raise _Refused(f"only layers {attending} call attention through the registry")
+        if own is None and probe.uses_length and shapes:
+            # The cache of an engine holds requests of different lengths, so it has no single one.
+            other = self._run(own, length=_OTHER_LENGTH)
+            if not probe.equals(other):
+                raise _Refused("it computes with the length of its cache, not with position_ids")
+        count = len(self.cache_layers) if self.states else len(shapes)
+        layers = tuple(shapes.get(index) for index in range(count))
+        return ModelShape(
+            body=self.body,
+            layers=layers,
+            states=self.states,
+            mixers=self.mixers,
+            positions=self._positions(layers, probe.functions),
+            vocabulary=int(self.model.get_output_embeddings().weight.shape[0]),
+            dtype=probe.dtype,
+            device=self.model.device,
+            output_type=type(probe.output),
+            uses_length=probe.uses_length or own is not None,
+            own=own,
+            overrides=self.overrides,
+            trace=self.trace,
+        )
+
+    def _run(self, own: str | None, *, length: int = 0) -> _AttentionProbe:
+        probe = _AttentionProbe(self.model, self.mixers, own=own)
+        return probe.run(self.body, self.overrides, length=length)
+
+    def _positions(
+        self, shapes: tuple[LayerShape | None, ...], functions: list[Callable[..., Tensor]]
+    ) -> int | None:
+        """Return the maximum length of a request.
+
+        The cache of ``generate`` may keep fewer rows than the mask allows: Moshi's cache has a
+        sliding window, but its mask has none. The results of a longer request would depend on the
+        chunks of its prompt, so that window is the limit.
+        """
+        windows = set()
+        for function in functions:
+            with contextlib.suppress(Exception):  # A mask that depends on other data has no window.
+                windows.add(_window_of(function))
+        limits = [getattr(self.model.config.get_text_config(), "max_position_embeddings", None)]
+        for layer, shape in zip(self.cache_layers, shapes, strict=False):
+            window = layer.sliding_window if getattr(layer, "is_sliding", False) else None
+            if window and shape and window not in windows and window < (shape.window or math.inf):
+                limits.append(window)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
 def probe(model: PreTrainedModel) -> ModelShape:
     """Run ``model`` on three tokens and return its requirements."""
     require_model(model)
     try:
         with model_lock, ordinary_device():
-            _check_static(model)
-            layers, body = _cache_layers(model), _body_of(model)
-            trace = OperationTrace(body)
-            states, mixers = _probe_states(model, body, layers, trace)
-            arguments = model, layers, body, states, mixers, trace
+            prober = _Prober(model)
             try:
-                return _probe_attention(*arguments)
+                return prober.shape()
             except _Refused as error:
                 own = str(error)
             try:
-                return _probe_attention(*arguments, own=own)
+                return prober.shape(own)
             except _Refused as error:
                 if str(error) == own:
                     raise
@@ -563,79 +616,19 @@ def probe(model: PreTrainedModel) -> ModelShape:
         raise refusal(model, error) from error
 
 
-def _overrides(model: PreTrainedModel) -> dict[str, Any]:
-    # With a pad_token_id, some models search the ids for padding on the host.
-    overrides: dict[str, Any] = {"pad_token_id": None}
-    if any(getattr(c, "_experts_implementation", None) is not None for c in configs_of(model)):
-        # Grouped products read the group sizes on the host unless the device has a kernel for them.
-        fused = model.device.type != "cpu" and model.dtype == torch.bfloat16
-        overrides["_experts_implementation"] = "grouped_mm" if fused else "batched_mm"
-    return overrides
-
-
-def _probe_attention(
-    model: PreTrainedModel,
-    cache_layers: list[Any],
-    body: torch.nn.Module,
-    states: dict[int, Any],
-    mixers: tuple[Mixer, ...],
-    trace: OperationTrace,
-    own: str | None = None,
-) -> ModelShape:
-    overrides = _overrides(model)
-    # A cache may have more layers than the model writes.
-    kinds = [type(layer).__name__ for layer in cache_layers]
-    keyed = [index for index, kind in enumerate(kinds) if kind in _KEY_LAYERS | _MIXED_LAYERS]
-    if own is None and keyed and "position_ids" not in parameters_of(body):
-        raise _Refused("its base model takes no position_ids")
-    with contextlib.nullcontext() if states else trace.recording():
-        probe = _AttentionProbe(model, mixers, own=own).run(body, overrides)
-    shapes = probe.shapes
-    if not shapes and (keyed or not states):
-        raise _Refused(_OWN_ATTENTION if own is None else "it keeps no keys and values")
-    attending = sorted(shapes)
-    # A model with recurrent state may leave cache layers unused; its logits are verified later.
-    if not (set(attending) <= set(keyed) if states else attending == list(range(len(shapes)))):
-        raise _Refused(f"only layers {attending} call attention")
-    if own is None and probe.written is not None:
-        raise _Refused(f"only layers {attending} call attention through the registry")
-    if own is None and probe.uses_length and shapes:
-        # The cache of an engine holds requests of different lengths, so it has no single length.
-        other = _AttentionProbe(model, mixers, own=own).run(body, overrides, length=_OTHER_LENGTH)
-        if not probe.equals(other):
-            raise _Refused("it computes with the length of its cache, not with position_ids")
-    count = len(cache_layers) if states else len(shapes)
-    layers = tuple(shapes.get(index) for index in range(count))
-    return ModelShape(
-        body=body,
-        layers=layers,
-        states=states,
-        mixers=mixers,
-        positions=_positions(model, cache_layers, layers, probe.functions),
-        vocabulary=int(model.get_output_embeddings().weight.shape[0]),
-        dtype=probe.dtype,
-        device=model.device,
-        output_type=type(probe.output),
-        uses_length=probe.uses_length or own is not None,
-        own=own,
-        overrides=overrides,
-        trace=trace,
-    )
-
-
-def register(
-    name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None = None
-) -> None:
-    """Register an attention function and its mask function with transformers."""
+@contextlib.contextmanager
+def registered(
+    name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None
+) -> Iterator[None]:
+    """Register an attention function and its mask function with transformers inside the block."""
     AttentionInterface.register(name, attention)
     if mask is not None:
         AttentionMaskInterface.register(name, mask)
-
-
-def unregister(name: str) -> None:
-    """Undo ``register``. Idempotent."""
-    AttentionInterface._global_mapping.pop(name, None)
-    AttentionMaskInterface._global_mapping.pop(name, None)
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.pop(name)
+        AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:

@@ -211,8 +211,10 @@ def test_attention_outside_a_step_is_refused() -> None:
     inner = make_model("llama")
     model = CausalModel(inner, max_requests=1, max_len=64)
     inner.config._attn_implementation = model._name
-    with pytest.raises(StateError, match="without a preceding write"):
+    with pytest.raises(KeyError, match="not a valid attention implementation"):
         inner(torch.tensor([[1, 2]]))
+    with pytest.raises(StateError, match="without a preceding write"):
+        model.cache.take()
 
 
 def test_pad_token_of_the_configuration_causes_no_look_at_the_ids() -> None:
