@@ -387,14 +387,17 @@ class TrainingGraphs:
                 tensor.requires_grad_(static.requires_grad)
             replay = functools.partial(self.run, host={})
             eager, graph = (self._ran(run, tensors) for run in (self._run_eagerly, replay))
-            for (name, want), (_, got) in zip(eager, graph, strict=True):
-                if message := compare(want, got):
+            for name in {**eager, **graph}:
+                message = "is computed by only one of the two runs"
+                if name in eager and name in graph:
+                    message = compare(eager[name], graph[name])
+                if message:
                     failures.append(case.failure(name, message))
         return Report(cases=cases, failures=tuple(failures), tried=tuple(tried))
 
     def _ran(
         self, run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
-    ) -> list[tuple[str, torch.Tensor]]:
+    ) -> dict[str, torch.Tensor]:
         """Return the outputs and gradients of a run by name, and restore the state of the step."""
         wanted = [*(t for t in tensors if t.requires_grad), *self._parameters]
         backend: Any = self.pool.backend
@@ -406,7 +409,7 @@ class TrainingGraphs:
             # Copy before the block restores the state, with which the results may share memory.
             named = [(f"output {index}", t.detach().clone()) for index, t in enumerate(outputs)]
             found = [(f"gradient {i}", g.clone()) for i, g in enumerate(grads) if g is not None]
-        return named + found
+        return dict(named + found)
 
     def _run_eagerly(self, tensors: list[torch.Tensor]) -> Any:
         args, kwargs = self.static_inputs.arguments_with(tensors)

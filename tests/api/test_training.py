@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -266,6 +267,28 @@ def test_proof_of_a_training_graph_compares_gradients() -> None:
     assert step.prove().ok
     module[0].weight.data = torch.randn(8, 4)
     assert not step.prove().ok
+
+
+class RandomDepth(nn.Module):
+    """A module whose step depends on random numbers of Python, which a replay does not draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if random.random() < 0.5 else x
+        return self.layers[0](x)
+
+
+def test_proof_reports_gradients_that_only_one_run_has() -> None:
+    step = graphed(RandomDepth())
+    with pytest.warns(dg.DeviceGraphWarning, match="Python's random"):
+        for _ in range(2):
+            step(torch.ones(1, 2)).sum().backward()
+        report = step.prove()
+    assert any("only one of the two runs" in str(failure) for failure in report.failures)
 
 
 def test_proof_may_follow_a_backward_whose_gradients_are_kept() -> None:
