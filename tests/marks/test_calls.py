@@ -6,6 +6,7 @@ import functools
 import queue
 import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -277,3 +278,40 @@ def test_changed_number_in_a_result_is_refused_with_a_remedy() -> None:
     captured = dg.capture(lambda x: x * largest(x), x, backend="cpu", policy="breakable")
     with pytest.raises(dg.RegionError, match=r"returned 2; .* returned 1\..*values as tensors"):
         captured(torch.tensor([0.0, 1.0, 2.0]))
+
+
+def test_container_without_tensors_is_passed_as_it_is() -> None:
+    notes: list[int] = []
+    options = {"gain": 2.0}
+
+    @dg.no_graph
+    def scaled(x: torch.Tensor, notes: list[int], options: dict[str, float]) -> torch.Tensor:
+        notes.append(len(notes))
+        return x * options["gain"]
+
+    x = torch.ones(3)
+    captured = dg.capture(
+        lambda x: scaled(x, notes, options) + 1, x, policy="breakable", backend="cpu"
+    )
+    before = len(notes)
+    assert captured.replay().tolist() == [3, 3, 3] and len(notes) == before + 1
+    options["gain"] = 5.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.DeviceGraphWarning)  # The capture may be made again.
+        assert captured.replay().tolist() == [6, 6, 6]
+
+
+def test_tensor_that_a_body_adds_to_a_container_is_refused() -> None:
+    outputs: list[torch.Tensor] = []
+
+    @dg.no_graph
+    def kept(x: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+        outputs.append(x.clone())
+
+    with pytest.raises(dg.CaptureError, match="replaces a tensor in a container .* closure"):
+        dg.capture(
+            lambda x: (kept(x * 2, outputs), x + 1)[1],
+            torch.ones(3),
+            policy="breakable",
+            backend="cpu",
+        )

@@ -101,6 +101,11 @@ _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of holders whose attributes are not searched."""
 
 
+def _has_no_tensor(node: Any) -> bool:
+    """Whether a call passes ``node`` as it is: a body may change such a container."""
+    return not tensors_in(node)
+
+
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of ``tensors`` that share memory with each other as the originals do."""
     first = tensors[0]
@@ -213,8 +218,8 @@ class MarkedCall:
         self.nodes: range | None = None
         """The nodes of the call in the graph, if the backend reports them."""
         with torch._C.DisableTorchFunction():  # user code must not see these queries
-            self.args: Args = pytree.tree_map(alias, args, is_leaf=is_size)
-            self.kwargs: Kwargs = pytree.tree_map(alias, kwargs, is_leaf=is_size)
+            self.args: Args = pytree.tree_map(alias, args, is_leaf=_has_no_tensor)
+            self.kwargs: Kwargs = pytree.tree_map(alias, kwargs, is_leaf=_has_no_tensor)
             placed = [leaf for leaf in self.tensors if has_place(leaf)]
             self._places = {id(leaf): place_of(leaf) for leaf in placed}
             """Storage and layout of each argument at the call; empty after the first later run."""
@@ -240,7 +245,15 @@ class MarkedCall:
         # A stub may return other memory than the function, so only the function is checked.
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
+        given = tensors_in((args, kwargs))
         result = (body or self.mark.fn)(*args, **kwargs, **host)
+        if [*map(id, tensors_in((args, kwargs)))] != [*map(id, given)]:
+            raise CaptureError(
+                f"{self.mark.name} adds, removes or replaces a tensor in a container among its "
+                f"arguments, but replays pass a copy of the container. Write into tensors with "
+                f"copy_(), or let {self.mark.name} reach the container through a closure or an "
+                f"attribute."
+            )
         out, self._spec = pytree.tree_flatten(result, is_leaf=is_size)
         self._returned_none = result is None
         del result
@@ -365,7 +378,7 @@ class MarkedCall:
             self.args, self.kwargs = pytree.tree_map(
                 lambda leaf: _with_layout(places[id(leaf)], leaf) if id(leaf) in places else leaf,
                 (self.args, self.kwargs),
-                is_leaf=is_size,
+                is_leaf=_has_no_tensor,
             )
 
     def _deliver_all(self, result: Any) -> None:
