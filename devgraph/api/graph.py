@@ -181,7 +181,7 @@ class DeviceGraph(abc.ABC):
     def _region_end(self, call: MarkedCall) -> None:  # noqa: B027
         """Mark the end of an updatable region.
 
-        A vendor may use ``call.note`` freely and sets ``call.nodes``.
+        A vendor may use ``call.note`` freely. It sets ``call.nodes`` if it can count nodes.
         """
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:

@@ -734,7 +734,7 @@ class Weights:
 
 
 def _is_fixed(kind: type) -> bool:
-    """Whether a module of torch defines the class; torch makes others at run time."""
+    """Whether a torch module defines the class; torch creates other classes at run time."""
     module = sys.modules.get(kind.__module__)
     return is_machinery_module(kind.__module__) and getattr(module, kind.__name__, None) is kind
 

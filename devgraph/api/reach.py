@@ -117,7 +117,7 @@ def content_of(value: Any) -> Any:
     if isinstance(value, CONTAINERS):
         try:
             return len(value)
-        except Exception:  # of a mapping of the user
+        except Exception:  # a user's mapping may raise any error
             return None
     if isinstance(value, set):
         return frozenset(value) if len(value) <= SMALL else len(value)
@@ -417,7 +417,7 @@ _STATE_OF = {
     "threading": ("_flag", "_value"),
     "torch.utils.data.dataloader": ("_num_yielded",),
 }
-"""The attributes with the state of objects of libraries, by the module of their class."""
+"""The attributes that hold the state of library objects, by the module of their class."""
 
 _STATEFUL = frozenset({"argparse", "collections", "queue", "types", "weakref", "_weakrefset"})
 """Modules of Python whose objects have attributes that are searched."""

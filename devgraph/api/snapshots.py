@@ -40,7 +40,7 @@ _restores: Counter[int] = Counter()
 
 
 def restores_elsewhere() -> int:
-    """Return how often other threads have restored the default random state."""
+    """Return how many times other threads have restored the default random state."""
     here = threading.get_ident()
     return sum(count for thread, count in [*_restores.items()] if thread != here)
 

@@ -35,7 +35,7 @@ def undifferentiated() -> contextlib.AbstractContextManager[Any]:
 
 
 def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the function that ``body`` wraps if it returned None at capture, else ``body``.
+    """Return ``body``, or the function that it wraps if that function returned None at capture.
 
     ``body`` is a break of SGLang. In each replay it would check the type of the result, which takes
     longer than a graph launch.
