@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from devgraph.api.config.flags import add_cli_args
-from devgraph.api.errors import brief
+from devgraph.api.errors import brief, did_you_mean
 from devgraph.api.policy import COMPILERS, compiles, policies
 from devgraph.cli.tables import CommandError
 
@@ -146,6 +146,7 @@ def _plan(add: Options) -> None:
     add("--cluster", "plan every group of this cluster", metavar="FILE")
     text = "print the mode of each group of --cluster as flags or as environment variables"
     add("--emit", text, nargs="?", const="flags", choices=("flags", "env"))
+    add("--group", "plan this group of --cluster only", metavar="NAME")
     add.number("--max-requests", "capacity of a decode step in requests", 256)
     add.number("--max-tokens", "capacity of a prefill step in tokens", 8192)
     text = "also plan an encoder with these token budgets"
@@ -251,6 +252,12 @@ def check_model(name: str) -> None:
     is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
     if is_path and not Path(name).expanduser().exists():
         raise CommandError(f"--model {name}: there is no such folder or file")
+
+
+def check_group(name: str | None, names: Sequence[str], place: str) -> None:
+    """Refuse a ``--group`` that does not exist."""
+    if name is not None and name not in names:
+        raise CommandError(f"{place} has no group {name!r}. {did_you_mean(name, names)}")
 
 
 def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:

@@ -45,6 +45,7 @@ from devgraph.api.registry import (
     get_backend,
     installed_version,
 )
+from devgraph.cli.arguments import check_group
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
 from devgraph.cli.timing import seconds_per_call
 
@@ -96,10 +97,7 @@ def _expect(args: argparse.Namespace) -> int:
     """Compare this machine with the groups of a plan; return 1 if a group differs."""
     groups = _planned(args.expect)
     if args.group is not None:
-        names = [group["group"] for group in groups]
-        if args.group not in names:
-            hint = did_you_mean(args.group, names)
-            raise CommandError(f"{args.expect} has no group {args.group!r}. {hint}")
+        check_group(args.group, [group["group"] for group in groups], args.expect)
         groups = [group for group in groups if group["group"] == args.group]
     names = args.backend or [info.name for info in backends() if info.available]
     asked = args.group and not args.backend  # With --group, a missing backend is a difference.

@@ -26,7 +26,7 @@ from devgraph.api.environment import MODE_VARIABLE, applied_by_runners
 from devgraph.api.errors import BackendUnavailableError, ConfigError, format_bytes
 from devgraph.api.policy import WHOLE, compiles, registration
 from devgraph.api.registry import declaration, get_backend
-from devgraph.cli.arguments import by_name, check_model
+from devgraph.cli.arguments import by_name, check_group, check_model
 from devgraph.cli.tables import (
     CommandError,
     note,
@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--emit prints flags or variables, --json prints the plan: choose one")
     if args.emit and args.cluster is None:
         raise CommandError("--emit prints the settings of each node: add --cluster FILE")
+    if args.group is not None and args.cluster is None:
+        raise CommandError("--group names a group of a cluster: add --cluster FILE")
     log = logging.getLogger(resolve.__module__)
     # The tables show the rules that fired.
     log.disabled = not (args.json or args.emit or getattr(args, "verbose", 0))
@@ -126,7 +128,10 @@ def _plan_groups(
     if args.fact:
         place = f"state facts per group in {args.cluster}"
         raise CommandError(f"--fact is not allowed with --cluster: {place}")
-    for planned in plan_cluster(config, Cluster.from_file(args.cluster)):
+    cluster = Cluster.from_file(args.cluster)
+    check_group(args.group, [group.name for group in cluster.groups], args.cluster)
+    groups = tuple(group for group in cluster.groups if args.group in (None, group.name))
+    for planned in plan_cluster(config, attrs.evolve(cluster, groups=groups)):
         group = planned.group
         plan = _Plan(
             title=f"{group.name}: {group.count} x {group.backend}",

@@ -385,6 +385,14 @@ def test_emitted_settings_make_the_planned_choices(
         assert config.to_dict(everything=True) == planned[backend]["effective"]
 
 
+def test_plan_of_one_group(layers: Path, capsys: pytest.CaptureFixture[str]):
+    argv = ["plan", "--cluster", layers / "cluster.json", "--emit", "env", "--group"]
+    assert run_cli(capsys, *argv, "cuda").out.splitlines()[0::2] == ["# cuda: 1 x cuda"]
+    result = run_cli(capsys, *argv, "cudo")
+    assert (result.code, result.out) == (2, "") and "Did you mean 'cuda'?" in result.err
+    assert "add --cluster FILE" in run_cli(capsys, "plan", "--group", "cuda").err
+
+
 @pytest.mark.parametrize("form", ["flags", "env"])
 @pytest.mark.parametrize(
     "node",
