@@ -234,5 +234,5 @@ class Runtime(NodeRuntime):
         return super().arguments(kind, params)
 
     def copy_attributes(self, source: int, target: int) -> None:
-        if not self.missing:
+        if _COPY_ATTRIBUTES not in self.missing:
             super().copy_attributes(source, target)

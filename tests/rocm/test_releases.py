@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.rocm.runtime import GATE_CALLS
 from tests.support.fake_hip import (
     assert_usable,
     captured,
@@ -24,6 +25,15 @@ def test_release_without_attributes_still_updates():
     with on_fake("release52", version=HIP_52) as be:
         assert be.runtime.missing == {"hipGraphKernelNodeCopyAttributes"}
         assert_usable(be)
+
+
+def test_runtime_without_gates_still_copies_launch_attributes(monkeypatch: pytest.MonkeyPatch):
+    with on_fake(version=HIP_72) as be:
+        monkeypatch.setattr(be.runtime, "missing", GATE_CALLS)
+        made: list[str] = []
+        monkeypatch.setattr(be.runtime, "call", lambda name, *_: made.append(name))
+        be.runtime.copy_attributes(1, 2)
+    assert made == ["GraphKernelNodeCopyAttributes"]
 
 
 def test_runtime_without_required_functions_is_unavailable_and_names_them():
