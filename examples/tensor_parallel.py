@@ -392,8 +392,6 @@ def leaving(rank: int, at: str | None) -> Callable[[int], None]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backend", default="auto", help="devgraph backend")
-    mode = os.environ.get("DEVGRAPH_MODE") or json.dumps(MODE)
-    parser.add_argument("--device-graph-mode", metavar="JSON", default=mode)
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
@@ -407,7 +405,10 @@ def parse() -> argparse.Namespace:
         help="end a rank at a step, to test the reaction of the others",
     )
     dg.add_cli_args(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    config = dg.DeviceGraphConfig.from_args(args, parser=parser)
+    args.config = config if config.to_dict() else dg.DeviceGraphConfig.from_dict(MODE)
+    return args
 
 
 def main(args: argparse.Namespace) -> int:
@@ -416,7 +417,7 @@ def main(args: argparse.Namespace) -> int:
     world = World.join(args.backend, args.timeout)
     backend, device = world.backend, world.backend.device
     model = Model(shape, device, rank=world.rank, size=world.size, add_up=world.add_up)
-    engine = Engine(model, dg.DeviceGraphConfig.from_args(args), backend, world.ranks)
+    engine = Engine(model, args.config, backend, world.ranks)
     engine.capture()
     proofs = {} if args.leave else {p: getattr(engine, p).prove() for p in ("decode", "prefill")}
     engine.before_launch = leaving(world.rank, args.leave)
