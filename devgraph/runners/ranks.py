@@ -347,9 +347,10 @@ class RankGroup:
             AgreementError: ranks request different variants, or a rank did not vote.
         """
         if self.size == 1:
-            return decision or Decision(Reason.EMPTY_BATCH)
+            return Decision(Reason.EMPTY_BATCH) if decision is None else decision
         bucket, variant = 0, None
-        busy = decision if decision and decision.reason is not Reason.EMPTY_BATCH else None
+        is_idle = decision is None or decision.reason is Reason.EMPTY_BATCH
+        busy = None if is_idle else decision
         if busy is None:
             able = 1 if unable else 2  # A rank without requests does not cause a step.
         else:

@@ -209,7 +209,7 @@ class Runner:
         """
         self._require_open("agree")
         require_decision(decision)
-        if decision and decision.key and self.graphs.get(decision.key) is None:
+        if decision is not None and decision.key and self.graphs.get(decision.key) is None:
             raise InputError(
                 f"the decision is for graph {decision.key}, which {self._name} does not have; pass "
                 f"the result of can_run of the same runner"
