@@ -752,6 +752,7 @@ def test_a_first_look_at_the_outputs_that_fails_is_heard_by_all_ranks():
 def test_a_group_of_one_needs_nobody():
     runner = ranked(RankGroup(dist.HashStore(), 0, size=1))
     assert runner.agree(runner.can_run(2)).bucket == 2
+    assert runner.agree(runner.can_run(99)).reason is Reason.OVER_LARGEST_BUCKET
     assert runner.agree(None).reason is Reason.EMPTY_BATCH
 
 
