@@ -33,11 +33,13 @@ from devgraph.api.trees import attributes_of
 
 logger = logging.getLogger(__name__)
 
-_EACH, _TURN = 32, 8
-"""Number of dictionary entries that a replay compares: in general, and inside module containers.
+_FIRST, _EACH, _TURN = 192, 32, 8
+"""Number of places that a replay compares, for entries of dictionaries and members of classes.
 
-A replay compares the first entries, up to this number, and as many of the rest in rotation. It
-compares all other places, and the lengths of containers outside of module containers.
+A replay compares the first places, up to ``_FIRST``, and ``_EACH`` of the rest in rotation.
+Functions, classes and globals come last, and objects with few attributes first. Inside module
+containers it compares ``_TURN`` places, and as many in rotation. It compares all other places, and
+the lengths of containers outside of module containers.
 """
 
 
@@ -91,10 +93,12 @@ class NamedState:
         wholes = [*_wholes(self._held)]
         terms["each"] += (("[*{}.values()] == {}", whole) for whole in wholes)
         compared = {id(mapping) for mapping, _ in wholes}
-        for entry in self._held:
+        counts = Counter(id(entry.holder) for entry in self._held)
+        for entry in sorted(self._held, key=lambda e: (_is_code(e), counts[id(e.holder)])):
             if id(entry.holder) in compared:
                 continue
-            kind = "outer" if isinstance(entry.holder, dict) else "each"
+            is_entry = isinstance(entry.holder, dict)
+            kind = "outer" if is_entry or _is_code(entry) else "each"
             terms["inner" if entry.place in named.inner else kind].append(term_of(entry))
             if entry.content is not None and entry.holder is not None:
                 terms["each"].append(term_of(entry._replace(holder=None)))
@@ -105,7 +109,7 @@ class NamedState:
         self.terms: list[Term] = [
             *(("[*{}] == {}", order) for order in self._orders),
             *terms["each"],
-            *by_turns(terms["outer"], _EACH, _EACH),
+            *by_turns(terms["outer"], _FIRST, _EACH),
             *by_turns(terms["inner"], _TURN, _TURN),
             *self._memory.terms,
             *(("{}() == {}", (entry.value.initial_seed, seed)) for entry, seed in self._seeds),
@@ -212,6 +216,15 @@ class NamedState:
             if id(entry.holder) in spaces and (is_read or id(entry.holder) in named.probed):
                 _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
         self._settle(named)
+
+
+def _is_code(entry: Entry) -> bool:
+    """Whether a place is a global, or holds a function or a class. Few programs replace these."""
+    holder, value = entry.holder, entry.value
+    if isinstance(holder, dict):
+        is_global = "__builtins__" in holder
+        return is_global or isinstance(value, types.FunctionType | types.ModuleType | type)
+    return isinstance(holder, type) and not isinstance(value, (torch.Tensor, *PLAIN))
 
 
 def _wholes(held: Iterable[Entry]) -> Iterator[tuple[dict[Any, Any], list[Any]]]:

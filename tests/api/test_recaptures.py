@@ -863,7 +863,14 @@ def _of_strict_objects() -> Any:
     return step, lambda: setattr(settings, "gain", 5.0)
 
 
+def _of_many_attributes() -> Any:
+    held = types.SimpleNamespace(**{f"gain{index}": 1.0 for index in range(150)})
+    step = lambda x: x * sum(getattr(held, f"gain{index}") for index in range(150))  # noqa: E731
+    return step, lambda: setattr(held, "gain149", 5.0)
+
+
 UNNAMED = [
+    _of_many_attributes,
     _of_event,
     _of_configuration,
     _of_shared_number,
