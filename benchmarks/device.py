@@ -96,7 +96,7 @@ STEPS = (
         package="sglang",
     ),
     Step("tensor_parallel", f"{_RANKS} --json {{json}}", 120, ("cuda",), ranks=2),
-    Step("votes", f"{_RANKS} --json {{json}}", 60, ("cuda",), ranks=2),
+    Step("votes", "{python} benchmarks/{name}.py --json {json}", 120, ("cuda",)),
     Step(
         "handoff_direct",
         "{python} benchmarks/handoff.py --backends {backend} {backend} --direct --json {json}",

@@ -209,9 +209,10 @@ def tensor_parallel(report: Any) -> Rows:
         yield Pair(f"{ranks} ranks, `agree`", "us", vote["shared memory"], vote["gloo"], "gloo")
 
 
-def votes(report: Any) -> Rows:
-    what = f"{report['ranks']} ranks, a vote through shared memory"
-    yield Pair(what, "us", report["shared_us"], report["gloo_us"], "gloo")
+def votes(rows: Any) -> Rows:
+    for row in rows:
+        what = f"{row['ranks']} ranks, a vote through shared memory"
+        yield Pair(what, "us", row["shared_us"], row["gloo_us"], "gloo")
 
 
 def encoder(report: Any) -> Rows:

@@ -36,7 +36,7 @@ def test_steps_name_what_exists(device: Any) -> None:
         "conformance", "tests", "generate", "graphed", "encoder", "run",
     ]  # fmt: skip
     lacking = [step.name for step in device.STEPS if step.ranks > 1]
-    assert lacking == ["tensor_parallel", "votes", "handoff_direct"]
+    assert lacking == ["tensor_parallel", "handoff_direct"]
 
 
 def test_only_steps_of_another_backend_are_an_error_and_no_success(
@@ -82,7 +82,7 @@ def test_failures_and_late_steps_leave_the_others_and_their_output(
 def test_benchmarks_run_as_often_as_asked_and_fill_the_docs(
     device: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found = "dict(ranks=2,shared_us=3,gloo_us=30)"
+    found = "[dict(ranks=2,shared_us=3,gloo_us=30)]"
     program = f"__import__('json').dump({found},open(__import__('sys').argv[1],'w'))"
     steps = (
         device.Step("votes", f"{{python}} -c {program} {{json}}", 60),
@@ -125,7 +125,7 @@ def test_tables_keep_other_machines_and_replace_their_own(tables: Any, tmp_path:
         machine = {"device": device, "torch": torch, "commit": commit}
         (out / "machine.json").write_text(json.dumps(machine))
         for number, time in enumerate(times):
-            found = {"ranks": 2, "shared_us": time, "gloo_us": 10.0}
+            found = [{"ranks": 2, "shared_us": time, "gloo_us": 10.0}]
             name = f"votes-{number + 1}" if number else "votes"
             (out / f"{name}.json").write_text(json.dumps(found))
         assert tables.write(out, tmp_path) == ["page.md"]
@@ -264,7 +264,7 @@ SAMPLES: dict[str, tuple[Any, str, float]] = {
         2.0,
     ),
     "votes": (
-        {"ranks": 4, "shared_us": 3.0, "gloo_us": 30.0},
+        [{"ranks": 4, "shared_us": 3.0, "gloo_us": 30.0}],
         "4 ranks, a vote through shared memory",
         0.1,
     ),
