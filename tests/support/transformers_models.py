@@ -12,10 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the transformers integration")
 
-from devgraph.integrations.transformers.names import NAMES
+from devgraph.integrations.transformers.names import CACHES
 
 VOCABULARY = 211
-CACHE = NAMES.caches[0]
+CACHE = CACHES[0]
 """Argument of a forward, and key of its output, that holds the cache."""
 
 # Tensors here are so small that threads cost more than they bring, most of all when tests run in

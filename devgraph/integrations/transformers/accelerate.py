@@ -44,7 +44,7 @@ from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.engine.installation import Changes
 from devgraph.integrations.transformers.engine import Engine, config_of, has_hooks
 from devgraph.integrations.transformers.fusion import model_lock
-from devgraph.integrations.transformers.names import NAMES
+from devgraph.integrations.transformers.names import CACHES, cache_in, cache_name
 from devgraph.integrations.transformers.probe import (
     UnsupportedModelError,
     eos_of,
@@ -181,9 +181,9 @@ class _Acceleration:
         body = self.engine.model.shape.body
         self._body_hook = self._hook(body, "forward", self._body_forward)
         self._is_stateful: bool = getattr(model, "_is_stateful", False)
-        if self.engine.model.states and NAMES.caches[0] in parameters_of(body):
+        if self.engine.model.states and CACHES[0] in parameters_of(body):
             # transformers cannot undo rejected tokens in recurrent state, but state slots can.
-            # Its loop finds a cache only under the first of ``NAMES.caches``.
+            # Its loop finds a cache only under the first of ``CACHES``.
             self._changes.change(model, "_is_stateful", False)
         self._fingerprint = _fingerprint(model)
 
@@ -229,7 +229,7 @@ class _Acceleration:
             self.requests += 1
         else:
             self._fall_back(
-                reason, NAMES.cache_in(inputs), assisted=mode is GenerationMode.ASSISTED_GENERATION
+                reason, cache_in(inputs), assisted=mode is GenerationMode.ASSISTED_GENERATION
             )
         return result
 
@@ -255,7 +255,7 @@ class _Acceleration:
             return Fallback.MASK
         if any(pads) and not self.engine.model.ignores_padding:
             return Fallback.PADDING
-        cache: Any = NAMES.cache_in(inputs)
+        cache: Any = cache_in(inputs)
         self._vacate()
         if not Seat.fits(self.engine, cache, batch):
             return Fallback.CACHE
@@ -310,14 +310,14 @@ class _Acceleration:
     # -- forwards --------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        cache = NAMES.cache_in(kwargs)
+        cache = cache_in(kwargs)
         seat = seat_of(cache)
         if seat is not None:
             reason, logits = self._run(seat, kwargs)
             if reason is None:
-                if NAMES.name_in(kwargs) == "cache_params":
-                    return MambaCausalLMOutput(logits=logits, **{NAMES.caches[-1]: cache})
-                return CausalLMOutputWithPast(logits=logits, **{NAMES.caches[0]: cache})
+                if cache_name(kwargs) == "cache_params":
+                    return MambaCausalLMOutput(logits=logits, **{CACHES[-1]: cache})
+                return CausalLMOutputWithPast(logits=logits, **{CACHES[0]: cache})
             self._fall_back(reason, cache)
         # A step of another thread may have replaced attributes of the model.
         with model_lock:
@@ -443,7 +443,7 @@ class _Acceleration:
 
 
 _INPUTS = frozenset({"attention_mask", "input_ids", "logits_to_keep", "position_ids"})
-_INPUTS |= frozenset(NAMES.caches)
+_INPUTS |= frozenset(CACHES)
 _LOOP_ARGS = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
 """Further arguments that the loop passes to every forward."""
 _WARPERS = {

@@ -36,7 +36,7 @@ from devgraph.integrations.transformers.attention import (
     varlen_packed,
 )
 from devgraph.integrations.transformers.fusion import Fusion, model_lock, replaced
-from devgraph.integrations.transformers.names import NAMES
+from devgraph.integrations.transformers.names import LENGTH
 from devgraph.integrations.transformers.probe import (
     ModelShape,
     attends_itself,
@@ -147,7 +147,7 @@ class CausalModel:
         self._embeddings = [
             module
             for module in self.shape.body.modules()
-            if not takes_positions and {"position_ids", NAMES.length} <= parameters_of(module)
+            if not takes_positions and {"position_ids", LENGTH} <= parameters_of(module)
         ]
         overrides = self.shape.overrides | {"_attn_implementation": self._name}
         self._overriding = overriding(model, **overrides)

@@ -38,7 +38,7 @@ from devgraph.api.errors import DeviceGraphError
 from devgraph.api.modes import OwnMode
 from devgraph.integrations.transformers.attention import LayerShape
 from devgraph.integrations.transformers.fusion import OperationTrace, model_lock, replaced
-from devgraph.integrations.transformers.names import NAMES
+from devgraph.integrations.transformers.names import CACHES, cache_name
 from devgraph.integrations.transformers.state import Mixer, state_tensors
 
 _TOKENS = 3
@@ -212,7 +212,7 @@ def _body_of(model: PreTrainedModel) -> torch.nn.Module:
     except Exception as error:
         raise _Refused(f"its forward failed with {type(error).__name__}: {error}") from error
     parameters = parameters_of(called[0]) if called else set()
-    if "input_ids" not in parameters or NAMES.name_in(parameters) is None:
+    if "input_ids" not in parameters or cache_name(parameters) is None:
         raise _Refused("its forward does not begin with a base model that has a cache")
     return called[0]
 
@@ -228,7 +228,7 @@ def body_inputs(
     parameters = parameters_of(body)
     inputs = {
         "input_ids": ids,
-        NAMES.name_in(parameters) or NAMES.caches[0]: cache,
+        cache_name(parameters) or CACHES[0]: cache,
         "use_cache": True,
     }
     if "position_ids" in parameters:

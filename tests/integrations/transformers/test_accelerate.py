@@ -37,7 +37,7 @@ from devgraph.integrations.transformers import (
     generate_stats,
     unaccelerate,
 )
-from devgraph.integrations.transformers.names import NAMES
+from devgraph.integrations.transformers.names import CACHES, cache_name
 from devgraph.integrations.transformers.probe import parameters_of
 from devgraph.integrations.transformers.seat import seat_of
 from tests.support.transformers_models import CACHE, FAMILIES, make_model, prompts
@@ -260,7 +260,7 @@ def test_model_with_recurrent_layers_generates_in_graphs(name: str) -> None:
     mask = torch.ones_like(ids)
     mask[0, :9] = mask[2, :4] = 0
     text = {"input_ids": ids[1:2]}
-    cache = NAMES.name_in(parameters_of(model))
+    cache = cache_name(parameters_of(model))
     keyless = name.startswith("Mamba")
 
     def run(*, plain: bool, **proposed: int) -> list[Any]:
@@ -767,7 +767,7 @@ def test_loops_of_callers_over_a_seated_cache_get_what_the_model_gives(model: An
     assert generate_stats(model).fallbacks == {"inputs": 1}
 
 
-@pytest.mark.parametrize("name", NAMES.caches)
+@pytest.mark.parametrize("name", CACHES)
 def test_forward_over_a_seated_cache_takes_its_deprecated_names(model: Any, name: str) -> None:
     def loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:
         return model(input_ids=input_ids, **{name: kwargs[CACHE]}, logits_to_keep=1).logits

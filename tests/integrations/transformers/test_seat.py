@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from devgraph.api.errors import StateError
 from devgraph.integrations.transformers import Engine
-from devgraph.integrations.transformers.names import NAMES
+from devgraph.integrations.transformers.names import CACHES
 from devgraph.integrations.transformers.seat import Seat, seat_of
 from devgraph.integrations.transformers.state import state_tensors
 from tests.zoo.families import VOCABULARY, build, quiet
@@ -67,7 +67,7 @@ def seated(engine: Engine, ids: Any) -> tuple[Seat, DynamicCache]:
 def alone(engine: Engine, ids: Any, cache: Any = None) -> tuple[Any, Any]:
     """Return the last logits of the model without an engine, and its cache."""
     cache = empty(engine) if cache is None else cache
-    out = engine.model.model(input_ids=ids, use_cache=True, **{NAMES.caches[0]: cache})
+    out = engine.model.model(input_ids=ids, use_cache=True, **{CACHES[0]: cache})
     return out.logits[:, -1], cache
 
 
