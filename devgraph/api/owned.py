@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
@@ -195,6 +196,8 @@ class Owned:
         counted = [t for t in (*self.given, *self._others.values()) if not t.is_inference()]
         versions = [tensor._version for tensor in counted]
         before = optimizer_state(self.roots) if captured and is_first else []
+        # A run must compute parametrizations, which ``cached()`` of the caller may hold.
+        cache, parametrize._cache_enabled = parametrize._cache_enabled, 0
         try:
             yield args, kwargs
             changes = before_bodies
@@ -205,7 +208,7 @@ class Owned:
             if watch and self._settings:
                 self._require_settings(watch)
         finally:
-            self._watch = outer
+            self._watch, parametrize._cache_enabled = outer, cache
         changed = {id(t): t for t, n in zip(counted, versions, strict=True) if t._version != n}
         given = {*map(id, self.given)}
         self.written |= changed.keys() & given

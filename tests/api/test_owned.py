@@ -332,3 +332,14 @@ def test_input_that_a_kernel_writes_without_a_new_version_gets_its_new_contents(
         new = torch.full((3,), 5.0)
         captured.replay(new)
         assert new.tolist() == [6.0] * 3
+
+
+def test_parametrization_that_the_caller_caches_is_part_of_the_graph(kit: Kit) -> None:
+    parametrize = torch.nn.utils.parametrize
+    module = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3))
+    module.requires_grad_(False).to(kit.device)
+    with parametrize.cached():
+        module(kit.tensor(2, 3))
+        captured = kit.capture(module, kit.tensor(2, 3))
+    module.parametrizations.weight.original0.mul_(2)
+    kit.same(captured.replay(), module(kit.tensor(2, 3)))
