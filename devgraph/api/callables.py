@@ -706,7 +706,7 @@ class Graphed:
     def prove(self, cases: int = 3) -> Report:
         """Compare each graph with eager runs on fresh inputs; see ``Captured.prove``.
 
-        Graphs of other training flags, constants or frozen parameters are omitted.
+        Graphs with other training flags, constants or frozen parameters are omitted.
 
         Raises:
             StateError: no graph is captured yet.
@@ -839,7 +839,7 @@ _OTHER = object()
 """Returned by a ``repeat`` for a call with another key."""
 
 _NO_TIMES: list[float] = []
-"""The ``graph_seconds`` of an entry that is not, or no longer, timed."""
+"""The ``graph_seconds`` of an entry that is not being timed."""
 
 
 class _Float(str):

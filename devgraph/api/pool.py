@@ -85,8 +85,8 @@ class Pool:
 
         No graph needs a new capture, because ``restore`` maps memory at the same addresses. Live
         tensors, and memory that regions and eager bodies allocated, are saved on the host, because
-        kernels may rely on data of an earlier launch. Memory that captures freed is not saved,
-        because a replay writes it before reading it. Idempotent.
+        kernels may rely on data of an earlier launch. Memory that was freed during a capture is
+        not saved, because a replay writes it before reading it. Idempotent.
 
         Raises:
             CapabilityError: the pool was not created with ``make_pool(releasable=True)``.

@@ -496,9 +496,10 @@ class _CaseRun:
         return ((inputs.slots[name], rows) for name, (_, rows) in parts.items() if rows is not None)
 
     def _shared_values(self) -> tuple[list[_Pad], list[_Pad], list[_Pad]]:
-        """Return the pad values that several rows hold, and those of them that no real row uses.
+        """Return three lists of pad values.
 
-        The third list has all pad values of both kinds: of several rows, or of no real row.
+        The first has the values that several rows hold, and the second those of them that no real
+        row uses. The third has every value that several rows hold or that no real row uses.
         """
         shared, scratch, unused = list[_Pad](), list[_Pad](), list[_Pad]()
         for pad, data in self._pads():

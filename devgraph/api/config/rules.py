@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         "context-parallel",
         "prefill",
         when=lambda facts, _: facts.context_parallel > 1,
-        explanation="ranks that share a prefill exchange data whose sizes differ from the capture",
+        explanation="ranks that share a prefill exchange data whose sizes depend on the batch",
         source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
     _note(

@@ -122,7 +122,7 @@ class BreakablePlan:
 
 
 class BreakableScope(Scope):
-    """The scope that ends the current graph at each marked function; policies may derive theirs."""
+    """The scope that ends the current graph at each marked function; a base for other policies."""
 
     def __init__(
         self, job: Job, session: Session, host: Mapping[Mark, dict[str, Any]], *, stubs: bool

@@ -35,8 +35,8 @@ MODEL = "sglang.srt.model_executor"
 _WARMUPS = 2
 """Number of eager runs before the first capture of a session.
 
-SGLang's own backends run each shape this often. Here, later shapes run only once, because one run
-selects and loads their kernels.
+SGLang's own backends run each shape this many times. Here, later shapes run only once, because
+one run selects and loads their kernels.
 """
 
 

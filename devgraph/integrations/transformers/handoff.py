@@ -283,7 +283,7 @@ class Handoff:
     def require_received(self) -> None:
         """Raise HandoffError if nothing was copied into ``data`` after ``from_json``.
 
-        Data on a device are not checked, because that would wait for the device.
+        Data on a device is not checked, because the check would wait for the device.
         """
         end = self.data[-_ALIGNMENT:]
         if end.is_cpu and end.numel() and bool((end == _UNSET).all()):
