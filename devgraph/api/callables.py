@@ -372,7 +372,7 @@ class Graphed:
         return repeat
 
     def _weights_hold(self) -> bool:
-        """Whether the weights are those of the captures. If not, drop the graphs."""
+        """Return whether the weights are those of the captures; if not, drop the graphs."""
         try:
             if not self._guard.same():
                 self._guard.settle()
@@ -384,7 +384,7 @@ class Graphed:
         return True
 
     def _objects_hold(self, entry: _Entry) -> bool:
-        """Whether objects in the arguments are unchanged. If not, drop the graph."""
+        """Return whether objects in the arguments are unchanged; if not, drop the graph."""
         assert entry.guard is not None
         try:
             if not entry.guard.same():

@@ -129,8 +129,9 @@ class NamedState:
                 )
         if any(table.is_modified for table in self._tables):
             raise StateError(
-                f"a module whose tensors the step iterates over has other parameters or buffers "
-                f"than at capture, but the graph uses the old ones. Remove new ones, or {AGAIN}."
+                f"a module whose tensors the step iterates over has different parameters or "
+                f"buffers than at capture, but the graph uses the old ones. Remove the new ones, "
+                f"or {AGAIN}."
             )
         is_changed = False
         try:

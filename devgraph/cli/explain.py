@@ -193,7 +193,7 @@ def _dot(target: Target, parts: list[_Part]) -> str:
 
 
 def _trace(captured: Captured, parts: list[_Part]) -> dict[str, Any]:
-    """Return the segments in sequence in the format of a Chrome trace, with times in us."""
+    """Return the segments, one after another, as a Chrome trace with times in us."""
     where = {"pid": 0, "tid": 0}
     title = {"name": f"{captured.backend.name}: policy {captured.policy}"}
     events = [{"ph": "M", **where, "name": "process_name", "args": title}]

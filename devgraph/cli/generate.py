@@ -228,7 +228,7 @@ def _run_all(
 
 
 def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str, Any]:
-    """Return the report of one engine; its times in steps are medians over the repeats."""
+    """Return the report of one engine; its durations are medians over the repeats."""
     done, stats = repeats[0]
     seconds = statistics.median(stats.seconds for _, stats in repeats)
     decode_seconds = statistics.median(stats.decode_seconds for _, stats in repeats)

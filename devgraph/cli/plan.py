@@ -279,7 +279,7 @@ def _print_settings(resolution: Resolution) -> None:
 
 
 def _is_unused(resolution: Resolution, phase: str, key: str) -> bool:
-    """Whether the effective settings of the phase never read this key."""
+    """Whether this key has no effect under the effective settings of the phase."""
     config = resolution.effective.phase(phase)
     if config.policy == "disabled":
         return True

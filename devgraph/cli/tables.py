@@ -54,7 +54,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def on_device(backend: str, device: str) -> str:
-    """Return the name of the backend, with the device if its name is another."""
+    """Return the name of the backend, and that of the device if the two names differ."""
     return backend if device == backend else f"{backend} ({device})"
 
 
@@ -96,7 +96,7 @@ def print_json(data: Any) -> None:
 
 
 def check_folder(path: str | None) -> None:
-    """Refuse a file, before the work that it is for, whose folder does not exist."""
+    """Refuse an output file in a folder that does not exist, before any work is done."""
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise CommandError(f"cannot write {path}: there is no such folder")
 

@@ -125,9 +125,9 @@ class CudaBackend(NodeBackend):
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
         if _FREES_WORKSPACES:
-            # At the end of a capture, torch frees the stream's cuBLAS workspace, even one from
-            # before the capture that the graph uses. End an empty capture first, so that this
-            # capture allocates a workspace in its pool.
+            # At the end of a capture, torch frees the stream's cuBLAS workspace, even if it was
+            # allocated before the capture and the graph uses it. End an empty capture first, so
+            # that this capture allocates a workspace in its pool.
             empty = self.make_native_graph()
             empty.capture_begin(capture_error_mode=mode)  # The empty graph frees its own pool.
             self.end_native(empty)

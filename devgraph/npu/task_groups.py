@@ -84,7 +84,7 @@ class TaskGroups:
         self.planned = host
 
     def signal(self, host: Host) -> Job:
-        """Return a job, for the caller to queue, that records the events of the next replay.
+        """Return a job that records the events of the next replay; the caller must queue it.
 
         The job first applies ``host``, unless earlier jobs do so.
         """

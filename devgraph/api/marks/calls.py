@@ -242,7 +242,7 @@ class MarkedCall:
 
         Bridges are allocated in ``memory()``.
         """
-        # A stub may return other memory than the function, so only the function is checked.
+        # A stub may return memory that the function would not, so only the function is checked.
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
         given = tensors_in((args, kwargs))

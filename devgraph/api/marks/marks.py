@@ -54,7 +54,7 @@ class Scope:
         """Break the capture here, if the policy has breaks."""
 
     def records_gates(self, call: str) -> bool:
-        """Whether the gate mark ``call`` is recorded; raise if that is impossible."""
+        """Return whether the gate mark ``call`` is recorded; raise if that is impossible."""
         return False
 
     def refuse_elsewhere(self, name: str) -> NoReturn:
@@ -123,7 +123,7 @@ def graph_break() -> None:
 
 
 def is_here(scope: Scope, name: str) -> bool:
-    """Whether this thread captures under ``scope``; raise if another thread does.
+    """Return whether this thread captures under ``scope``; raise if another thread does.
 
     Return False if the capture has ended: a thread that was started in a capture keeps a copy of
     its context.

@@ -54,7 +54,7 @@ class _MissBudget:
             self._left += 1
 
     def spend(self, key: Hashable) -> bool:
-        """Whether to record ``key`` now; if not, remember it."""
+        """Return whether to record ``key`` now; if not, remember it."""
         if key in self._seen:
             del self._seen[key]
             return True

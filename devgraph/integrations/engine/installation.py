@@ -96,7 +96,7 @@ class Installed:
         self.changes: Any = None
 
     def repeated(self, **asked: str | None) -> bool:
-        """Whether devgraph is installed; raise ConfigError if a setting in ``asked`` differs."""
+        """Return whether devgraph is installed; raise ConfigError for other settings."""
         for name, value in asked.items() if self.changes is not None else ():
             if value not in (None, self._asked[name]):
                 raise ConfigError(
