@@ -496,7 +496,7 @@ class Gates(Mapping[str, Gate]):
             for fence, places in by_fence.items():
                 self.channel.open(launch.number, places, fence)
                 launch.unwritten.difference_update(places)
-            if launch.closed:
+            if not launch.waits.keys() <= launch.opened.keys():
                 break
         if (
             self._watch is None

@@ -162,8 +162,9 @@ class FlagGates:
         return fence, lambda: self.run(source, ops)
 
     def _note(self, fence: _After) -> None:
-        last = self._fences.get(fence.stream, fence)
-        self._fences[fence.stream] = max(last, fence, key=lambda one: one.number)
+        last = self._fences.get(fence.stream)
+        if last is None or last.number < fence.number:
+            self._fences[fence.stream] = fence
 
     def clear(self) -> None:
         self._dirty = True
