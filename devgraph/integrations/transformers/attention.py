@@ -149,13 +149,13 @@ class KVCache(Cache):  # type: ignore[misc]
         self.max_len = max_len
 
         self._blocks: list[Tensor] = []
-        """Keys or values of equal neighbors, ``[layers, kv_heads, rows, dim]``. One operation
-        clears or moves rows of all these layers."""
+        """Keys and values, ``[tensors, kv_heads, rows, dim]``. Neighbors share a block, so that one
+        operation copies many."""
 
-        def block(count: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+        def block(tensors: int, heads: int, dim: int) -> tuple[Tensor, ...]:
             rows = slots * max_len + 1
             sizes = (rows, heads) if rows_first else (heads, rows)
-            new = torch.zeros(count, *sizes, dim, dtype=dtype, device=device)
+            new = torch.zeros(tensors, *sizes, dim, dtype=dtype, device=device)
             self._blocks.append(new.transpose(1, 2) if rows_first else new)
             return self._blocks[-1].unbind(0)
 
@@ -167,7 +167,12 @@ class KVCache(Cache):  # type: ignore[misc]
                 if sizes is None:
                     layers += [None] * len(alike)
                     continue
-                keys, values = (block(len(alike), sizes[0], dim) for dim in sizes[1:])
+                heads, key_dim, value_dim = sizes
+                if key_dim == value_dim:
+                    both = block(2 * len(alike), heads, key_dim)
+                    keys, values = both[::2], both[1::2]
+                else:
+                    keys, values = (block(len(alike), heads, dim) for dim in sizes[1:])
                 layers += map(CacheLayer, alike, keys, values, itertools.repeat(slots))  # type: ignore[arg-type]
             super().__init__(layers=layers)
         self._clean = [0] * slots

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import threading
 import time
 import typing
@@ -191,12 +192,21 @@ class Handoff:
     def by_layer(self, data: Tensor) -> list[dict[str, Tensor]]:
         """Return the tensors of each layer, as views of ``data`` or of a copy of it."""
         layers: list[dict[str, Tensor]] = [{} for _ in range(self.layers)]
-        typed, start = functools.cache(data.view), 0
-        for layer, name, size, dtype, shape in self._layout:
+        start = 0
+        # One operation makes the views of consecutive equal tensors.
+        for (size, dtype, shape), run in itertools.groupby(
+            self._layout, key=operator.itemgetter(2, 3, 4)
+        ):
+            places, flat, item = list(run), data.view(dtype), dtype.itemsize
             strides = [math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
-            first = typed(dtype).storage_offset() + start // dtype.itemsize
-            layers[layer][name] = typed(dtype).as_strided(shape, strides, first)
-            start += size
+            rows = flat.as_strided(
+                (len(places), *shape),
+                (size // item, *strides),
+                flat.storage_offset() + start // item,
+            )
+            for (layer, name, *_), view in zip(places, rows.unbind(0), strict=True):
+                layers[layer][name] = view
+            start += size * len(places)
         return layers
 
     @property
@@ -212,18 +222,22 @@ class Handoff:
         """Layer, name, aligned size, dtype and shape of each tensor, in their order."""
         layout = []
         columns = (self.kv_heads, self.head_dim, self.value_dim, self.states)
-        for layer, (heads, key_dim, value_dim, states) in enumerate(zip(*columns, strict=True)):
+        kinds = enumerate(zip(*columns, strict=True))
+        for (heads, key_dim, value_dim, states), run in itertools.groupby(
+            kinds, operator.itemgetter(1)
+        ):
             named: dict[str, tuple[str, tuple[int, ...]]] = {}
             if heads is not None:
                 for name, dim in (("k", key_dim), ("v", value_dim)):
                     named[name] = (self.dtype, (self.cached, heads, dim or 0))
+            places = []
             for name, (dtype_name, shape) in (named | states).items():
                 dtype = getattr(torch, dtype_name, None)
                 if not isinstance(dtype, torch.dtype):
                     raise HandoffError(f"the header of a handoff has an unknown dtype {dtype_name}")
                 size = math.prod(shape) * dtype.itemsize
-                aligned = -(-size // _ALIGNMENT) * _ALIGNMENT
-                layout.append((layer, name, aligned, dtype, shape))
+                places.append((name, -(-size // _ALIGNMENT) * _ALIGNMENT, dtype, shape))
+            layout += [(layer, *place) for layer, _ in run for place in places]
         return layout
 
     @classmethod
@@ -275,18 +289,25 @@ class Handoff:
             )
         try:
             handoff = cls.allocated(device, **values)
-            handoff.data[-_ALIGNMENT:].fill_(_UNSET)
+            handoff._end.fill_(_UNSET)
             return handoff
         except (RuntimeError, TypeError) as error:  # A size is negative or too large.
             raise HandoffError(f"the buffer of a handoff cannot be allocated: {error}") from error
 
-    def require_received(self) -> None:
-        """Raise HandoffError if nothing was copied into ``data`` after ``from_json``.
+    @property
+    def _end(self) -> Tensor:
+        """The last bytes of the last floating-point tensor on the host; empty if there is none."""
+        first = end = stop = 0
+        for _, _, size, dtype, shape in self._layout if self.data.is_cpu else ():
+            if dtype.is_floating_point and 0 not in shape:
+                first, end = stop, stop + math.prod(shape) * dtype.itemsize
+            stop += size
+        return self.data[max(first, end - 8) : end]
 
-        Data on a device is not checked, because the check would wait for the device.
-        """
-        end = self.data[-_ALIGNMENT:]
-        if end.is_cpu and end.numel() and bool((end == _UNSET).all()):
+    def require_received(self) -> None:
+        """Raise HandoffError if nothing was copied into ``data`` after ``from_json``."""
+        end = self._end
+        if end.numel() and bool((end == _UNSET).all()):
             raise HandoffError(
                 "the tensors of the handoff were not received, because the header does not contain "
                 "them: copy handoff.data of the sender into it, or use a transport"
@@ -472,7 +493,28 @@ class LayerStream:
 def copy_layers(
     target: Sequence[Mapping[str, Tensor]], source: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Copy tensors by layer and name; ``source`` may have more names."""
-    for here, there in zip(target, source, strict=True):
-        if here:
-            torch._foreach_copy_(list(here.values()), [there[name] for name in here])
+    """Copy tensors by layer and name; ``source`` may have more names.
+
+    One operation copies all consecutive tensors at equal distances in memory.
+    """
+    pairs = [
+        (tensor, there[name])
+        for here, there in zip(target, source, strict=True)
+        for name, tensor in here.items()
+    ]
+    layouts = [[(t.untyped_storage()._cdata, t.shape, t.stride()) for t in pair] for pair in pairs]
+    offsets = [[t.storage_offset() for t in pair] for pair in pairs]
+    first = 0
+    while first < len(pairs):
+        last, steps = first, [0, 0]
+        while last + 1 < len(pairs) and layouts[last + 1] == layouts[first]:
+            ahead = list(map(operator.sub, offsets[last + 1], offsets[last]))
+            if (last > first and ahead != steps) or min(ahead) < 0:
+                break
+            last, steps = last + 1, ahead
+        here, there = (
+            t.as_strided((1 + last - first, *t.shape), (step, *t.stride()))
+            for t, step in zip(pairs[first], steps, strict=True)
+        )
+        here.copy_(there)
+        first = last + 1
