@@ -22,7 +22,7 @@ class Watched(Protocol):
 
     @property
     def terms(self) -> Sequence[Term]:
-        """Terms that imply a successful ``check``. The object changes with the terms."""
+        """Terms that imply a successful ``check``; a new object after any change of the terms."""
 
     def check(self) -> None:
         """Raise StateError if the state differs from the capture; accept equal objects."""

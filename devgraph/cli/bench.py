@@ -38,7 +38,7 @@ from devgraph.cli.tables import (
 from devgraph.cli.timing import Timing, median, say_cautions, seconds_per_call
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
-"""Function that captures the step with another package; returns the replay, or None if missing."""
+"""Function that captures the step with another package; returns the replay, or None without it."""
 
 
 @attrs.define(kw_only=True)

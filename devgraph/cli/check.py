@@ -20,7 +20,7 @@ from devgraph.cli.tables import CommandError, print_json, print_lines, say
 from devgraph.cli.target import Target, find_target, user_code
 
 _IGNORE = re.compile(r"#\s*devgraph:\s*ignore\[([\w\s,]+)\]")
-"""A comment that ignores kinds of findings on its line."""
+"""A comment that suppresses kinds of findings on its line."""
 
 
 def run(args: argparse.Namespace) -> int:

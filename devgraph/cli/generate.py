@@ -173,7 +173,7 @@ class OrderedText:
 def _engine_sizes(
     args: argparse.Namespace, config: DeviceGraphConfig, lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the sizes of the smallest engine for the prompts, because every bucket has a cost."""
+    """Return the smallest engine sizes for the prompts, so that few buckets are captured."""
     requests = args.max_requests or max(
         min(len(lengths), MOST_REQUESTS), *(config.decode.buckets or (1,))
     )
