@@ -193,14 +193,22 @@ class RunnerStats:
             "hit_ratio": self.hit_ratio,
         }
 
-    def to_prometheus(self, **labels: str) -> str:
+    def to_prometheus(self, *others: RunnerStats, **labels: str) -> str:
         """Return the counters in the Prometheus text format.
 
         Args:
+            *others: statistics of the other runners of the engine, for one page about all of them.
             **labels: labels of every sample, for example ``rank="0"``.
         """
-        base = {"runner": self.name, "phase": self.phase, "backend": self.backend, **labels}
-        page, pool = Page(base), self.executables
+        page = Page({})
+        for stats in (self, *others):
+            own = {"runner": stats.name, "phase": stats.phase, "backend": stats.backend}
+            page.labels = {**own, **labels}
+            stats._add_to(page)
+        return page.text()
+
+    def _add_to(self, page: Page) -> None:
+        pool = self.executables
         page.metric("eager_steps_total", "counter", "Steps outside a graph, by reason.")
         for reason, count in sorted(self.eager.items()):
             page.sample("eager_steps_total", count, reason=reason)
@@ -237,7 +245,6 @@ class RunnerStats:
         if self.replay_pace is not None:
             text, pace = "Time between kernels of a graph.", self.replay_pace
             page.metric("replay_pace_microseconds", "gauge", text, pace.microseconds)
-        return page.text()
 
     def _repr_html_(self) -> str:
         summary = [line.strip().partition(": ")[::2] for line in str(self).splitlines()]
@@ -287,24 +294,28 @@ def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Page:
-    """A page of Prometheus text, in which every sample has ``labels``."""
+    """A page of Prometheus text, in which every new sample has ``labels``."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-        self._lines: list[str] = []
+        self.labels = labels
+        self._samples: list[str] = []
+        self._families: dict[str, list[str]] = {}
 
     def metric(self, name: str, kind: str, text: str, value: float | None = None) -> None:
-        """Add a metric; ``value`` is its only sample, if given."""
-        self._lines += [f"# HELP devgraph_{name} {text}", f"# TYPE devgraph_{name} {kind}"]
+        """Begin or continue a metric; ``value`` is its only sample with these labels, if given."""
+        head = f"# HELP devgraph_{name} {text}\n# TYPE devgraph_{name} {kind}"
+        self._samples = self._families.setdefault(head, [])
         if value is not None:
             self.sample(name, value)
 
     def sample(self, name: str, value: float, **labels: str) -> None:
-        inner = ",".join(f'{k}="{_escape(v)}"' for k, v in {**self._labels, **labels}.items())
-        self._lines.append(f"devgraph_{name}{{{inner}}} {value}")
+        inner = ",".join(f'{k}="{_escape(v)}"' for k, v in {**self.labels, **labels}.items())
+        self._samples.append(f"devgraph_{name}{{{inner}}} {value}")
 
     def text(self) -> str:
-        return "\n".join(self._lines) + "\n"
+        return "".join(
+            f"{line}\n" for head, rows in self._families.items() for line in (head, *rows)
+        )
 
 
 def _escape(value: str) -> str:

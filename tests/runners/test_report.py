@@ -74,6 +74,10 @@ def test_prometheus_text_has_a_type_for_each_metric_and_escaped_labels():
     assert f'devgraph_eager_steps_total{{{labels},reason="over_largest_bucket"}} 1' in samples
     assert f'devgraph_bucket_hits_total{{{labels},bucket="4"}} 1' in samples
     assert text.endswith("\n")
+    both = runner.stats().to_prometheus(double_runner(name="other").stats(), rank="0")
+    assert both.count("# TYPE devgraph_graph_steps_total ") == 1
+    rows = both.partition("# TYPE devgraph_graph_steps_total counter\n")[2].splitlines()[:2]
+    assert [row[-1] for row in rows] == ["1", "0"] and 'runner="other"' in rows[1]
 
 
 def test_requested_and_effective_policy_are_both_visible():
