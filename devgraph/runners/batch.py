@@ -293,6 +293,7 @@ def _checked(name: str, slot: HostSlot, values: Any, real: Size) -> Sequence[Any
     if len(values) != real.rows(slot.dim):
         raise InputError(
             f"host argument {name!r} has {counted(len(values), 'entry')}; expected "
-            f"{real.rows(slot.dim)} ({slot.dim} of {real})"
+            f"{real.rows(slot.dim)} ({slot.dim} of {real}). The first input with a row per "
+            f"request and the first with a row per token give the size of the batch."
         )
     return values

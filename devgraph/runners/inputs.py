@@ -258,7 +258,8 @@ def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[st
             faults.append(f"{fault} input{plural} {', '.join(map(str, names))}")
     near = did_you_mean(str(unknown[0]), missing or slots) if unknown else ""
     hint = near[near.find(" Did") :] if " Did" in near else ""
-    return f"{' and '.join(faults)}; the runner has the slots {', '.join(slots)}.{hint}"
+    names = ", ".join(name for name in slots if name != STATE_SLOTS)
+    return f"{' and '.join(faults)}; the runner has the slots {names}.{hint}"
 
 
 class Staging:

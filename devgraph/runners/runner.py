@@ -312,7 +312,7 @@ class Runner:
                 self._busy.clear()
 
     def _refuse_keywords(self, unknown: Iterable[str]) -> NoReturn:
-        slots = [*self._step.inputs.given]
+        slots = [name for name in self._step.inputs.given if name != STATE_SLOTS]
         wrong = [name for name in unknown if name not in slots]
         known = Runner.run.__kwdefaults__ or ()
         hint = f" There is no option {wrong[0]!r}. {did_you_mean(wrong[0], known)}" if wrong else ""
@@ -725,8 +725,9 @@ class Runner:
 
         Args:
             cases: number of batch sizes to try per bucket: the largest, the smallest, and others.
-            host_args: sets of host arguments to try. By default, the values at capture, those of
-                the last run, and the smallest and largest values that ``sample`` draws.
+            host_args: sets of host arguments to try. The entries of a ``HostSlot`` are repeated
+                or cut to the size of the case. By default, the values at capture, those of the
+                last run, and the smallest and largest values that ``sample`` draws.
             sample: callables by name of a slot or host argument, in place of the samples of slots.
                 Each takes a shape and a ``torch.Generator`` and returns legal data on the host.
             state: whether to compare state in addition to outputs.
@@ -785,11 +786,12 @@ def _buckets_of(options: Options, counting: ByTokens, capacity: int) -> Buckets:
     # Default buckets also leave out sizes below the smallest bucket, but without a warning.
     if missing and missing[-1][0] > buckets[0]:
         logger.warning(
-            "%s: steps of %s %s run eagerly, because each bucket of %s is too small for them, or "
+            "%s: steps of %s %s %s, because each bucket of %s is too small for them, or "
             "more than %g times their size",
             options.name,
             spans(missing),
             counting.counts,
+            "raise an error (strict)" if config.strict else "run eagerly",
             list(buckets),
             config.max_padding,
         )

@@ -95,9 +95,11 @@ def test_listed_buckets_are_kept_and_what_they_leave_out_is_said(
     assert runner.can_run(3).reason == "over_largest_bucket"
     said = [one.message for one in caplog.records if "run eagerly" in one.message]
     assert said == [
-        "decode: steps of 3 to 8 requests run eagerly, because each bucket of [1, 2] is too small, "
-        "or more than 2 times as large"
+        "decode: steps of 3 to 8 requests run eagerly, because each bucket of [1, 2] is too small "
+        "for them, or more than 2 times their size"
     ]
+    double_runner(config={"buckets": [2, 1]}, strict=True)
+    assert "steps of 3 to 8 requests raise an error (strict), because" in caplog.text
 
 
 def test_buckets_that_leave_nothing_out_say_nothing(caplog: pytest.LogCaptureFixture):
