@@ -26,6 +26,7 @@ from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mea
 from devgraph.api.marks.source import warn
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
+from devgraph.api.prove import Draw
 from devgraph.api.registry import get_backend
 from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.runners.batch import Batch
@@ -57,6 +58,7 @@ class RunnerOptions(TypedDict, total=False):
     ranges: bool
     name_nodes: bool | torch.nn.Module
     max_graphs: int | None
+    sample: Mapping[str, Draw] | None
     snapshot_limit: int
     gate_timeout: float | None
     progress: bool
@@ -131,6 +133,10 @@ class Options:
     """Maximum number of captured graphs with ``capture="lazy"``. A further capture closes the least
     recently used graph, whose batches run eagerly until it is captured again. Use this if few of
     many sizes occur at a time."""
+    sample: Mapping[str, Draw] | None = None
+    """Callables by name of a slot or host argument that draw legal data, for ``prove`` and checks
+    (``verify``). Each takes a shape and a ``torch.Generator``. The ``sample`` of ``prove`` has
+    priority over them, and they have priority over the samples of slots."""
     snapshot_limit: int = DEFAULT_LIMIT
     """Maximum bytes of the copies from which ``capture`` restores bound tensors and the state of
     requests. Padding must not write larger tensors: ``capture`` hashes them before its first and

@@ -39,7 +39,7 @@ from devgraph.api.snapshots import RowPlace, RowsOf, differs, read, row_at
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.loop import LOOP_SLOTS
 from devgraph.runners.ranks import RankGroup
-from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size, raw
+from devgraph.runners.slots import STATE_SLOTS, HostSlot, InputSlot, Size, raw
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
 _ENOUGH = 4096
@@ -65,6 +65,7 @@ class Proof:
         slots = [name for name, slot in step.inputs.slots.items() if slot.real is None]
         self._sample = {
             **{n: s.sample for n, s in step.inputs.slots.items() if s.sample is not None},
+            **require_samples(step.options.sample, [*slots, *step.host.declared]),
             **require_samples(terms.sample, [*slots, *step.host.declared]),
         }
         self.generator = torch.Generator().manual_seed(0)
@@ -168,8 +169,8 @@ class Proof:
         if ends:
             further += [{**declared, **{n: v[k] for n, v in ends.items()}} for k in range(2)]
         sets = host_sets(declared, self.terms.host_args, further)
-        for name in declared:
-            if len({str(values.get(name)) for values, *_ in sets}) > 1:
+        for name, value in declared.items():
+            if not isinstance(value, tuple) and len({str(v.get(name)) for v, *_ in sets}) > 1:
                 self._varied.add(name)
         count = max(len(rows), len(sets)) if rows and sets else 0
         for index, row, (values, changed, updated) in zip(
@@ -182,11 +183,18 @@ class Proof:
         """Return the host arguments that are sequences, with one entry per row of ``real``."""
         sequences = {}
         for name, value in self.step.host.at_capture(real).items():
-            if isinstance(value, tuple) and name in values and len(values[name]) != len(value):
-                sequences[name] = value
+            slot, data = self.step.host.declared[name], values.get(name)
             if isinstance(value, tuple) and name in self._sample:
                 data = self._sample[name]((len(value),), self.generator)
-                sequences[name] = tuple(data.tolist() if isinstance(data, torch.Tensor) else data)
+                data = data.tolist() if isinstance(data, torch.Tensor) else data
+            elif not isinstance(slot, HostSlot) or not isinstance(data, Sequence):
+                continue
+            elif len(data) != len(value):
+                # Offsets cannot be repeated, and values of the last run may need its inputs.
+                repeats = self.terms.host_args is not None and slot.dim != "requests+1"
+                data = itertools.islice(itertools.cycle(data), len(value)) if repeats else value
+            sequences[name] = tuple(data)
+            if sequences[name] != value:
                 self._varied.add(name)
         return sequences
 
@@ -232,7 +240,9 @@ class Proof:
         device = self.step.inputs.device
         data = torch.full(slot.shape(real), slot.pad.value, dtype=slot.dtype, device=device)
         if slot.name in self._sample:
-            return drawn(slot.name, self._sample[slot.name], data, self.generator)
+            data = drawn(slot.name, self._sample[slot.name], data, self.generator)
+            self.step.inputs.require_ranges({slot.name: data})
+            return data
         if slot.dtype.is_floating_point or slot.dtype.is_complex:
             randomize(data, self.generator)
         return data
@@ -336,10 +346,11 @@ class _CaseRun:
             others = {*rows}.difference(self._values(STATE_SLOTS), [store.rows])
             if others and numbers is None:
                 message = (
-                    f"the step writes row {min(others)} of {name}, which belongs to no request of "
-                    f"the batch; write only the rows batch.state_slots"
+                    f"the step writes {name} in rows that belong to no request of the batch; write "
+                    f"only the rows batch.state_slots"
                 )
-                yield self.case.failure(f"slot {STATE_SLOTS!r}:", message, "padding")
+                where = f"slot {STATE_SLOTS!r}, row {min(others)}:"
+                yield self.case.failure(where, message, "padding")
 
     def _eager(self, change: Callable[[], None] = lambda: None) -> NamedTensors:
         """Run the step on the padded batch, after ``change`` has modified the batch."""

@@ -44,6 +44,38 @@ def test_check_at_start_passes_right_graphs():
     assert len(runner.graphs.captured) == 4
 
 
+def test_proofs_and_checks_try_all_host_arguments_that_are_sampled_or_given():
+    seen = set()
+
+    @dg.region(host_args=("lengths",), mutates=("out",))
+    def scaled(x, out, *, lengths):
+        seen.add(lengths)
+        out.copy_(x * lengths[0])
+
+    def step(batch):
+        out = torch.empty_like(batch.x)
+        scaled(batch.x, out, lengths=batch.host.lengths)
+        return out
+
+    runner = decode_of(
+        step,
+        (X,),
+        host_args={"lengths": dg.HostSlot("requests", pad=dg.Pad.fill(1))},
+        sample={"lengths": lambda shape, generator: [7] * shape[0]},
+        config={"verify": "start", "buckets": [1, 2]},
+        max_requests=2,
+    )
+    assert {(7,), (7, 7)} <= seen
+    runner = decode_of(
+        step, (X,), host_args=runner._options.host_args, config={"buckets": [1, 2]}, max_requests=2
+    )
+    assert runner.prove().not_varied == ("lengths",)
+    assert runner.prove(host_args=[{"lengths": [3, 4, 5]}]).not_varied == ()
+    assert {(3,), (3, 4)} <= seen
+    with pytest.raises(dg.InputError, match="sample: there is no 'y'"):
+        double_runner(sample={"y": len}, config={"verify": "start"})
+
+
 def test_check_at_start_drops_buckets_that_differ(monkeypatch, caplog):
     step = Switched()
     captured_then(monkeypatch, lambda: setattr(step, "late", 1.0))

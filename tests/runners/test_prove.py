@@ -228,6 +228,8 @@ def test_padding_that_writes_real_rows_is_a_failure_of_its_own(pad):
     runner = decode_of(step, slots_padded_with(pad, sample=distinct_rows))
     step.cache.normal_()
     before = step.cache.clone()
+    with pytest.raises(dg.InputError, match="its slot declares the range 0 to"):
+        runner.prove(sample={"ids": lambda shape, generator: torch.full(shape, VOCAB)})
     report = runner.prove()
     assert {failure.kind for failure in report.failures} == {"padding"}
     assert "which real rows use: pad of slot 'rows'" in report.causes[0]

@@ -288,11 +288,14 @@ def test_prove_finds_rows_of_other_requests_that_a_step_writes():
         return batch.x * 1
 
     with decode_of(step, (X,), state=STATE, max_requests=4) as runner:
-        assert runner.prove().causes[0].startswith("the step writes row 3 of state 'count' of requ")
+        (cause,) = runner.prove().causes
+        assert cause.startswith("the step writes state 'count' of requests in rows that belong to ")
 
 
 def test_request_slot_that_was_never_assigned_is_refused():
     with decode_of(accumulate, (X,), state=STATE, max_requests=4) as runner:
+        with pytest.raises(dg.InputError, match=r"missing input x; the runner has the slots x\."):
+            runner.run({}, state_slots=[])
         runner.assign(1)
         for call in (
             lambda: rows(runner, 2, 4, state_slots=[1, 2]),
