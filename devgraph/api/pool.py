@@ -182,7 +182,7 @@ class Pool:
         """Receive the tensors that the step returns, at the end of a recording."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same memory that does not prevent reuse of the pool's block.
+        """Return a tensor over the same memory, whose block the pool may reuse nevertheless.
 
         A tensor outside the pool's memory is returned unchanged and keeps its memory.
         """

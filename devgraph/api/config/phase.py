@@ -380,9 +380,9 @@ class PhaseConfig:
     executable_budget: float | None = _key(
         optional({**number(float, 0), "read": _read_budget}),
         "Maximum size of the executables and recordings of the pool in bytes, or, below 1, as a "
-        "share of the device's memory. The least recently used are evicted and rebuilt at their "
-        "next launch. If several phases share a pool, the lowest budget applies. If null, there "
-        "is no limit.",
+        "share of the device's memory. The least recently used items are evicted, and executables "
+        "are rebuilt at their next launch. If several phases share a pool, the lowest budget "
+        "applies. If null, there is no limit.",
         default=None,
     )
     releasable: bool = _key(
