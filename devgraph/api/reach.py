@@ -424,7 +424,7 @@ _STATEFUL = frozenset({"argparse", "collections", "queue", "types", "weakref", "
 
 
 def has_state(value: Any) -> bool:
-    """Whether the class of ``value`` is the user's or a container, whose attributes are searched.
+    """Whether attributes of ``value`` are searched: its class is a container or user-defined.
 
     The user's subclasses of devgraph classes (backends, runners, ...) do not count, because a
     capture changes their attributes.

@@ -188,8 +188,8 @@ def _other_name(name: str, kind: type, own: str) -> str:
     if not own:
         return f"{kind.__name__} has no name; set name = {name!r} in the class"
     return (
-        f"{kind.__name__} names itself {own!r}, but is registered as {name!r}. Both must be equal, "
-        f"because modes, plans and statistics use the name of the class"
+        f"{kind.__name__} names itself {own!r}, but is registered as {name!r}. The two names must "
+        f"be equal, because modes, plans and statistics use the name of the class"
     )
 
 
