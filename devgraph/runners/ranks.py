@@ -229,7 +229,7 @@ class RankGroup:
                 raise AgreementError(f"rank {rank} of {name} {answer}")
         raise AgreementError(
             f"the ranks of {name} do not agree: {'; '.join(_differences(everyone))}. "
-            f"All ranks of a group need the same configuration."
+            f"All ranks need the same configuration, and call invalidate() and capture() together."
         )
 
     def refuse(self, name: str, error: Exception) -> None:

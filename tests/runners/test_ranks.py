@@ -711,6 +711,7 @@ def test_ranks_that_capture_different_buckets_are_told_at_once():
     for error in in_ranks(2, work):
         assert isinstance(error, dg.AgreementError)
         assert "to_capture=" in str(error) and '["8", "4", "2", "1"]' in str(error)
+        assert "call invalidate() and capture() together" in str(error)
 
 
 def test_a_rank_at_another_vote_is_told():
