@@ -373,7 +373,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_saved_as_bytes(tensor: torch.Tensor) -> bool:
     lazy = (tensor.is_conj() or tensor.is_neg()) and tensor.is_contiguous()
-    return lazy or overlaps_itself(tensor)
+    # torch crashes if a quantized tensor is compared with a view of bytes.
+    return lazy or tensor.is_quantized or overlaps_itself(tensor)
 
 
 def row_at(tensor: torch.Tensor, place: RowPlace) -> torch.Tensor:

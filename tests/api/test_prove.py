@@ -338,3 +338,15 @@ def test_packed_floats_without_kernels_are_varied() -> None:
     report = captured.prove(cases=2)
     assert report.ok and report.not_varied == ()
     assert packed.view(torch.uint8).eq(0).all()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors_are_compared() -> None:
+    """A comparison with a view of their bytes ended the process."""
+
+    def quantized() -> torch.Tensor:
+        return torch.quantize_per_tensor(torch.randn(4), 0.1, 10, torch.quint8)
+
+    held = quantized()
+    captured = dg.capture(lambda q: q.dequantize() + held.dequantize(), quantized(), backend="cpu")
+    assert captured.prove(cases=1).ok
