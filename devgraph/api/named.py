@@ -94,18 +94,24 @@ class NamedState:
         terms["each"] += (("[*{}.values()] == {}", whole) for whole in wholes)
         compared = {id(mapping) for mapping, _ in wholes}
         counts = Counter(id(entry.holder) for entry in self._held)
-        for entry in sorted(self._held, key=lambda e: (_is_code(e), counts[id(e.holder)])):
+        outer: list[Entry] = []
+        for entry in self._held:
             if id(entry.holder) in compared:
                 continue
-            is_entry = isinstance(entry.holder, dict)
-            kind = "outer" if is_entry or _is_code(entry) else "each"
-            terms["inner" if entry.place in named.inner else kind].append(term_of(entry))
+            if entry.place in named.inner:
+                terms["inner"].append(term_of(entry))
+            elif isinstance(entry.holder, dict) or _is_code(entry):
+                outer.append(entry)
+            else:
+                terms["each"].append(term_of(entry))
             if entry.content is not None and entry.holder is not None:
                 terms["each"].append(term_of(entry._replace(holder=None)))
         for space in self._spaces:
             is_inner = (id(space.value), None) in named.inner
             terms["inner" if is_inner else "each"].append(term_of(space))
         terms["inner"] += map(term_of, self._tables)
+        outer.sort(key=lambda entry: (_is_code(entry), counts[id(entry.holder)]))
+        terms["outer"] = [*map(term_of, outer)]
         self.terms: list[Term] = [
             *(("[*{}] == {}", order) for order in self._orders),
             *terms["each"],
