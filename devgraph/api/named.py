@@ -33,7 +33,7 @@ from devgraph.api.trees import attributes_of
 
 logger = logging.getLogger(__name__)
 
-_FIRST, _EACH, _TURN = 192, 32, 8
+_FIRST, _EACH, _TURN = 128, 32, 8
 """Number of places that a replay compares, for entries of dictionaries and members of classes.
 
 A replay compares the first places, up to ``_FIRST``, and ``_EACH`` of the rest in rotation.
