@@ -646,7 +646,7 @@ def test_weights_that_changed_are_never_replayed():
     holder["weight"] = torch.full((3,), 5.0)
     epoch[0] += 1
     for given in ({"x": rows_of_x(2)}, None):
-        with pytest.raises(dg.StateError, match="here decode .*weights changed.*invalidate"):
+        with pytest.raises(dg.StateError, match="this rank decode .*weights changed.*invalidate"):
             runner.run(given, decision=decision)
     runner.capture()  # the graphs serve again when their weights are back
     assert runner.can_run(2).reason is Reason.WEIGHTS_CHANGED
@@ -745,7 +745,7 @@ def test_a_decision_from_before_the_memory_was_given_back_is_refused():
     x = rows_of_x(2)
     decision = other.can_run(2)
     runner.suspend(release="memory")
-    with pytest.raises(dg.StateError, match="here decode .* released the pool's memory"):
+    with pytest.raises(dg.StateError, match="on this rank decode .* released the pool's memory"):
         other.run({"x": x}, decision=decision)
     for _ in range(2):
         with pytest.raises(dg.ResourceError, match=r"call resume\(\) on the runner"):
