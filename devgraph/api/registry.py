@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import importlib.metadata
 import logging
@@ -194,24 +195,40 @@ def _other_name(name: str, kind: type, own: str) -> str:
 
 
 def _require_hooks(backend: Backend) -> None:
+    from devgraph.api.backend import Backend
     from devgraph.api.capabilities import Capabilities, hooks
+    from devgraph.api.device import Device
     from devgraph.api.graph import DeviceGraph
 
     require_result(backend.capabilities, Capabilities, backend, "capabilities")
     graph_type = backend.graph_type
-    if absent := sorted(getattr(graph_type, "__abstractmethods__", ())):
+    own = graph_type if issubclass(graph_type, DeviceGraph) else DeviceGraph
+    if absent := sorted(own.__abstractmethods__):
         raise BackendUnavailableError(
             f"graph_type of {type(backend).__name__} is {graph_type.__name__}, which does not "
             f"implement {', '.join(absent)}. Set it to a subclass of DeviceGraph that does."
         )
-    names = [hook.rpartition(".")[2] for hook in hooks("region_update")]
-    missing = [name for name in names if getattr(graph_type, name) is getattr(DeviceGraph, name)]
-    if backend.capabilities.region_update and missing:
-        raise CapabilityError(
-            f"backend {backend.name!r} declares region_update, but its graph_type "
-            f"{graph_type.__name__} does not implement {' and '.join(missing)}. Implement these "
-            f"methods as described in docs/backends.md, or do not declare region_update."
-        )
+    for capability in ("region_update", "node_ranges", "loops", "gates"):
+        named = [hook.rpartition(".")[2] for hook in hooks(capability)]
+        kinds = (graph_type, DeviceGraph), (type(backend), Backend)
+        kind, base = kinds[hasattr(Backend, named[0])]
+        missing = [name for name in named if getattr(kind, name) is getattr(base, name)]
+        if getattr(backend.capabilities, capability) and missing:
+            raise CapabilityError(
+                f"backend {backend.name!r} declares {capability}, but its "
+                f"{'graph_type ' if kind is graph_type else 'class '}{kind.__name__} does not "
+                f"implement {' and '.join(missing)}. Implement these methods as described in "
+                f"docs/backends.md, or do not declare {capability}."
+            )
+    for leaf, owner in (graph_type, DeviceGraph), (type(backend), Device):
+        code = dis.get_instructions(owner.__init__)
+        state = {each.argval for each in code if each.opname == "STORE_ATTR"}
+        for part in leaf.__mro__[: leaf.__mro__.index(owner)]:
+            if taken := sorted(state & vars(part).keys()):
+                raise BackendUnavailableError(
+                    f"{part.__name__}.{taken[0]} hides an attribute in which {owner.__name__} "
+                    f"keeps its own state. Rename it in {part.__name__}."
+                )
 
 
 _registry = _Registry()

@@ -305,9 +305,8 @@ class _Plugin:
             figures = f"{row.proved:>6} {row.failed:>6} {row.skipped:>7}"
             write(f"{name:<20} {says:<8} {figures}  {self._reasons(row)}".rstrip())
             if row.failed:
-                page = "a hook of docs/backends.md#other-devices"
-                methods = page if name == _CORE else ", ".join(_hooks(name))
-                write(f"{'':<20} implement or fix: {methods}")
+                page = " (docs/backends.md#other-devices)" if name == _CORE else ""
+                write(f"{'':<20} implement or fix: {', '.join(_hooks(name))}{page}")
                 own = (one["faults"] for one in failures if name in one["capabilities"])
                 if numbers := sorted({number for faults in own for number in faults}):
                     links = ", ".join(f"#row-{number}" for number in numbers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
@@ -88,6 +89,11 @@ class _Launches(CpuGraph):
 class ReplayDoesNothing(_Launches):
     def launch_as(self, launch: Callable[[], None]) -> None:
         pass
+
+
+class LaunchReturnsEarly(_Launches):
+    def launch_as(self, launch: Callable[[], None]) -> None:
+        threading.Timer(0.2, launch).start()
 
 
 class FreesNothing(CpuGraph):
@@ -373,6 +379,12 @@ MUTANTS = (
         "a replay runs nothing",
         "test_every_replay_runs_the_work_once",
         ReplayDoesNothing,
+    ),
+    Mutant(
+        "launch-returns-early",
+        "a replay runs later, and the fence does not know it",
+        "test_fence_follows_earlier_work",
+        LaunchReturnsEarly,
     ),
     Mutant(
         "nothing-freed",

@@ -212,18 +212,14 @@ def test_session_ends_with_what_was_proved_and_what_to_implement(run):
     assert max(map(len, table.splitlines()[1:])) <= 80
 
 
-HOOKLESS = """
+BREAKING = """
 import devgraph as dg
-from devgraph.api.graph import DeviceGraph
+from devgraph.api.graph import DeviceGraph as base
 from devgraph.cpu.backend import CpuBackend, CpuGraph
-
-class Graph(CpuGraph):
-    _record = DeviceGraph._record
-    _apply = DeviceGraph._apply
 
 class Fake(CpuBackend):
     name = "fake"
-    graph_type = Graph
+    graph_type = type("Mine", (CpuGraph,), {{{attributes}}})
 
 dg.register("fake", Fake, replace=True)
 """
@@ -274,7 +270,7 @@ def test_report_is_prepared_before_the_tests_run(run, tmp_path):
     path = tmp_path / "new" / "folder" / "out.json"
     chosen = ("--devgraph-backend", "fake", "--devgraph-report")
     result = run(source, *chosen, str(path))
-    result.stdout.fnmatch_lines(["*implement or fix: a hook of docs/backends.md#other-devices"])
+    result.stdout.fnmatch_lines(["*implement or fix: DeviceGraph._abort, DeviceGraph._begin,"])
     (failure,) = json.loads(path.read_text())["failures"]
     assert failure["faults"] == []
     (tmp_path / "folder.json").mkdir()
@@ -284,15 +280,22 @@ def test_report_is_prepared_before_the_tests_run(run, tmp_path):
         assert f"--devgraph-report {wrong}: " in result.stderr.str()
 
 
-def test_declared_update_without_its_hooks_is_one_error_that_names_them(run):
-    result = run(_capabilities(), "--devgraph-backend", "fake", conftest=HOOKLESS)
+@pytest.mark.parametrize(
+    ("attributes", "text"),
+    [
+        ("'_record': base._record, '_apply': base._apply",
+         "declares region_update, but its graph_type Mine does not implement _record and _apply. "
+         "Implement these methods as described in docs/backends.md"),
+        ("'_nodes_so_far': base._nodes_so_far",
+         "declares node_ranges, but its graph_type Mine does not implement _nodes_so_far"),
+        ("'calls': len", "Mine.calls hides an attribute in which DeviceGraph"),
+    ],
+)  # fmt: skip
+def test_backend_that_breaks_the_contract_is_one_error_that_names_it(run, attributes, text):
+    conftest = BREAKING.format(attributes=attributes)
+    result = run(_capabilities(), "--devgraph-backend", "fake", conftest=conftest)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    said = result.stderr.str()
-    assert (
-        said.count("declares region_update, but its graph_type Graph does not implement _record")
-        == 1
-    )
-    assert "docs/backends.md" in said
+    assert result.stderr.str().count(text) == 1
 
 
 def test_undeclared_is_not_tried_on_request(run):

@@ -18,7 +18,7 @@ MODES = ("global", "thread_local", "relaxed")
 def test_backend_names_itself_its_device_and_its_version(kit: Kit) -> None:
     backend = kit.backend
     assert backend.name
-    assert isinstance(backend.device, torch.device)
+    assert isinstance(backend.device, torch.device), "device must be a torch.device"
     assert backend.version
     assert backend.device_name
     assert backend.name in repr(backend)
@@ -35,8 +35,9 @@ def test_capabilities_are_frozen_data(kit: Kit) -> None:
     assert isinstance(capabilities, dg.Capabilities)
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         capabilities.rng = not capabilities.rng  # type: ignore[misc]
-    assert capabilities.capture_error_modes
-    assert set(capabilities.capture_error_modes) <= set(MODES)
+    assert capabilities.capture_error_modes, "declare at least one capture_error_mode"
+    unknown = sorted(set(capabilities.capture_error_modes) - set(MODES))
+    assert not unknown, f"capture_error_modes must be in {MODES}"
 
 
 def test_signatures_are_those_of_the_torch_proposal(kit: Kit) -> None:
@@ -73,9 +74,12 @@ def test_random_state_is_restored_by_its_setter(kit: Kit) -> None:
 
 def test_fence_follows_earlier_work(kit: Kit, pool: dg.Pool) -> None:
     x = kit.tensor(64, 64)
-    graph, _ = kit.record(lambda: x @ x, pool=pool)
+    graph, y = kit.record(lambda: x * 2, pool=pool)
     graph.replay()
     done = kit.backend.fence()
+    if done():
+        cure = "an asynchronous launch() needs a fence() that waits for it"
+        same(y, x * 2, f"{cure}: fence() reports the end of a replay, but its result")
     kit.backend.synchronize()
     assert done() is True
     assert done() is True

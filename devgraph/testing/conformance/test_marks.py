@@ -68,6 +68,8 @@ def test_nodes_have_the_names_of_modules_and_marks(kit: Kit) -> None:
     model = torch.nn.Sequential(Layer(), torch.nn.Identity(), Layer())
     captured = kit.capture(lambda x: model(x) - 3, kit.tensor(8), name_nodes=model)
     (graph,) = captured.segments
+    known = all(one.first is not None for one in graph.ranges)
+    assert known, "_nodes_so_far must return the number of recorded nodes"
     assert [(one.depth, one.name, one.first, one.stop) for one in graph.ranges] == [
         (0, "0", 0, 3),
         (1, "doubled", 1, 2),

@@ -323,7 +323,8 @@ def test_evicted_executables_are_rebuilt(kit: Kit, policy: str, step: Callable[.
     for seed, size in enumerate((8, 1, 3, 3, 8, 1)):
         buckets.check(size, seed)
     found = pool.recordings.residency()
-    assert found.evicted >= 6 and found.made >= 6
+    cure = "the pool evicted no executable: _end must return an EvictableExecutable"
+    assert found.evicted >= 6 and found.made >= 6, cure
     buckets.close()
     assert pool.recordings.bytes == 0
 
