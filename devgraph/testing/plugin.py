@@ -144,6 +144,12 @@ class _Plugin:
             self.backend(self.name).make_graph().close()  # Raises an error if hooks are missing.
         except BackendError as error:
             raise pytest.UsageError(f"--devgraph-backend {self.name}: {error}") from error
+        except Exception as error:
+            raise pytest.UsageError(
+                f"--devgraph-backend {self.name}: an empty graph cannot be made and closed: "
+                f"{type(error).__name__}: {error}. Each __init__ of the backend, its pool and "
+                f"its graph must call super().__init__()."
+            ) from error
 
     def _prepare_report(self, path: Path) -> None:
         """Create the folder of the report, so that a long run cannot lose its results."""

@@ -288,6 +288,7 @@ def test_report_is_prepared_before_the_tests_run(run, tmp_path):
          "Implement these methods as described in docs/backends.md"),
         ("'_nodes_so_far': base._nodes_so_far",
          "declares node_ranges, but its graph_type Mine does not implement _nodes_so_far"),
+        ("'__init__': lambda *_: None", "Each __init__ of the backend, its pool and its graph"),
         ("'calls': len", "Mine.calls hides an attribute in which DeviceGraph"),
     ],
 )  # fmt: skip
