@@ -25,6 +25,7 @@ def test_capture_does_not_execute(kit: Kit) -> None:
         torch.add(x, 1, out=out)
         torch._foreach_add_([item], [x])
     kit.same(written, before, "a buffer after the capture")
+    assert graph.executable is not graph, "_end must return an Executable, such as Call(launch)"
     graph.replay()
     kit.same(written, [x * 2, x + 1, before[2] + x])
 

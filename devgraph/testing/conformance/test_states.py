@@ -296,7 +296,7 @@ def test_exception_in_a_captured_step_leaves_nothing_behind(
     with pytest.raises(kind) as caught:
         kit.capture(step, x, policy=policy, pool=pool, warmup=1)
     assert caught.value is raised
-    kit.same(x, before, "the bound tensor after the failure")
+    kit.same(x, before, "the bound tensor after the failure, when _abort has ended the recording,")
     same(kit.backend.get_rng_state(), state, "the random state after the failure")
     kit.works(pool)
 
