@@ -250,7 +250,7 @@ def test_many_buckets_cost_little_memory(kit: Kit, policy: str, step: Callable[.
     shared = kit.backend.make_pool()
     buckets = Buckets(kit, shared, to_one_row, sizes, policy)
     outputs = sum(c.outputs.nbytes for c in buckets.captured.values())
-    assert alone.bytes > 0
+    assert alone.bytes > 0, "Pool.bytes must report the memory of captures"
     assert shared.bytes <= 1.2 * alone.bytes + outputs + 2 * 2**20, (
         f"{len(sizes)} buckets take {shared.bytes} bytes and the largest alone {alone.bytes}"
     )
