@@ -123,6 +123,8 @@ class Owned:
         """The tensors of ``_others`` that the step writes."""
         self.moved: dict[str, tuple[Any, Any]] = {}
         """Old and new values of plain values that the step changed, by path."""
+        self._in_bodies: set[str] = set()
+        """Paths of plain values that eager bodies changed, as each replay does."""
         self._added: dict[str, Any] = {}
         """Plain values that the first run added."""
         self._watch: Watch | None = None
@@ -261,6 +263,7 @@ class Owned:
             self._refuse(self._watch.changes(note_setting, empty=True))
         yield
         if self._watch is not None:
+            self._watch.changes(lambda path, *_: self._in_bodies.add(path), empty=True)
             self._watch.settle()
 
     def _require_settings(self, watch: Watch) -> None:
@@ -288,6 +291,10 @@ class Owned:
     def _note_state(self, path: str, old: Any, new: Any) -> None:
         if old is ABSENT:  # a value that the first run added may change in later runs
             old = self._added.setdefault(path, new)
+        if path in self._in_bodies and self._named is not None:
+            read = self._named.names.union(entry.path for entry in self._named.places)
+            if re.split(r"\W", path)[0] not in {re.split(r"\W", name)[0] for name in read}:
+                return  # Only eager bodies use the value.
         if new is not ABSENT and not same_value(old, new):
             self.moved[path] = (self.moved.get(path, (old,))[0], new)
 

@@ -687,7 +687,7 @@ def test_proof_covers_every_graph() -> None:
 def test_proof_omits_graphs_of_other_states_of_the_function() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
     scale = 1
-    step = dg.graphed(lambda x: module(x) * scale, backend="cpu")
+    step = graphed(lambda x: module(x) * scale)
     for change in (lambda: None, module.eval, lambda: module.requires_grad_(False)):
         change()
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -343,3 +344,27 @@ def test_parametrization_that_the_caller_caches_is_part_of_the_graph(kit: Kit) -
         captured = kit.capture(module, kit.tensor(2, 3))
     module.parametrizations.weight.original0.mul_(2)
     kit.same(captured.replay(), module(kit.tensor(2, 3)))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_state_that_only_eager_bodies_use_causes_no_warning(is_read: bool) -> None:
+    calls = [0]
+
+    @dg.no_graph
+    def count(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return x * 2
+
+    def reading(x: torch.Tensor) -> torch.Tensor:
+        return count(x) + calls[0]
+
+    step = reading if is_read else lambda x: count(x) + 1
+    with (
+        pytest.warns(dg.DeviceGraphWarning, match=r"calls\[0\] from 0 to 1")
+        if is_read
+        else contextlib.nullcontext()
+    ):
+        captured = dg.capture(step, torch.ones(2), policy="breakable", backend="cpu", warmup=0)
+    before = calls[0]
+    captured.replay()
+    assert calls[0] == before + 1
