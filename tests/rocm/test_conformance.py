@@ -61,7 +61,7 @@ def test_planted_faults_are_found_on_the_fake(tmp_path: Path):
         DEVGRAPH_TEST_HIP_SIM="fake",
     )
     assert result.exit_code == 0, result.text[-4000:]
-    assert sum(outcome == "passed" for outcome in result.outcomes.values()) == 15
+    assert sum(outcome == "passed" for outcome in result.outcomes.values()) == 16
 
 
 @pytest.mark.skipif(
