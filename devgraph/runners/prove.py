@@ -625,14 +625,13 @@ class _CaseRun:
             for name, tensor in self._step.tensors():
                 if name in left:
                     only, now = left[name]
-                    tensor.detach()[only] = now[only]
+                    _write_where(only, now, tensor.detach())
             return run()
 
         later = self._compared.result_of(after_padding)
         for name, (now, saved, _) in first.state.items():
             if name in later.state:
-                written = _changed(saved, now)
-                later.state[name][0][~written] = now[~written]
+                _write_where(~_changed(saved, now), now, later.state[name][0])
         others = RunResult(
             outputs=later.outputs, state={n: v for n, v in later.state.items() if n in first.state}
         )
@@ -697,6 +696,11 @@ def _changed(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """Return a bool for each element: whether any of its bytes differs."""
     one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (saved, now))
     return (one != other).view(*now.shape, now.element_size()).any(-1)
+
+
+def _write_where(mask: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Write the masked elements of ``source`` to ``target``, in operations of fixed shapes."""
+    raw(target).copy_(torch.where(mask, raw(source), raw(target)))
 
 
 def _last_inputs(step: Step) -> Callable[[Size, torch.Generator], dict[str, torch.Tensor]]:
