@@ -14,7 +14,6 @@ from devgraph.api import html
 from devgraph.api.backend import Backend, own_pool
 from devgraph.api.device import raise_if_lost, refuse_foreign_capture
 from devgraph.api.errors import (
-    CaptureError,
     DeviceGraphError,
     InputError,
     InputTypeError,
@@ -47,7 +46,7 @@ from devgraph.api.registry import get_backend
 from devgraph.api.results import Containers, Outputs
 from devgraph.api.session import explained, session, supported_error_mode
 from devgraph.api.snapshots import DEFAULT_LIMIT
-from devgraph.api.tensors import has_place
+from devgraph.api.tensors import has_place, tensors_in
 
 
 class Captured:
@@ -561,6 +560,7 @@ def capture(
 def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> tuple[Plan, float]:
     """Return the plan of ``job`` and its duration. With ``weights``, restore parameters too."""
     chosen, names, owned = get_policy(policy), job.names, job.owned
+    job.require_device(owned.tensors)
     started = time.perf_counter()
     with (
         entered_gates(gates),
@@ -580,7 +580,8 @@ def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> t
             plan = chosen.capture(ready, recording)
             try:
                 require_places()
-            except CaptureError:
+                job.require_device(("an output", tensor) for tensor in tensors_in(plan.outputs))
+            except DeviceGraphError:
                 plan.close()
                 raise
             plan.outputs = without_history(plan.outputs)

@@ -97,3 +97,15 @@ def test_runner_draws_from_a_generator_that_its_step_names(be: Any):
     eager = [torch.rand(2, device=be.device, generator=twin) for _ in range(2)]
     assert torch.equal(torch.stack(outputs), torch.stack(eager))
     assert runner.stats().graph_steps == 2
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable", "piecewise"])
+def test_tensors_of_another_gpu_are_refused(be: Any, policy: str):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = torch.device("cuda", (be.device.index + 1) % torch.cuda.device_count())
+    here, there = torch.randn(8, device=be.device), torch.randn(8, device=other)
+    with pytest.raises(dg.InputError, match=f"x is on {other}.*captures work on {be.device}"):
+        dg.capture(lambda x: x * 2, there, backend=be, policy=policy)
+    with pytest.raises(dg.InputError, match=f"an output is on {other}"):
+        dg.capture(lambda x: (x * 2, there * 2), here, backend=be, policy=policy)

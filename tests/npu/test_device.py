@@ -276,7 +276,7 @@ def test_threads_with_graphs_of_their_own_share_the_update_queue(
 # Devices and processes --------------------------------------------------------------------------
 
 
-def test_second_device_has_its_own_update_thread_whatever_device_is_current(
+def test_second_device_has_its_own_update_thread_and_its_own_tensors(
     driver: Driver, run_python: Any
 ) -> None:
     said = run_python(
@@ -306,6 +306,15 @@ other.start()
 other.join()
 [thread] = [t.name for t in threading.enumerate() if "update" in t.name]
 backend.bind_worker(0)  # and now the first one, with a thread of its own
+for policy in ("full", "breakable"):
+    try:
+        dg.capture(step, x, backend=backend, policy=policy, host_args={"factor": 2.0})
+    except dg.InputError as error:
+        right.append("x is on npu:1, but backend 'npu' captures work on npu:0" in str(error))
+try:  # an output of the other device
+    dg.capture(lambda y: (y * 2, x * 2), torch.arange(8.0, device="npu:0"), backend=backend)
+except dg.InputError as error:
+    right.append("an output is on npu:1" in str(error))
 y = torch.arange(8.0, device="npu:0")
 here = dg.capture(step, y, backend=backend, host_args={"factor": 2.0})
 right.append(torch.equal(here.replay(factor=6.0).cpu(), wanted(y, 6.0)))
@@ -313,7 +322,7 @@ print(json.dumps([sorted(devices), right, thread, torch.npu.current_device()]))
 """,
         FAKEACL_DEVICES="2",
     )
-    assert json.loads(said.splitlines()[-1]) == [[1], [True] * 4, "devgraph update npu:1", 0]
+    assert json.loads(said.splitlines()[-1]) == [[1], [True] * 7, "devgraph update npu:1", 0]
 
 
 ENDING = """

@@ -24,7 +24,7 @@ def on(name: str) -> tuple[Any, Callable[..., torch.Tensor]]:
     A module that calls it is skipped where there is no such backend.
     """
     try:
-        device = dg.get_backend(name).device
+        dg.get_backend(name)
     except dg.BackendError as reason:
         pytest.skip(f"needs the backend {name!r} ({reason})", allow_module_level=True)
 
@@ -37,7 +37,8 @@ def on(name: str) -> tuple[Any, Callable[..., torch.Tensor]]:
         found.synchronize()
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=dtype)
+        # A worker of pytest-xdist binds the backend to its own device after this import.
+        return torch.randn(*shape, device=dg.get_backend(name).device, dtype=dtype)
 
     return backend, randn
 

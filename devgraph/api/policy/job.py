@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -12,6 +12,7 @@ import torch
 
 from devgraph.api.backend import Backend, new_graph
 from devgraph.api.errors import (
+    InputError,
     InputTypeError,
     brief,
     empty_capture,
@@ -120,6 +121,17 @@ class Job:
         tensors, known = tensors_in(outputs), {memory_of(t) for _, t in self.owned.everything()}
         if not tensors or not known.issuperset(map(memory_of, tensors)):
             raise empty_capture(self.backend.device)
+
+    def require_device(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raise InputError if a tensor is on another device of the backend's type."""
+        device = self.backend.device
+        for name, tensor in tensors:
+            if tensor.device.type == device.type and tensor.device != device:
+                raise InputError(
+                    f"{name} is on {tensor.device}, but backend {self.backend.name!r} captures "
+                    f"work on {device}, the current device when the process first used the "
+                    f"backend. Move the tensor, or select the device before the first use."
+                )
 
     def make_graph(self) -> DeviceGraph:
         """Return an empty graph with the reachable state of the step."""
