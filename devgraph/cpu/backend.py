@@ -35,8 +35,8 @@ from devgraph.cpu.violations import Violation
 logger = logging.getLogger(__name__)
 
 ENTRY_BYTES = 2048
-"""Estimated memory of a tape entry with its bound call and about three tensors. A decode step of
-30 layers took 1932 bytes per entry (1277 entries, torch 2.13)."""
+"""Estimated bytes of a tape entry, including its bound call and about three tensors. A decode step
+of 30 layers took 1932 bytes per entry (1277 entries, torch 2.13)."""
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -51,7 +51,7 @@ class CpuRecording(Recording):
 
 
 class CpuPool(Pool):
-    """Blocks for graphs, and separate blocks for recordings of regions."""
+    """A pool with separate blocks for graphs and for recordings of regions."""
 
     def __init__(self, backend: CpuBackend, *, releasable: bool = False) -> None:
         super().__init__(backend, releasable=releasable)
@@ -59,7 +59,7 @@ class CpuPool(Pool):
         self.regions = BlockPool()
         self.graphs_begun = 0  # in the current session
         self.states: dict[int, torch.Tensor] = {}
-        """Last states of random generators in the session's recordings, by address."""
+        """Latest states of random generators in the session, by generator address."""
 
     @property
     def bytes(self) -> int:
@@ -236,8 +236,9 @@ class CpuBackend(Backend):
         try:
             yield
         except BaseException as error:
-            # If an inference_mode block of the step ends only now, its exit enables Python dispatch
-            # for this thread, although no mode is active. Leaving a mode disables it again.
+            # If an inference_mode block of the step ends only now, its exit leaves Python dispatch
+            # enabled in this thread, although no mode is active. Leaving a mode disables the
+            # dispatch again.
             with TorchDispatchMode():  # type: ignore[no-untyped-call]
                 pass
             if isinstance(error, RuntimeError) and is_shortage(error):
@@ -269,12 +270,12 @@ class CpuBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         host_args: Mapping[str, Any] | None = None,
     ) -> list[Violation]:
-        """Return the violations in a step: all code that a device capture refuses or freezes.
+        """Return the violations in a step: code that a device capture refuses or freezes.
 
-        Violations are in order of execution, one for each line and kind. The Python code of the
+        Violations are in order of execution, at most one per line and kind. The Python code of the
         step runs twice, because the first run may initialize state, but no operation is executed.
-        Tensors that the step stores in objects of torch, such as optimizer state, remain there
-        without data. After a violation, the check continues with an assumed value: a host read
+        Tensors that the step stores in torch objects, such as optimizer state, stay there but
+        contain no data. After a violation, the check continues with an assumed value: a host read
         returns 1, and a mask selects every element. The check ends if no value can be assumed.
         Functions marked ``no_graph`` are not checked. ``fn`` receives ``host_args`` as tracked
         values.

@@ -1,4 +1,4 @@
-"""The check of a step: a recording that lists all violations and does not end at the first."""
+"""The check of a step: a recording that continues after a violation and lists all of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_step(
         note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
     except Exception as error:
         is_known = isinstance(error, CaptureError | ResourceError) or is_shortage(error)
-        # After a violation, ignore other errors: its assumed value may have caused them.
+        # After a violation, ignore other errors, because an assumed value may have caused them.
         if not violations and not is_known:
             raise
         logger.info("the check ended early", exc_info=True)
@@ -79,7 +79,7 @@ def check_step(
 
 
 class _Noted(Tracked):
-    """A tracked value that notes each use as a violation and supplies the plain value."""
+    """A tracked value that reports each use as a violation and returns the plain value."""
 
     __slots__ = ("_devgraph_note",)
 
@@ -94,7 +94,7 @@ class _Noted(Tracked):
 
 
 class _CheckScope(Scope):
-    """One run of a checked step. Functions marked ``no_graph`` run without reports."""
+    """The scope of one run of a checked step. Functions marked ``no_graph`` run unchecked."""
 
     def __init__(
         self,
@@ -142,8 +142,7 @@ class _CheckScope(Scope):
         for path, change in self._state.items():
             text = (
                 f"the step changes {path} {change}. A replay does not repeat the change, and uses "
-                f"the value from capture. Keep such state in tensors, or change it outside of the "
-                f"step."
+                f"the captured value. Keep such state in tensors, or change it outside of the step."
             )
             self._note(Violation.at(where, kind="python_state", op=path, text=text))
 
@@ -167,7 +166,7 @@ class _CheckScope(Scope):
         yield from escaping.values()
 
     def _note_changes(self) -> None:
-        """Store the changes that the step made since the last eager body."""
+        """Record the changes that the step made since the last eager body."""
         self._changes += self._watch.changes(self._note_state)
 
     def _note_state(self, path: str, old: Any, new: Any) -> None:

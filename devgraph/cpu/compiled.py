@@ -1,4 +1,4 @@
-"""Compiled pieces of the policy ``piecewise``, recorded as one operation each."""
+"""Compiled pieces of the policy ``piecewise``, each recorded as one operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _View:
     """The memory and the layout of one returned tensor."""
 
     storage: int
-    """Index of the result storage, or -1 minus the index of the argument that is returned."""
+    """Index of the result storage, or ``-1 - i`` if argument ``i`` itself is returned."""
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,8 +51,8 @@ def _layout_key(argument: Any) -> Any:
 class CompiledPiece:
     """A compiled function of tensors and numbers that a recording treats as one operation.
 
-    The machine code bypasses torch's dispatcher. Therefore the recording allocates flat storages
-    for the results. The piece returns views of these storages or of its inputs, with the layouts
+    The machine code bypasses torch's dispatcher, so the recording allocates flat storages for the
+    results. The piece returns views of these storages or of its inputs. The views have the layouts
     that ``source``, the uncompiled piece, returns.
     """
 

@@ -1,8 +1,8 @@
-"""The memory of CPU graphs, in blocks that are freed and reused as in a device's pool.
+"""Memory of CPU graphs: blocks that are freed and reused as in a device's pool.
 
-The tensors of a capture own their blocks. When the last tensor on a block is freed, the pool may
-reuse the block, in this capture or another. A graph holds only aliases, which own no blocks, so a
-program that reads freed memory fails here as it does on a device.
+The tensors of a capture own their blocks. When the last tensor that uses a block is freed, the pool
+may reuse the block, in this capture or another. A graph holds only aliases, which own no blocks, so
+a program that reads freed memory fails here as it does on a device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from devgraph.api.errors import ResourceError
 from devgraph.api.tensors import with_bits_of
 
 ALIGNMENT = 64
-"""Alignment of torch's CPU allocator in bytes, on which results of matrix kernels depend."""
+"""Alignment of torch's CPU allocator in bytes. It affects the results of matrix kernels."""
 
 SLAB_BYTES = 2 * 2**20
 """Smallest reservation in bytes, as in the caching allocators of devices."""
@@ -35,12 +35,12 @@ _SHORTAGE = re.compile("DefaultCPUAllocator|Storage size calculation overflowed"
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether torch raised ``error`` because there is no memory for a tensor."""
+    """Whether torch raised ``error`` because it could not allocate memory for a tensor."""
     return _SHORTAGE.search(str(error)) is not None
 
 
 def _poison_byte(dtype: torch.dtype) -> int:
-    """Return a byte whose repetition is NaN, a huge integer or True in ``dtype``."""
+    """Return a byte that, if repeated, reads as NaN, a huge integer or True in ``dtype``."""
     if dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         return 0x80
     if dtype.is_floating_point or dtype.is_complex:
@@ -57,7 +57,7 @@ class Block:
     storage_id: int
     """The id of the owning storage; aliases have another storage at the same address."""
     shared: torch.UntypedStorage
-    """A storage of the same bytes that does not own the block."""
+    """A storage over the same bytes that does not own the block."""
     origin: Any
     """The ``origin`` that was passed to ``empty``."""
     recording: int
@@ -76,13 +76,13 @@ _first, _second, _base = itemgetter(0), itemgetter(1), attrgetter("base")
 
 
 class _Ranges:
-    """Disjoint ranges of addresses, ascending."""
+    """Disjoint address ranges in ascending order."""
 
     def __init__(self, *ranges: tuple[int, int]) -> None:
         self.all = list(ranges)
 
     def add(self, start: int, end: int) -> None:
-        """Add a range and join it with its neighbors."""
+        """Add a range and merge it with adjacent ranges."""
         first = bisect.bisect_left(self.all, start, key=_second)
         last = bisect.bisect_right(self.all, end, key=_first)
         if first < last:
@@ -101,14 +101,14 @@ class _Ranges:
         return at < len(self.all) and self.all[at][0] < end
 
 
-# After a fork, the child must not write into the parent's memory.
+# Pages are private, so that a forked child cannot write into the parent's memory.
 _PRIVATE: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 )
 
 
 class _Slab:
-    """A contiguous reservation of memory, which lives as long as a tensor uses it."""
+    """A contiguous reservation of memory that lives as long as a tensor uses it."""
 
     def __init__(self, size: int) -> None:
         try:
@@ -119,11 +119,11 @@ class _Slab:
         self.end = self.base + size
         self.free = _Ranges((self.base, self.end))
         self.window = memoryview(self.pages)
-        """The bytes of the slab, which every slice keeps alive."""
+        """A view of the slab's bytes. Every slice of the view keeps the slab alive."""
 
 
 class Hold:
-    """A claim on a pool's memory, which ends with ``release`` or when the object is freed."""
+    """A claim on a pool's memory that ends with ``release`` or when the object is freed."""
 
     __slots__ = ("__weakref__", "_pool", "_reference")
 
@@ -171,7 +171,7 @@ class BlockPool:
         return 0 if self._released else sum(slab.end - slab.base for slab in self._slabs)
 
     def release(self) -> None:
-        """Return all pages to the system, and save the contents of live blocks."""
+        """Save the contents of live blocks, and return all pages to the system."""
         self._saved = [(b, ctypes.string_at(b.address, b.bytes)) for b in self.live()]
         self._released = True
         for slab in self._slabs:
@@ -179,7 +179,7 @@ class BlockPool:
                 slab.pages.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
-        """Restore the live blocks at their addresses, and poison all other memory."""
+        """Restore live blocks at their original addresses, and poison all other memory."""
         for slab in self._slabs:
             ctypes.memset(slab.base, _poison_byte(torch.float32), slab.end - slab.base)
         self._tidy()
@@ -212,7 +212,7 @@ class BlockPool:
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
     def _allocate(self, nbytes: int, origin: Any) -> tuple[torch.UntypedStorage, bool]:
-        """Return a block, and whether recorded operations still read its old contents."""
+        """Return the storage of a new block, and whether recorded operations read its old data."""
         window, nbytes = nbytes, -(-nbytes // ALIGNMENT) * ALIGNMENT
         slab, address = self._take(nbytes)
         start = address - slab.base
@@ -241,7 +241,7 @@ class BlockPool:
             return at >= 0 and address < self._slabs[at].end
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that shares the memory but does not own the block.
+        """Return a tensor that shares the memory of ``tensor`` but does not own the block.
 
         Aliases and tensors outside the pool are returned unchanged.
         """
@@ -258,13 +258,14 @@ class BlockPool:
     def hold(self) -> Hold:
         """Return a claim that keeps all reserved memory.
 
-        A graph needs a claim because its temporaries are in free blocks. Without any claim,
+        A graph needs a claim because its temporaries are in free blocks. If there is no claim,
         reservations without live blocks are freed.
         """
         return Hold(self)
 
     def _tidy(self) -> None:
-        # If the garbage collector drops a hold while the lock is held, the next change tidies up.
+        # If a hold is garbage-collected while the lock is taken, the next change of the pool cleans
+        # up.
         if not self._lock.locked():
             with self._lock:
                 self._collect()

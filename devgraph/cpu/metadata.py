@@ -1,4 +1,4 @@
-"""Metadata of results (sizes, strides and dtypes), determined without running operations."""
+"""Metadata of results (sizes, strides and dtypes), inferred without running the recorded call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UnrecordableError(Exception):
 
 
 class ResizeError(UnrecordableError):
-    """An operation resizes its outputs; ``wanted`` pairs each of them with its new size."""
+    """An operation resizes its outputs; ``wanted`` pairs each output with its new size."""
 
     def __init__(self, wanted: list[tuple[torch.Tensor, torch.Size]]) -> None:
         super().__init__("an operation would resize its outputs")
@@ -80,7 +80,7 @@ map_layouts = functools.partial(_map, kind=Layout)
 
 
 _NORMS = ("batch", "group", "layer")
-"""Norms whose statistics have the dtype of the weights; fake results have that of the input."""
+"""Norms whose statistics have the dtype of the weights, but the input's dtype in fake results."""
 
 _UNFAITHFUL = {
     "aten::mkldnn_rnn_layer",
@@ -120,19 +120,19 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     if isinstance(value, torch.Generator):
         return torch.Generator  # The key must not keep a generator alive.
-    # 1, 1.0 and True are equal as keys, but different as arguments.
+    # The key includes the type, because 1, 1.0 and True are equal but different arguments.
     return (type(value), value)
 
 
 class Metadata:
-    """A cache of metadata of results, by operation and layouts of arguments. Thread-safe.
+    """A thread-safe cache of result metadata, by operation and argument layouts.
 
-    The metadata equals that of eager execution, except for strides of dimensions of size 1 that do
-    not affect the memory format.
+    The metadata matches eager execution. Only strides of dimensions of size 1 may differ, if they
+    do not affect the memory format.
     """
 
     LIMIT = 20_000
-    """Number of entries after which the cache is cleared."""
+    """Number of entries at which the cache is cleared."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -140,10 +140,10 @@ class Metadata:
 
     @functools.cached_property
     def mode(self) -> FakeTensorMode:
-        """The mode of fake tensors, which a backend without recordings does not need.
+        """The fake tensor mode, created on first use.
 
-        Making it takes seconds, because it imports torch's compiler. Its own cache is off, because
-        it has no limit.
+        Creation takes seconds, because it imports torch's compiler. The mode's own cache is off,
+        because it has no size limit.
         """
         mode = FakeTensorMode()
         mode.cache_enabled = False
@@ -152,7 +152,7 @@ class Metadata:
     def infer(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of the operation with a ``Layout`` in place of each tensor.
 
-        Raises DataDependentError, OtherDeviceError, or UnrecordableError (the operation resizes an
+        Raise DataDependentError, OtherDeviceError, or UnrecordableError (the operation resizes an
         argument, a tensor is not dense, or torch cannot determine the result).
         """
         named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
@@ -186,7 +186,7 @@ class Metadata:
             return self._ask_fakes(plan, args, kwargs)
         except UnknownMetadataError as error:
             return _try(plan, args, kwargs, UnrecordableError(str(error)))
-        except RuntimeError as error:  # Raise it if the operation itself also fails.
+        except RuntimeError as error:  # The operation itself may succeed.
             return _try(plan, args, kwargs, error)
 
     def reads_data(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> bool:
@@ -212,16 +212,15 @@ def _is_pointwise(plan: OpPlan) -> bool:
 
 
 def _has_expanded_half(*tree: Any) -> bool:
-    """Whether a 16-bit float is expanded; eager kernels then order strides differently."""
+    """Whether a 16-bit float tensor is expanded; eager kernels then order strides differently."""
     halves = (t for t in tensors_in(tree) if t.dtype in (torch.bfloat16, torch.float16))
     return any(0 in tensor.stride() for tensor in halves)
 
 
 def _is_ambiguous(*tree: Any) -> bool:
-    """Whether metadata kernels may return other strides for dimensions of size 1 than the CPU.
+    """Whether metadata kernels may differ from the CPU in the strides of dimensions of size 1.
 
-    These strides decide whether a result counts as channels-last, and therefore which kernels read
-    it.
+    These strides decide whether a result is channels-last, and thus which kernels read it.
     """
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         twins = (
@@ -233,7 +232,7 @@ def _is_ambiguous(*tree: Any) -> bool:
 
 
 def _infer(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
-    """Return the layouts of the results for stand-ins of the arguments."""
+    """Run the operation on stand-ins for the arguments, and return the layouts of its results."""
     schema = plan.func._schema.arguments
     positions = {argument.name: at for at, argument in enumerate(schema)}
     written: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -246,7 +245,7 @@ def _infer(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         def new(tensor: torch.Tensor) -> torch.Tensor:
             if position not in plan.writes:
                 return _new(Layout.of(tensor))
-            # torch resizes an empty output to the shape of the result without a warning.
+            # torch silently resizes an empty output, so an empty stand-in reveals the new size.
             layout = Layout((0,), (1,), tensor.dtype) if resizable else Layout.of(tensor)
             written.append((tensor, _new(layout)))
             return written[-1][1]
@@ -312,7 +311,7 @@ def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's log messages about errors that it also raises."""
+    """Suppress log messages of torch about errors that torch also raises."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:
@@ -338,9 +337,10 @@ def _run(func: OpOverload, args: list[Any], kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise DataDependentError(str(error)) from error
-    # KeyError: torch's tables of dtypes are incomplete.
+    # torch raises KeyError for dtypes that its tables lack.
     except (UnsupportedOperatorException, NotImplementedError, KeyError) as error:
         raise UnknownMetadataError(
-            f"torch cannot determine the result of {func} without running it; register its shapes "
-            f"with torch.library.register_fake, or call it in a function marked @dg.no_graph"
+            f"torch cannot determine the result of {func} without running it; register a fake "
+            f"implementation with torch.library.register_fake, or call the operation in a function "
+            f"marked @dg.no_graph"
         ) from error

@@ -1,4 +1,4 @@
-"""Interception of torch by two modes at the bottom of the calling thread's mode stacks.
+"""Interception of torch calls by two modes at the bottom of the thread's mode stacks.
 
 User code may enter and leave modes at any time, even across the start and end of a recording. The
 two modes stay below all others, so they see the calls that would reach a device.
@@ -40,11 +40,11 @@ class _BottomMode:
         self.recorder = recorder  # the owner of the method ``report``
         self.is_over = False
         """Whether the mode was removed. torch pops a mode while its handler runs, and pushes it
-        afterwards. A mode that is removed by its handler is therefore pushed again. It then only
-        forwards calls, until the next recording of the thread clears it from the stack."""
+        afterwards. So a mode that its own handler removes returns to the stack. It then only
+        forwards calls, until the thread's next recording clears it from the stack."""
 
     def install(self) -> None:
-        """Put this mode on the stack, below all modes except that of a default device."""
+        """Insert this mode into the stack, below all modes except the default-device mode."""
         self.clear()
         stack = self.stack.read()
         # torch requires the mode of set_default_device to be the lowest.
@@ -70,7 +70,7 @@ class _BottomMode:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Push this mode again for the block, which runs in the handler of the mode."""
+        """Push this mode again while a block inside the mode's own handler runs."""
         self.stack.push(self)
         try:
             yield
@@ -89,7 +89,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "strict_mode": lambda function, operands: function(*operands),
     "invoke_subgraph": lambda graph, identifier, *operands: graph(*operands),
 }
-"""Higher-order operators whose eager kernel refuses modes, with a replacement for that kernel."""
+"""Replacements for eager kernels that refuse modes, by name of the higher-order operator."""
 
 
 class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,11 +110,12 @@ class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-ca
             )
         for kind in types:
             if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                return NotImplemented  # The tensor subclass calls operations on plain tensors.
+                # The subclass then calls operations on plain tensors, which are reported.
+                return NotImplemented
         if isinstance(func, OpOverload):
             return self._report(func, args, kwargs)
         if isinstance(func, HigherOrderOperator):
-            # The eager kernel runs the operator's functions as plain Python.
+            # The eager kernel runs the operator's functions as plain Python, which is reported.
             kernel = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
             kernel = _RULES.get(func.name(), kernel)  # type: ignore[no-untyped-call]
             if kernel is not None:
@@ -138,7 +139,7 @@ class Functions(_BottomMode, TorchFunctionMode):
 
 
 class _Stance:
-    """A stance of torch.compile that runs compiled functions eagerly on recording threads.
+    """A torch.compile stance that runs compiled functions eagerly on recording threads.
 
     Compiled code bypasses the dispatcher, so no mode would see its writes.
     """
@@ -154,7 +155,7 @@ class _Stance:
 
 
 def _refuse_machine_code(frame: FrameType) -> None:
-    """Refuse a function that Inductor compiled with ``fullgraph``: an eager run may differ."""
+    """Refuse a function compiled by Inductor with ``fullgraph``: its eager results may differ."""
     callback, caller = frame.f_locals.get("callback"), frame.f_back
     if caller is None or not getattr(caller.f_locals.get("self"), "fullgraph", False):
         return
@@ -165,8 +166,8 @@ def _refuse_machine_code(frame: FrameType) -> None:
     if name == "inductor":
         raise CaptureError(
             f"a function compiled by torch.compile is called in the step, at {user_line()}. The "
-            f"CPU reference would run it without compilation, with other rounding. Pass the "
-            f"function itself, or capture with policy='piecewise'."
+            f"CPU reference would run it uncompiled, which rounds differently. Pass the function "
+            f"itself, or capture with policy='piecewise'."
         )
 
 
@@ -174,9 +175,10 @@ _has_torch_function = torch.overrides.has_torch_function
 
 
 def _has_override(values: Any) -> bool:
-    """Replace ``torch.overrides.has_torch_function``, ignoring the mode of the recording.
+    """Act as ``torch.overrides.has_torch_function``, but ignore the mode of the recording.
 
-    torch.nn's transformer layers take their fast paths, as on a device, only if no mode is active.
+    torch.nn's transformer layers take their fast paths only if no mode is active. A device capture
+    has no active mode.
     """
     stack = Functions.stack.read()
     if len(stack) == 1 and isinstance(stack[0], Functions):

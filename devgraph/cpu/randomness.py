@@ -1,4 +1,4 @@
-"""The random generators of a recording: recorded draws, and refused changes of their states."""
+"""The random generators of a recording, which records draws and refuses state changes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _address(generator: torch.Generator) -> int:
 class _Sequence:
     """The draws of a recording from one generator.
 
-    A recording executes no draw, but advances the generator at each draw. Therefore an earlier
-    state that the code restores, as ``torch.utils.checkpoint`` does, differs from the current state
-    and is detected. A backward pass may restore a state of its forward pass, so a recording
-    continues from ``start``, the last state of the session.
+    A recording executes no draw, but advances the generator at each draw. An earlier state that the
+    code restores, as ``torch.utils.checkpoint`` does, therefore differs from the current state and
+    is detected. A backward pass may restore a state of its forward pass, so a recording starts from
+    ``start``, the latest state in the session.
     """
 
     def __init__(self, generator: torch.Generator, start: torch.Tensor | None) -> None:
@@ -65,12 +65,12 @@ class _Sequence:
 
 
 class Randomness:
-    """The generators of a recording: the default generator and the ``known`` ones of the caller.
+    """The generators of a recording: torch's default generator and the caller's ``known`` ones.
 
-    Only one recording at a time tracks the state of torch's default generator. Concurrent
-    recordings record draws from it, but do not refuse changes of its state. ``states`` are the last
-    states in the session, by the address of the generator. ``refuse`` is called if the code sets a
-    state or draws from an unknown generator.
+    Only one recording at a time tracks the state of the default generator. Concurrent recordings
+    record its draws, but do not refuse changes of its state. ``states`` maps the addresses of
+    generators to their latest states in the session. ``refuse`` is called if the code sets a state
+    or draws from an unknown generator.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Randomness:
         refuse: Callable[[], None],
     ) -> None:
         self._states, self._refuse = states, refuse
-        # By address of the generator, because each operation receives a new Python object.
+        # Keyed by address, because each operation receives a new Python object for its generator.
         self._sequences: dict[int, _Sequence] = {}
         default = torch.default_generator
         self._default = _address(default)
@@ -91,7 +91,7 @@ class Randomness:
             self._sequences[address] = _Sequence(generator, states.get(address))
 
     def draw(self, generator: torch.Generator | None) -> None:
-        """Note a draw from a generator; None is the default generator."""
+        """Note a draw from ``generator``; None means the default generator."""
         address = self._default if generator is None else _address(generator)
         if (sequence := self._sequences.get(address)) is not None:
             if sequence.is_set():
@@ -101,7 +101,7 @@ class Randomness:
             self._refuse()
 
     def refuse_set_states(self) -> None:
-        """Refuse states that the code has set since the last draws, at the end of a recording."""
+        """At the end of a recording, refuse states that the code has set since the last draws."""
         if any(sequence.is_set() for sequence in self._sequences.values()):
             self._refuse()
 

@@ -1,4 +1,4 @@
-"""The recorder, which puts the operations of a thread on a tape without executing them."""
+"""The recorder, which writes the operations of a thread to a tape without executing them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ from devgraph.cpu.randomness import Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
-# The dispatch keys above Python, except autograd, are off in a handler, but decompositions need
-# them.
+# Dispatch keys above Python except autograd: off in a handler, but needed by decompositions.
 _ABOVE = functools.reduce(
     lambda left, right: left | right,
     (
@@ -57,14 +56,14 @@ class Recorder:
 
     No operation is executed and no random number is drawn. Outputs are poisoned tensors of
     ``pool``, which every replay writes. Views are created immediately, because they are only
-    aliases. Python code runs once, so replays repeat its control flow and its numbers.
+    aliases. Python code runs once, so replays repeat its control flow and its Python numbers.
 
-    The code may use tensors of further pools, ``others``, and tensors in ``reached``. It may use
-    memory at the addresses ``bound`` only; None allows any memory. It must not change the layout of
-    ``arguments`` in place. A recording that ``continues`` follows others of the same step.
-    ``states`` are the last states of random generators, by address; the recording updates them.
-    With ``on_violation``, violations are reported instead of raised, and the recording continues
-    with assumed values and cannot be replayed.
+    The code may use tensors of the other pools, ``others``. Memory outside of all pools must be at
+    an address in ``bound``; None allows any memory. ``arguments`` and ``reached`` are the caller's
+    tensors, and the code must not change the layout of ``arguments`` in place. A recording that
+    ``continues`` follows others of the same step. ``states`` maps addresses of random generators to
+    their latest states; the recording updates it. With ``on_violation``, violations are reported
+    instead of raised, and the recording continues with assumed values and cannot be replayed.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Recorder:
             adapt_torch(self)
             if self._bound is None:
                 # From here on, generation 0 contains the objects of this recording, and generation
-                # 1 those of earlier segments.
+                # 1 the objects of earlier segments.
                 gc.collect(0 if self._continues else 1)
                 self._random = Randomness(self._generators, self._states, self._refuse_seeding)
                 tensors = (*self._arguments, *self._reached)
@@ -153,7 +152,7 @@ class Recorder:
                 raise
 
     def _finish(self) -> None:
-        """Check a recording whose code did not fail, and refuse unsupported work."""
+        """Refuse unsupported work of a recording whose code did not fail."""
         try:
             if self._random is not None:
                 self._random.refuse_set_states()
@@ -177,7 +176,7 @@ class Recorder:
         self._first_uses, self._versions = [], []
 
     def tape(self) -> Tape:
-        """Return the tape. The recording must have ended, without assumed values."""
+        """Return the tape. The recording must have ended and must contain no assumed values."""
         assert self._cached is None and not self._refusal.collects
         return Tape(self.parts, self._holds)
 
@@ -187,12 +186,12 @@ class Recorder:
 
     @property
     def _entries(self) -> list[Entry]:
-        """All entries, without those inside loops."""
+        """All entries except the entries inside loops."""
         spans = [[part] if isinstance(part, Entry) else part.entries for part in self.parts]
         return [entry for entries in spans for entry in entries]
 
     def begin_span(self, label: str) -> Span:
-        """Begin the entries of a region, which end with ``end_span``. Spans cannot be nested."""
+        """Begin the span of a region, which ``end_span`` ends. Spans cannot be nested."""
         assert self.open_span is None, "spans cannot be nested"
         self.open_span, self._inside = Span(label), []
         return self.open_span
@@ -205,7 +204,7 @@ class Recorder:
     def loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         """Record ``body`` as an entry that repeats while ``going``; return its number of nodes."""
         outer, pool, op = self.parts, self._pool, self._op("a loop")
-        # Use another pool, because the next iteration may read older memory that this one frees.
+        # Use another pool: the next iteration may read older memory that this iteration frees.
         self.parts, self._pool = [], self._pools[1]
         self._pool.begin_recording()
         try:
@@ -232,7 +231,7 @@ class Recorder:
     ) -> list[torch.Tensor]:
         """Record ``run(results, args)`` as one operation and return its results.
 
-        ``results`` lists lengths and dtypes of the results, which are flat tensors.
+        ``results`` lists the length and the dtype of each result, which is a flat tensor.
         """
         op = self._op(name)
         origin, empty = _Origin(self._identity, op), self._pool.empty
@@ -312,8 +311,8 @@ class Recorder:
                 self._alias_of(tensor)
 
     def _require_own_writes(self, tensor: torch.Tensor, version: int) -> None:
-        """Refuse a tensor that was written since ``version`` more often than recorded."""
-        # Some operations increase the version twice.
+        """Refuse a tensor with more writes since ``version`` than the recording contains."""
+        # Allow two increments per write, because some operations increase the version twice.
         if tensor._version - version > 2 * self._writes[memory_of(tensor)]:
             raise UnrecordableError(
                 f"a tensor of the step ({describe(tensor)}) was written during the capture by "
@@ -350,7 +349,7 @@ class Recorder:
         )
 
     def _is_own(self, tensor: torch.Tensor, *, or_empty: bool = False) -> bool:
-        """Whether the step made ``tensor``; with ``or_empty``, also True for an empty tensor."""
+        """Whether the step created ``tensor``; with ``or_empty``, also True for an empty tensor."""
         return not any(tensor is argument for argument in self._arguments) and (
             any(pool.alias(tensor) is not tensor for pool in self._pools)
             or (or_empty and not tensor.untyped_storage().nbytes())
@@ -360,13 +359,14 @@ class Recorder:
     def _refuse_foreign_results(self) -> None:
         """Refuse tensors that another thread created during the recording.
 
-        Such tensors are in generation 0 of the collector, and no older object owns their memory.
+        Such tensors are in generation 0 of the garbage collector, and no older object owns their
+        memory.
         """
         objects = [o for o in gc.get_objects(generation=0) if issubclass(type(o), torch.Tensor)]
         young = set(map(id, objects))
         for tensor, count in self._first_uses:
             storage = tensor.untyped_storage()
-            # Memory that torch did not allocate, for example that of NumPy, is constant host data.
+            # Memory that torch did not allocate, such as a NumPy array, is constant host data.
             if id(tensor) not in young or not storage.resizable() or not storage.nbytes():
                 continue
             owners = torch._C._storage_Use_Count(storage._cdata) - 1  # not counting ``storage``
@@ -389,7 +389,7 @@ class Recorder:
         return target
 
     def _give_size(self, plan: OpPlan, tensor: torch.Tensor, size: torch.Size) -> None:
-        """Resize a tensor that the step made, and record a copy of its elements."""
+        """Resize a tensor that the step created, and record a copy of its elements."""
         if not self._is_own(tensor) or tensor.storage_offset() or not tensor.is_contiguous():
             raise UnrecordableError(
                 f"{plan.name} would resize a tensor from {tuple(tensor.shape)} to {tuple(size)}, "
@@ -505,7 +505,8 @@ class Recorder:
         return empty(layouts) if isinstance(layouts, Layout) else map_layouts(layouts, empty)
 
     def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided or tensor.is_nested:  # it has no single address
+        # Such a tensor has no single address.
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return tensor
         for pool in self._pools:
             alias = pool.alias(tensor)
@@ -532,8 +533,8 @@ class Recorder:
                 f"{label} was run with new host arguments and used a tensor that the capture did "
                 f"not use ({describe(tensor)} at {tensor.data_ptr():#x}), at {user_line()}. Its "
                 f"address would stay in the recording when the tensor is replaced. Pass it to the "
-                f"step as an argument, copy its data into such a tensor, or make its data_ptr() "
-                f"part of the key (context=)."
+                f"step as an argument, copy its data into an argument, or make its data_ptr() part "
+                f"of the key (context=)."
             )
         self.touched[address] = storage
         self._first_uses.append((tensor, self.count))
@@ -541,9 +542,9 @@ class Recorder:
     def _hold(self, value: Any) -> Any:
         if isinstance(value, dict) and not value:
             return value
-        # Aliases that are created in inference mode need no version counting in replays.
+        # Replays skip version counting for aliases that are created in inference mode.
         with torch._C._InferenceMode(True):
-            aliases: dict[int, torch.Tensor] = {}  # Kernels compare arguments by identity.
+            aliases: dict[int, torch.Tensor] = {}  # One per tensor: kernels compare by identity.
 
             def held(tensor: torch.Tensor) -> torch.Tensor:
                 if id(tensor) not in aliases:
@@ -555,7 +556,7 @@ class Recorder:
             return map_tensors(value, held)
 
     def _note_random(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> bool:
-        """Report an operation that draws random numbers; return whether it draws."""
+        """Return whether an operation draws random numbers, and report it if so."""
         if not plan.seeded or not draws(plan.func, args, kwargs):
             return False
         if self.open_span is not None:
@@ -594,7 +595,7 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
 
 
 def _with_dtype(dtype: torch.dtype, run: Callable[[], object]) -> Callable[[], None]:
-    """Return ``run`` under the default ``dtype``, which operations on integers use for results."""
+    """Wrap ``run`` in the default ``dtype``, the dtype of float results of integer operations."""
 
     def run_with_dtype() -> None:
         before = torch.get_default_dtype()
@@ -633,7 +634,7 @@ def _is_harmless(func: Any, args: Args, kwargs: Kwargs) -> bool:
         while frame is not None and is_machinery(frame):
             codes.add(frame.f_code)
             frame = frame.f_back
-        # copy.copy() shares the memory.
+        # copy.copy() shares the memory and reads nothing.
         return _TAKE_APART not in codes or copy.copy.__code__ in codes
     if func is torch.Tensor.to:
         # A variable may contain the device of the backend; only a literal "cpu" means the host.
@@ -657,7 +658,7 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 class _Origin(NamedTuple):
-    """The operation for which a block was allocated, and an identity of its recording."""
+    """The operation for which a block was allocated, and the identity of its recording."""
 
     recording: object
     op: Op

@@ -56,7 +56,7 @@ def _flat(
 
 
 class Tape:
-    """Recorded work, with claims on the memory that it uses."""
+    """Recorded work, with claims on the memory that the work uses."""
 
     def __init__(self, parts: Sequence[Entry | Span], holds: Sequence[Hold]) -> None:
         self._parts = tuple(parts)
@@ -127,7 +127,7 @@ class Tape:
 def check_topology(span: Span, entries: Sequence[Entry]) -> None:
     """Raise UpdateTopologyError unless ``entries`` run the same operations as ``span``, in order.
 
-    Arguments may differ. Devices have this restriction, because they cannot replace nodes.
+    Arguments may differ. Devices have this restriction too, because they cannot replace nodes.
     """
     old = [entry.op.name for entry in span.entries]
     new = [entry.op.name for entry in entries]

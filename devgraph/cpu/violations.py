@@ -85,8 +85,8 @@ class Refusal:
             self._on_violation(Violation.at(user_line(), kind=kind, op=op, text=text))
 
 
-# Functions that read tensors on the host without an operation, or through an operation whose name
-# is less clear.
+# User-code spelling of functions that read tensors on the host without an operation, or through an
+# operation with a less clear name.
 HOST_READS: dict[Any, str] = {
     torch.Tensor.tolist: ".tolist()",
     torch.Tensor.numpy: ".numpy()",
@@ -106,7 +106,7 @@ HOST_READS: dict[Any, str] = {
     torch.tensor_split: "torch.tensor_split() at indices of a tensor",
 }
 
-# Functions that take host data, and read tensors in a list one at a time.
+# Functions that take host data. They read the tensors in a list on the host, one at a time.
 CONSTRUCTORS = {
     torch.tensor: "torch.tensor() of a list of tensors",
     torch.as_tensor: "torch.as_tensor() of a list of tensors",
@@ -131,14 +131,14 @@ _SPELLING = {
 
 
 def host_read_name(function: str, operation: str) -> str:
-    """Return the spelling of a host read in user code: ``function`` called ``operation``."""
+    """Return the user-code spelling of a host read, for which ``function`` called ``operation``."""
     return _SPELLING.get(function, f"{function}()" if function else operation)
 
 
 def read_by_backward(operation: str) -> str:
-    """Return the name of the backward in which ``operation`` replaces a host read, or "".
+    """Return the name of the backward pass in which ``operation`` replaces a host read, or "".
 
-    torch reads data in these backwards, unless a mode is active or an input belongs to a transform.
+    In such a pass, torch reads data unless a mode is active or an input belongs to a transform.
     """
     kind, saved, name = _BACKWARDS.get(operation, ("", "", ""))
     node: Any = torch._C._current_autograd_node() if kind else None
@@ -167,7 +167,7 @@ def reads_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def assumed_scalar(dtype: torch.dtype) -> Any:
-    """Return the value that a check assumes after a host read: 1, in the type of ``dtype``."""
+    """Return the value that a check assumes for a host read: 1 in the type of ``dtype``."""
     if dtype is torch.bool:
         return True
     if dtype.is_complex:
@@ -206,7 +206,7 @@ _ASSUMED: dict[str, Callable[..., Any]] = {
 def assumed_layouts(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the largest possible result of a data-dependent operation, or None if unknown.
 
-    All masks are assumed to be true, and all values to differ.
+    The result assumes that all mask elements are true and that all values differ.
     """
     rule = _ASSUMED.get(name.split(".")[0])
     return rule(*args, **kwargs) if rule is not None else None
