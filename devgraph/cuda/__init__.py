@@ -1,4 +1,4 @@
-"""The CUDA backend, which implements the contract of DeviceGraph over torch.cuda.CUDAGraph."""
+"""The CUDA backend, which implements the DeviceGraph contract over torch.cuda.CUDAGraph."""
 
 from __future__ import annotations
 

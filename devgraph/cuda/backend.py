@@ -20,10 +20,10 @@ from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime
 
 _OF_NODES = ("region_update", "node_counts", "node_ranges", "remakes_executables", "loops", "gates")
-"""Capabilities that need the driver's node calls."""
+"""Capabilities that need the driver's calls for graph nodes."""
 
 _FREES_WORKSPACES = hasattr(torch.backends.cuda, "cublas_workspace_size")
-"""Whether torch may free cuBLAS workspaces at the end of a capture, as torch 2.14 does."""
+"""Whether this torch may free cuBLAS workspaces at the end of a capture, as torch 2.14 does."""
 
 
 class CudaBackend(NodeBackend):
@@ -79,8 +79,8 @@ class CudaBackend(NodeBackend):
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
 
     def is_host_read(self, error: BaseException) -> bool:
-        # cudaErrorStreamCaptureUnsupported, or torch's own refusal of a copy to pageable memory.
-        # Without error codes in torch, only the text identifies the error.
+        # cudaErrorStreamCaptureUnsupported, or torch's own refusal of a copy to pageable memory. If
+        # torch provides no error code, only the text identifies the error.
         text = str(error)
         return (
             getattr(error, "error_code", None) == 900
@@ -90,15 +90,15 @@ class CudaBackend(NodeBackend):
 
     def join(self, current: Any, side: Any) -> None:
         super().join(current, side)
-        # Engines run warm-ups on the current stream, often a new one that they then abandon. These
-        # launches also slow graphs down, so recover the pace on both streams.
+        # Engines run warm-ups on the current stream, often a temporary stream. Those launches also
+        # slow graphs down, so recover the pace on both streams.
         for stream in (side, current):
             self.recover_pace(stream)
 
     def recover_pace(self, stream: Any) -> None:
-        """Restore the full pace of graphs after launches on ``stream``, a torch stream.
+        """Restore the full pace of graphs after launches on the torch stream ``stream``.
 
-        Engines with their own captures should call this after each capture.
+        Engines that capture on their own should call this method after each capture.
         """
         if self._pace is not None:
             self._pace.recover(stream.cuda_stream)
@@ -125,9 +125,9 @@ class CudaBackend(NodeBackend):
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
         if _FREES_WORKSPACES:
-            # At the end of a capture, torch frees the stream's cuBLAS workspace, even if it was
-            # allocated before the capture and the graph uses it. End an empty capture first, so
-            # that this capture allocates a workspace in its pool.
+            # At the end of a capture, torch frees the stream's cuBLAS workspace, even if the
+            # workspace is older than the capture and the graph uses it. End an empty capture first,
+            # so that this capture allocates a workspace in its own pool.
             empty = self.make_native_graph()
             empty.capture_begin(capture_error_mode=mode)  # The empty graph frees its own pool.
             self.end_native(empty)

@@ -1,4 +1,4 @@
-"""Gates on CUDA: memory operations, batched so that several share one graph node."""
+"""Gates on CUDA: memory operations of streams, batched so that several share one graph node."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DeviceGates(FlagGates):
         self._runtime = backend.driver
         super().__init__(backend)
         self._last: tuple[int, list[int], list[Op]] | None = None
-        """Capture, nodes and operations of the last recorded batch."""
+        """Capture, nodes and operations of the batch that was recorded last."""
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:
         backend = self._backend
@@ -53,9 +53,9 @@ class DeviceGates(FlagGates):
                 self._runtime.call("StreamBatchMemOp", stream, len(batch), addressof(batch), 0)
 
     def record(self, stream: int, ops: list[Op]) -> None:
-        """Add ``ops`` to the previous node if it has memory operations, otherwise to a new node.
+        """Add ``ops`` to the previous node if that node is a batch, otherwise to a new node.
 
-        Therefore a signal and the wait of the next layer share a node.
+        A signal and the wait of the next layer therefore share a node.
         """
         capture = self._runtime.capture_of(stream)
         if capture is not None and self._last is not None:
@@ -68,7 +68,7 @@ class DeviceGates(FlagGates):
             self._last = now[0], now[2], ops
 
     def _extend(self, nodes: Sequence[int], ops: Sequence[Op]) -> bool:
-        """Set the operations of the last node; return whether the driver accepts them."""
+        """Replace the operations of the last node; return whether the driver accepts them."""
         if len(nodes) != 1 or len(ops) > MOST_OPS:
             return False
         batch = _batch(ops)

@@ -1,9 +1,9 @@
-"""The pace of graphs: the device's time from one kernel of a graph to the next.
+"""The pace of graphs: the time between two consecutive kernels of a replay.
 
-On Hopper, ordinary launches slow down all graphs of the process: if too many of the last launches
-on a stream were ordinary, each kernel of a graph starts later. Every capture leaves such launches
-on its stream. Empty kernels, launched on that stream with programmatic serialization, restore the
-pace. docs/fast-replay.md describes the experiments.
+On Hopper, ordinary launches slow down all graphs of the process. If too many of the latest launches
+on a stream were ordinary, each kernel of a graph starts later. Every capture leaves ordinary
+launches on its stream. Empty kernels, launched on that stream with programmatic serialization,
+restore the pace. docs/fast-replay.md describes the experiments.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from devgraph.cuda.runtime import LaunchConfig, Runtime
 logger = logging.getLogger(__name__)
 
 LAUNCHES = 8
-"""Number of empty kernels per recovery. In processes that used one stream in addition to the
-engine's, eight always restored the pace, and four did not (one H200, driver 580.159)."""
+"""Number of empty kernels per recovery. In processes with one stream besides the engine's, eight
+always restored the pace, but four did not (one H200, driver 580.159)."""
 
 _KERNELS = 128
-"""Number of kernels in the timed graph: 0.93 us each at full pace, 1.10 us at the slower pace."""
+"""Number of kernels in the timed graph: 0.93 us per kernel at full pace, 1.10 us at slow pace."""
 
 _EMPTY_KERNEL = b""".version 8.0
 .target sm_90
@@ -37,7 +37,7 @@ _Attribute = structure("CUlaunchAttribute", id=c_int, pad=c_int, value=c_int * 1
 
 
 class PaceKeeper:
-    """An object that restores and measures the pace of ``device``, the device of ``runtime``."""
+    """An object that restores and measures the pace of graphs on ``device``."""
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._runtime = runtime
@@ -47,7 +47,7 @@ class PaceKeeper:
         self._config = LaunchConfig((1, 1, 1), (32, 1, 1), 0, None, addressof(self._attribute), 1)
         self._probe: Any = None
         self._event: Any = torch.cuda.Event
-        # GPUs before Hopper do not support programmatic serialization.
+        # Programmatic serialization requires Hopper or a newer GPU.
         self._works = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def recover(self, stream: int) -> None:
@@ -65,10 +65,10 @@ class PaceKeeper:
             logger.warning("graphs may stay at a slower pace after captures: %s", error)
 
     def measure(self, stream: Any) -> float:
-        """Return the microseconds from one kernel to the next in a graph of tiny kernels.
+        """Return the pace of a graph of tiny kernels, in microseconds.
 
         The call takes about a millisecond and blocks until the device is idle. The first call
-        captures the graph on ``stream``, a torch stream.
+        captures the graph on the torch stream ``stream``.
         """
         if self._probe is None:
             self._probe = self._captured(stream)

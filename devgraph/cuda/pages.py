@@ -1,7 +1,7 @@
-"""Releasable memory of pools, through ``pages.c``, which is compiled on first use.
+"""Releasable memory of pools, implemented by ``pages.c``, which is compiled on first use.
 
-torch calls the functions of ``pages.c`` under the lock of its allocator. A thread that frees a
-tensor may wait for that lock while it holds the GIL, so these functions must not need the GIL.
+torch calls the functions of ``pages.c`` with its allocator locked. A thread that frees a tensor may
+wait for that lock while it holds the GIL, so these functions must not need the GIL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def compiler() -> list[str] | None:
-    """Return the command of a C compiler, or None if this host has no usable compiler."""
+    """Return the command line of a C compiler, or None if this host has no usable compiler."""
     if sys.platform != "linux":
         return None
     for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
@@ -84,7 +84,7 @@ class MappedPages:
     @functools.cached_property
     def allocator(self) -> Any:
         names = "pages_allocate", "pages_free"
-        # Keep the allocator alive, because pools do not.
+        # Pools do not keep the allocator alive.
         self._plugged = torch.cuda.memory.CUDAPluggableAllocator(str(self._library), *names)
         return self._plugged.allocator()  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""The CUDA graph calls that differ from the table for all vendors (``node_calls``)."""
+"""CUDA's graph calls, where they differ from the table for all vendors (``node_calls``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from devgraph.api.torchlike.node_calls import (
 logger = logging.getLogger(__name__)
 
 _LaunchAttribute = c_uint * 32
-"""CUlaunchAttributeValue, a union of 64 bytes, with room for future growth."""
+"""CUlaunchAttributeValue, a union of 64 bytes, with spare room for newer drivers."""
 
 _COOPERATIVE, _CLUSTER, _PREFERRED_CLUSTER = 2, 4, 11
 """CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _CLUSTER_DIMENSION and _PREFERRED_CLUSTER_DIMENSION."""
@@ -129,11 +129,11 @@ FillParams = structure(
 
 
 class Runtime(NodeRuntime):
-    """The graph calls of the driver's library.
+    """The graph calls of the CUDA driver.
 
-    CUDA's runtime library does not always return parameters of kernels that the driver loaded
-    (Triton, cuBLAS), so this class calls the driver. Driver calls need a current context. A new
-    thread has none: its first call fails, and ``recovers`` sets the context.
+    CUDA's runtime library cannot always return the parameters of kernels that were loaded through
+    the driver (Triton, cuBLAS), so this class calls the driver. Driver calls need a current
+    context. The first call of a new thread fails for lack of a context, and ``recovers`` sets it.
     """
 
     prefix = "cu"
@@ -148,7 +148,7 @@ class Runtime(NodeRuntime):
         "StreamDestroy": "_v2",
     }
     calls: ClassVar[Mapping[str, Arguments]] = {
-        # These versions return edge data; older versions fail for some captures.
+        # Use the versions with edge data, because older versions fail for some captures.
         "StreamGetCaptureInfo": (c_void_p,) * 7,
         "GraphGetEdges": (c_void_p,) * 5,
         "GraphExecMemcpyNodeSetParams": (*BRIEF["GraphExecMemcpyNodeSetParams"], c_void_p),
@@ -167,7 +167,7 @@ class Runtime(NodeRuntime):
         "GraphAddNode": (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p),
         "GraphBatchMemOpNodeSetParams": (c_void_p, c_void_p),
     }
-    # Release the GIL: a call may block on a full queue until another thread opens a gate.
+    # These calls release the GIL: they may block on a full queue until another thread opens a gate.
     waiting_calls: ClassVar[Mapping[str, Arguments]] = {
         "StreamBatchMemOp": (c_void_p, c_uint, c_void_p, c_uint),
         "MemsetD32Async": (c_uint64, c_uint, c_size_t, c_void_p),
@@ -189,7 +189,7 @@ class Runtime(NodeRuntime):
 
     @staticmethod
     def find(enter: Callable[[], object]) -> Runtime | None:
-        """Return the process's driver calls, or None if the driver is older than CUDA 12.3."""
+        """Return the driver's calls, or None if the driver is older than CUDA 12.3."""
         name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
         try:
             runtime = Runtime(ctypes.PyDLL(name), ctypes.CDLL(name), enter)
@@ -199,7 +199,7 @@ class Runtime(NodeRuntime):
             if not runtime.missing:
                 return runtime
             reason = f"{name} lacks {', '.join(sorted(runtime.missing))}"
-        logger.warning("no region update and no node counts: upgrade the driver (%s)", reason)
+        logger.warning("no region updates and no node counts: upgrade the driver (%s)", reason)
         return None
 
     def error_text(self, error: int) -> str:
@@ -261,7 +261,7 @@ class Runtime(NodeRuntime):
 
     @contextlib.contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """Allow this thread to allocate and to load modules in the block, during a capture."""
+        """Allow this thread to allocate memory and load modules in the block, during a capture."""
         mode = c_int(_RELAXED)
         self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
         try:
@@ -270,13 +270,13 @@ class Runtime(NodeRuntime):
             self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
 
     def _captured(self, stream: int) -> tuple[int, list[int]]:
-        """Return the graph of the capture on ``stream``, and the nodes its next work depends on."""
+        """Return the graph that ``stream`` captures, and the dependencies of its next node."""
         capture = self.capture_of(stream)
         assert capture is not None, "a loop outside of a capture"
         return capture[1:]
 
     def _launch_set_going(self, stream: int, handle: int, going: int) -> None:
-        """Launch a kernel that sets a conditional node's handle to the byte at ``going``."""
+        """Launch a kernel that sets the condition behind ``handle`` to the byte at ``going``."""
         config = LaunchConfig((1, 1, 1), (1, 1, 1), 0, stream)
         values = c_uint64(handle), c_uint64(going)
         arguments = (c_void_p * 2)(*map(addressof, values))
@@ -285,7 +285,7 @@ class Runtime(NodeRuntime):
     def copy_attributes(self, source: int, target: int) -> None:
         super().copy_attributes(target, source)  # The driver takes the target first.
 
-    # Checks of whether an executable accepts new parameters.
+    # The following methods check whether an executable accepts new parameters.
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         if kind == KERNEL:
@@ -297,14 +297,14 @@ class Runtime(NodeRuntime):
     def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
         if kind == KERNEL:
             return params, self._takes_kernel(fixed, node, params, self._cluster(node)), False
-        # The driver updates only flat copies and fills (cuGraphExecMemcpyNodeSetParams).
+        # The driver can update only 1-D copies and fills (cuGraphExecMemcpyNodeSetParams).
         flat = params.height <= 1 and (kind == MEMSET or params.depth <= 1)
         host = kind == MEMCPY and (self._is_host(params.src) or self._is_host(params.dst))
         return params, flat and self.fixed(kind, node, params) == fixed, host
 
     def _takes_kernel(self, fixed: Any, node: int, params: Any, cluster: Any) -> bool:
         # An update must not change cooperation or cluster size (cuGraphExecKernelNodeSetParams).
-        # Cooperation is a property of the function, the cluster size a property of the launch.
+        # Cooperation belongs to the function, and the cluster size belongs to the launch.
         function, captured_cluster, cooperates = fixed
         same = _function(params) == function or self._cooperates(node) == cooperates
         return same and bool(cluster == captured_cluster)
@@ -317,7 +317,7 @@ class Runtime(NodeRuntime):
         address, first = addressof(value), c_uint64.from_buffer(value)
 
         def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-            # The fast path for kernels does not query the kind or unset cluster sizes.
+            # The fast path for kernels skips the queries of the kind and of unset cluster sizes.
             params = KernelParams()
             if kind != KERNEL or get(node, addressof(params)):
                 return read_any(kind, fixed, node)
@@ -328,7 +328,7 @@ class Runtime(NodeRuntime):
         return read
 
     def _cluster(self, node: int) -> tuple[list[int], list[int] | None] | None:
-        """Return the required and the preferred cluster size, or None without clusters.
+        """Return the required and the preferred cluster size, or None if there are no clusters.
 
         The preferred size is None if the driver does not support it.
         """
@@ -336,7 +336,7 @@ class Runtime(NodeRuntime):
         address = addressof(value)
         if get_attribute(node, _CLUSTER, address):
             return None
-        # An unset size is returned as zeros and is equivalent to one block per cluster.
+        # The driver returns an unset size as zeros, which is equivalent to one block per cluster.
         if value[0] <= 1 and value[1] <= 1 and value[2] <= 1:
             return None
         size = value[:3]
@@ -358,5 +358,5 @@ class Runtime(NodeRuntime):
 
 
 def _function(params: Any) -> Any:
-    """Return the function or the library kernel that a kernel node runs."""
+    """Return the handle of the function or of the library kernel that a kernel node runs."""
     return params.func or params.kern

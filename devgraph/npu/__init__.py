@@ -1,4 +1,4 @@
-"""The Ascend backend, which implements the contract of DeviceGraph over torch.npu.NPUGraph."""
+"""The Ascend backend, which implements the DeviceGraph contract over torch.npu.NPUGraph."""
 
 from __future__ import annotations
 

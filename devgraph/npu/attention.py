@@ -1,8 +1,8 @@
-"""torch_npu's fused attention with host lengths, over a cache of request slots.
+"""torch_npu's fused attention over a cache of request slots, with lengths as host arguments.
 
 One operator serves prefill, chunked prefill and decode. Packed queries (layout ``TND``) attend to a
-paged cache. Its block table is constant, because each slot is a row of blocks. Only two lists of
-lengths depend on the host, and an update replaces only them.
+paged cache. The block table is constant, because each slot is a row of blocks. Only two lists of
+lengths are host arguments, so an update replaces only these lists.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ BLOCK = 128
 """Rows per block. The operator accepts this block size for queries of any length."""
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 513, 16)
-_MASK = 2048  # side of the triangular mask that the operator requires in its compressed causal mode
-_CAUSAL = 3  # the operator's causal mode, in which the last query row attends to all key rows
+_MASK = 2048  # side length of the triangular mask that the compressed causal mode requires
+_CAUSAL = 3  # the causal mode in which the last query row attends to all key rows
 _NAMES = {
     1: ("actual_seq_lengths", "actual_seq_lengths_kv", "num_heads", "scale"),
     2: ("actual_seq_qlen", "actual_seq_kvlen", "num_query_heads", "softmax_scale"),
 }
-"""Names of the arguments that depend on the version of the operator."""
+"""Names of arguments by version of the operator."""
 
 
 def lengths_of(
     spans: Sequence[int], slots: int, tokens: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return for each slot the end of its packed queries, and its number of keys.
+    """Return the ends of the packed queries and the numbers of keys, by slot.
 
-    The last entry of both tuples stands for padding, which has no keys, so the operator writes
-    zeros there.
+    The last entry of both tuples represents padding. Padding has no keys, so its rows become zero.
     """
     new, keys, last = [0] * slots, [0] * slots, -1
     for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
         if not last < slot < slots:
             raise RegionError(
-                f"attention received slot {slot} after {last}; slots must ascend and be below "
+                f"attention received slot {slot} after slot {last}; slots must ascend and be below "
                 f"{slots}"
             )
         new[slot], keys[slot], last = count, cached + count, slot
@@ -76,7 +75,7 @@ def fused_slot_attention(
     workspace_of = getattr(npu, f"_npu_fused_infer_attention_score{suffix}_get_max_workspace")
     pages = [t.view(-1, BLOCK, t.shape[1] * t.shape[2]) for t in (keys, values)]
     arguments = fixed.arguments(query, keys, scale, spans)
-    # The size of the workspace depends on the lengths, so calls cannot share a workspace.
+    # Calls cannot share a workspace, because its size depends on the lengths.
     workspace = workspace_of(query, *pages, **arguments)
     operator.out(query, *pages, **arguments, workspace=workspace, out=[out, fixed.no_sums])
 
@@ -85,7 +84,7 @@ fused_slot_attention.__devgraph_mark__.raises_before_launch = True  # type: igno
 
 
 class FusedSlotAttention:
-    """Attention over request slots through ``version`` 1 or 2 of the operator.
+    """Attention over request slots with ``version`` 1 or 2 of the operator.
 
     The calls of one instance share a block table and a mask.
     """
@@ -95,7 +94,7 @@ class FusedSlotAttention:
     def __init__(self, slots: int, rows: int, *, version: int, device: torch.device) -> None:
         blocks = rows // BLOCK
         self.slots, self.version = slots, version
-        # The operator never reads the last row, because padding has no keys.
+        # The last row is for padding. The operator never reads it, because padding has no keys.
         table = torch.arange(slots * blocks, dtype=torch.int32).view(slots, blocks)
         self.table = torch.cat([table, table[:1]]).to(device)
         self.mask = torch.ones(_MASK, _MASK, dtype=torch.bool).triu(1).to(device)
@@ -104,7 +103,7 @@ class FusedSlotAttention:
     def arguments(
         self, query: torch.Tensor, keys: torch.Tensor, scale: float, spans: Sequence[int]
     ) -> dict[str, Any]:
-        """Return the operator's keyword arguments other than the tensors of a call."""
+        """Return the operator's keyword arguments, without workspace and outputs."""
         ends, lengths = lengths_of(spans, self.slots, query.shape[0])
         versioned = list(ends), list(lengths), query.shape[1], scale
         return {
@@ -127,15 +126,15 @@ class FusedSlotAttention:
         scale: float,
         spans: tuple[int, ...],
     ) -> None:
-        """Compute causal attention of packed requests, each over the rows of its own slot.
+        """Compute causal attention for packed requests, each over the rows of its own slot.
 
         Args:
             query: ``[tokens, heads, dim]``: the requests in order, followed by padding.
             keys: ``[slots * rows, kv_heads, dim]``, contiguous.
             values: like ``keys``.
             out: the result, ``[tokens, heads, dim]``; zero in padded rows.
-            scale: factor of the scores.
+            scale: factor by which the scores are multiplied.
             spans: three numbers per request, in ascending order of slots: slot, cached tokens, new
-                tokens. This is a host argument, so pass it on unchanged.
+                tokens. A host argument, so pass it on unchanged.
         """
         fused_slot_attention(query, keys, values, out, scale, self, spans=spans)

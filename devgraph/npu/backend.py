@@ -26,7 +26,7 @@ from devgraph.npu.gates import ValueGates, gate_calls
 from devgraph.npu.graph import NpuGraph, NpuPool
 
 NEWEST = "2.14"
-"""Newest torch version for which PyPI has a torch_npu (2026)."""
+"""Newest torch version with a matching torch_npu on PyPI (as of 2026)."""
 
 
 class NpuBackend(NpuDevice):
@@ -40,14 +40,14 @@ class NpuBackend(NpuDevice):
     capabilities = attrs.evolve(
         FULL_BUILD,
         async_update=True,
-        collectives=True,  # HCCL has only been captured in a simulation
+        collectives=True,  # captures of HCCL are tested only in a simulation
         compilers=("eager",),
         gates=True,
-        node_ranges=False,  # The driver lists nodes only after a capture, without their origin.
+        node_ranges=False,  # The driver lists nodes only after the capture, without their regions.
         remakes_executables=False,
         max_streams=GRAPH_STREAMS,
     )
-    # A breakable prefill holds a stream for each segment, a full prefill only one.
+    # A breakable prefill holds one stream per segment, but a full prefill only one stream.
     recommended_mode: Mapping[str, str] = {"prefill": "full"}
     needs: Mapping[str, str] = {"gates": "a CANN release that supports waits for values"}
     unproven = "never ran on hardware; it is tested over a simulated driver"
@@ -106,8 +106,8 @@ class NpuBackend(NpuDevice):
         """Return fused attention over a cache of slots, or None for an unsupported shape.
 
         Args:
-            slots: number of requests that the cache holds.
-            rows: number of positions in a slot; the cache rounds this up to a multiple of
+            slots: number of requests in the cache.
+            rows: number of positions in a slot; the cache rounds it up to a multiple of
                 ``row_multiple``.
             heads: number of query heads.
             kv_heads: number of key and value heads.
@@ -122,7 +122,7 @@ class NpuBackend(NpuDevice):
 
 @attrs.frozen(kw_only=True)
 class Diagnosis:
-    """The Ascend software of this host, found without importing torch_npu.
+    """The Ascend software on this host, detected without importing torch_npu.
 
     If CANN is missing, importing torch_npu breaks even ``import torch``.
     """
@@ -131,7 +131,7 @@ class Diagnosis:
     torch_npu: str | None
     """The installed version, or None if torch_npu is not installed."""
     missing_libraries: tuple[str, ...]
-    """CANN libraries that the loader does not find."""
+    """CANN libraries that the loader cannot find."""
     toolkit: str | None
     """The folder of CANN according to environment variables."""
     autoload: bool
@@ -151,7 +151,7 @@ class Diagnosis:
 
     @property
     def problems(self) -> list[str]:
-        """Problems that prevent an import of torch_npu, each with its solution."""
+        """Problems that prevent the import of torch_npu, each with a solution."""
         problems, version = [], _minor(self.torch)
         published = [*map(int, version.split("."))] <= [*map(int, NEWEST.split("."))]
         if self.torch_npu is None:
@@ -197,7 +197,7 @@ def _import_torch_npu() -> None:
             f"sourced and that this torch_npu supports its version."
         ) from error
     finally:
-        # The import changes this variable for the whole process.
+        # The import changes this variable for the whole process, so restore it.
         if old is not None:
             os.environ[AUTOLOAD] = old
 

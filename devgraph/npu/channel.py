@@ -1,13 +1,13 @@
-"""Updates that run concurrently with replays, on one thread and one stream per device.
+"""Region updates that run concurrently with replays, on one thread and one stream per device.
 
-In a replay, each region waits on the device for its event, while the update thread runs the
-region's host code again in update mode and then records the event. All graphs of a device share the
-thread, the stream and a queue of jobs in launch order. A replay waits only for its own and earlier
-jobs, and a job waits only for earlier replays, so there is no deadlock.
+In a replay, each region waits on the device for its event. The update thread runs the region's host
+code again in update mode, and then records the event. All graphs of a device share the thread, the
+stream and one queue of jobs in launch order. A replay waits only for its own and earlier jobs, and
+a job waits only for earlier replays, so there is no deadlock.
 
-The update stream bypasses torch_npu's task queue. If the driver refuses an operator, its call
+The update stream bypasses torch_npu's task queue. If the driver refuses an operator, the call
 raises. In the task queue, a refusal would end the queue's thread, and torch_npu would silently drop
-every later launch of the process.
+all later launches of the process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from devgraph.api.process import identity
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 1.0  # interval at which the idle thread looks for overdue replays
+_IDLE_SECONDS = 1.0  # interval at which the idle thread checks for overdue replays
 
 
 class Job:
-    """Host work for the update stream. It runs once, even if it is queued twice.
+    """Host work for the update stream. The work runs once, even if the job is queued twice.
 
     The work must not reference a graph, because the update thread must not drop the last reference
     to a graph.
@@ -49,7 +49,7 @@ class Job:
         self._held.acquire()
 
     def run(self) -> None:
-        """Run the work and store its exception."""
+        """Run the work, and store an exception in ``error``."""
         work, self.work = self.work, None
         if work is None:
             return
@@ -77,13 +77,13 @@ class UpdateChannel:
         self._index = index
         self.timeout = timeout
         self.order = threading.RLock()
-        """A lock to hold while a replay is launched and its job is queued, in the same order."""
+        """Held while a replay is launched and its job is queued, so that both orders match."""
         self.stream: Any = None
         self.rescue_stream: Any = None
         """Stream on which the events of an overdue replay are recorded again."""
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Thread.is_alive() may be wrong after an interrupt, so the thread itself reports its end.
+        # The thread reports its own end: Thread.is_alive() may be wrong after an interrupt.
         self._running = False
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         # Guards ``_watched``: iteration would raise if another thread changed the set.
@@ -93,19 +93,19 @@ class UpdateChannel:
 
     @property
     def quiet(self) -> bool:
-        """Whether no replay waits, or will wait, for host work. The caller must hold ``order``.
+        """Whether no replay waits or will wait for host work. The caller must hold ``order``.
 
-        Only then may a thread that holds the GIL wait for the device.
+        A thread that holds the GIL may wait for the device only if the channel is quiet.
         """
         last = self._last
         if self._launching or not (last is None or last.done):
             return False
-        # A replay with a lost record waits until it is abandoned.
+        # A replay whose event record was lost waits until it is released.
         return all(regions.settled() for regions in self.watched())
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Hold ``order`` while one replay is launched and its job is queued."""
+        """Hold ``order`` while a replay is launched and its job is queued."""
         with self.order:
             self._launching = True
             try:
@@ -117,7 +117,7 @@ class UpdateChannel:
         """Create the streams and start the thread. Idempotent."""
         if self._thread is not None:
             return
-        # At exit, wait for replays while the update thread still runs; torch_npu waits too late.
+        # At exit, wait for replays while the update thread still runs: torch_npu waits too late.
         atexit.register(_settle_at_exit, weakref.ref(self), identity.token)
         self.stream = self._namespace.SyncLaunchStream(self._index)
         self.rescue_stream = self._namespace.SyncLaunchStream(self._index)
@@ -132,14 +132,14 @@ class UpdateChannel:
             raise
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """Queue ``work`` after all queued jobs."""
+        """Queue ``work`` after all earlier jobs."""
         self.require_alive()
         job = Job(work)
         self.queue(job)
         return job
 
     def queue(self, job: Job) -> None:
-        """Queue ``job``, possibly for the second time after an interrupt."""
+        """Queue ``job``. After an interrupt, it may be queued a second time."""
         with self.order:
             self._last = job
             self._queue.put(job)
@@ -174,12 +174,12 @@ class UpdateChannel:
         return threading.current_thread() is self._thread
 
     def watch(self, regions: Any) -> None:
-        """Check periodically, until ``unwatch``, whether the last replay of ``regions`` is over."""
+        """Check periodically whether the last replay of ``regions`` is over, until ``unwatch``."""
         with self._watching:
             self._watched.add(regions)
 
     def unwatch(self, regions: Any) -> None:
-        """Stop watching ``regions``, whose last replay has ended or was abandoned."""
+        """Stop watching ``regions`` after their last replay has ended or was released."""
         with self._watching:
             self._watched.discard(regions)
 
@@ -189,7 +189,7 @@ class UpdateChannel:
             return list(self._watched)
 
     def settle(self) -> list[Any]:
-        """Wait until all watched replays have ended or were abandoned; return their regions."""
+        """Wait until all watched replays have ended or were released; return their regions."""
         waiting = watched = self.watched()
         while waiting := [regions for regions in waiting if not regions.settled()]:
             time.sleep(0.0001)
@@ -218,5 +218,5 @@ class UpdateChannel:
 def _settle_at_exit(reference: weakref.ref[UpdateChannel], owner: object) -> None:
     channel = reference()
     if channel is not None and identity.token is owner:
-        with contextlib.suppress(Exception):  # On a lost device, no replay waits.
+        with contextlib.suppress(Exception):  # Nothing waits on a lost device.
             channel.settle()

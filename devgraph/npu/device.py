@@ -3,9 +3,9 @@
 A captured graph holds every hardware stream on which it was captured. CANN does not document
 whether a running graph may be destroyed, so a graph is kept until its last replay has ended.
 
-torch_npu frees a pool's memory while it holds the GIL and waits for the device. This wait is not
-allowed in a capture. It would be a deadlock while a replay waits for an update, because the update
-thread needs the GIL. Therefore frees are deferred until they are safe.
+To free a pool's memory, torch_npu waits for the device while it holds the GIL. A capture forbids
+this wait. While a replay waits for an update, the wait would be a deadlock, because the update
+thread needs the GIL. Frees are therefore deferred until they are safe.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from devgraph.npu.task_groups import TaskGroups
 logger = logging.getLogger(__name__)
 
 GRAPH_STREAMS = 2048 - 248
-"""Number of device streams that graphs can use. According to reports of captures that ran out of
-streams, the 910 series has 2048. torch_npu's stream pools use 70, and each communicator several."""
+"""Number of device streams that graphs can use. According to bug reports, the 910 series has 2048.
+torch_npu's stream pools use 70, and each communicator uses several."""
 
 _CURE = (
     "Capture fewer buckets, or fewer segments per bucket: a breakable capture holds a stream for "
-    "each segment, policy='full' one for each bucket."
+    "each segment, policy='full' holds one for each bucket."
 )
 
 
 class _Retired:
-    """A closed graph that waits to be destroyed, with its regions."""
+    """A closed graph that has yet to be destroyed, with its regions."""
 
     def __init__(
         self, native: Any, regions: TaskGroups | None, fence: Callable[[], Callable[[], bool]]
     ) -> None:
         self.native, self.regions = native, regions
-        self._fence = fence  # A bound method, which keeps the pool alive until the graph is freed.
+        self._fence = fence  # This bound method keeps the pool alive until the graph is freed.
         self._is_done: Callable[[], bool] | None = None
 
     def done(self) -> bool:
@@ -63,44 +63,45 @@ class NpuDevice(TorchBackend):
     """The part of the backend that ``NpuGraph`` uses."""
 
     replay_first: bool = True
-    """Whether a replay is launched before its update, so that both overlap. Devices that software
-    divides into slices need the reverse order."""
+    """Whether a replay is launched before its update, so that both overlap. Devices that are sliced
+    by software need the reverse order."""
     try_new_values: bool = True
     """Whether new host values are applied before the replay is launched, so that a refusal raises
-    before anything runs. If False, they are applied during the replay. A refusal then makes the
-    result invalid and the graph dirty, and the next call of the graph raises the error."""
+    before the replay runs. If False, new values are applied during the replay. A refusal then
+    leaves the result invalid and the graph dirty, and the next call of the graph raises the
+    error."""
     stream_limit: int = GRAPH_STREAMS
-    """Maximum number of streams that graphs may hold. The driver may have fewer free streams; a
-    later capture can succeed when other work or destroyed graphs have released some."""
+    """Maximum number of streams that graphs may hold. The driver may have fewer free streams. A
+    later capture can succeed after other work or destroyed graphs have released streams."""
 
     def __init__(self) -> None:
         super().__init__()
         self.native_class = getattr(self.namespace, self.graph_class_name)
-        """torch_npu's Python class, whose base class is compiled."""
+        """torch_npu's Python class for graphs. Its base class is compiled."""
         self._bind()
 
     def _bind(self) -> None:
-        # Any thread may append at any time; only one thread at a time removes entries.
+        # Any thread may append at any time, but only one thread at a time removes entries.
         self._retired: deque[_Retired] = deque()
         self._memories: list[list[Any]] = []
         self._freeing = False
         self.streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Number of streams of each captured graph, including graphs that keep a pool alive."""
+        """Number of streams per captured graph, including graphs that keep a pool alive."""
         self._events: list[Any] = []
         self.channel = UpdateChannel(self.namespace, self._device.index)
 
     def take_event(self) -> Any:
-        """Return an external event that is not recorded and has no waiters.
+        """Return an external event that is unrecorded and has no waiters.
 
         torch_npu never frees the memory of an external event, so events of destroyed graphs are
-        reused if finished replays have consumed all of their records.
+        reused if finished replays have consumed all their records.
         """
         if self._events:
             return self._events.pop()
         event = self.namespace.ExternalEvent()
         if not event.npu_event:
-            # In newer drivers, an event is a word of device memory. In this older driver, it is a
-            # flag, and torch_npu ignores waits for a flag that was never recorded.
+            # This driver is older: its events are flags instead of words of device memory, and
+            # torch_npu ignores waits for a flag that was never recorded.
             event.record(self.channel.stream)
             event.reset(self.channel.stream)
         return event
@@ -108,19 +109,19 @@ class NpuDevice(TorchBackend):
     def count_nodes(self, native: Any) -> int | None:
         """Return the number of tasks in a finished capture, or None if unknown.
 
-        Also store the number of streams that the graph holds in ``streams``.
+        Also store in ``streams`` the number of streams that the graph holds.
         """
         with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
             path = Path(folder) / "graph.json"
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # debug_dump warns on every call.
-                    # torch_npu's override would also write an aligned copy.
+                    # Call the base class, because torch_npu's override also writes an aligned copy.
                     super(self.native_class, native).debug_dump(str(path))  # type: ignore[misc]
                 tasks = json.loads(path.read_text())
                 task_streams = [task.get("tid") for task in tasks if task.get("ph") == "X"]
             except Exception:
-                logger.debug("the graph cannot be dumped", exc_info=True)
+                logger.debug("the nodes of the graph cannot be counted", exc_info=True)
                 return None
         self.streams[native] = max(1, len(set(task_streams)))
         return len(task_streams)
@@ -128,9 +129,9 @@ class NpuDevice(TorchBackend):
     def drain(self) -> None:
         """Wait until torch_npu's launch thread has passed all queued work to the driver.
 
-        Otherwise waits of the update stream, which bypasses the queue, could overtake records.
+        Otherwise the update stream, which bypasses the queue, could wait before a record.
         """
-        # torch_npu drains the task queue when the driver's handle of a stream is read.
+        # Reading the driver's handle of a stream drains torch_npu's task queue.
         _ = self.namespace.current_stream(self._device).npu_stream
 
     def shortage(self, error: BaseException) -> str | None:
@@ -160,13 +161,13 @@ class NpuDevice(TorchBackend):
         try:
             self.native_module._npu_endAllocateToPool(self._device.index, pool.handle)
         except Exception:
-            return  # The driver refused the capture before torch_npu changed its allocators.
+            return  # The driver refused before torch_npu changed its allocators.
         self.release_pool(pool)
-        # The allocator of pinned memory cannot be restored, and refuses this handle from now on.
+        # The allocator of pinned memory cannot be restored, and refuses the pool's old handle.
         pool.renew(None)
 
     def release_pool(self, pool: TorchPool) -> None:
-        """Drop one use of the pool's memory."""
+        """Decrease the use count of the pool's memory by one."""
         self.native_module._npu_releasePool(self._device.index, pool.handle)
 
     def retire(
@@ -177,7 +178,7 @@ class NpuDevice(TorchBackend):
         self.free_buried()
 
     def bury_memory(self, owners: list[Any]) -> None:
-        """Free ``owners`` of a pool's memory in reverse order when no replay waits for the host."""
+        """Free ``owners`` of pool memory in reverse order, once no replay waits for the host."""
         self._memories.append(owners)
         self.free_buried()
 
@@ -186,7 +187,7 @@ class NpuDevice(TorchBackend):
         keep_forever(*self._memories)
 
     def free_buried(self) -> None:
-        """Free retired graphs and buried memory, if that is safe now; never during a capture."""
+        """Free retired graphs and buried memory if that is safe now; never free in a capture."""
         waiting = self._retired or self._memories
         if not waiting or self.capture_lock.is_held_here or self.channel.on_thread():
             return
@@ -194,18 +195,18 @@ class NpuDevice(TorchBackend):
             if free:
                 with acquiring(self.channel.order) as free:
                     if free:
-                        # A replay may wait for a gate that another thread must open with the GIL.
+                        # A replay may wait for a gate that another thread opens with the GIL.
                         idle = all(gates.idle for gates in list(self.gate_sets))
                         self._free(may_wait=self.channel.quiet and idle)
 
     def _free(self, *, may_wait: bool) -> None:
         """Free graphs whose last replay has ended and, with ``may_wait``, buried memory."""
         if self._freeing:
-            return  # A destructor called this method. The outer call handles the new entry.
+            return  # A destructor called this method; the outer call handles the new entry.
         self._freeing = True
         try:
             for _ in range(len(self._retired)):
-                graph = self._retired[0]  # Removed later, so that an interrupt does not lose it.
+                graph = self._retired[0]  # Remove it later, so that an interrupt does not lose it.
                 try:
                     if graph.done():
                         self._destroy(graph)
@@ -214,7 +215,7 @@ class NpuDevice(TorchBackend):
                 except Exception as error:
                     self._give_up(graph, error)
                 self._retired.popleft()
-                del graph  # This may drop the last reference to a pool, which is then buried.
+                del graph  # The last reference to a pool may end here and bury its memory.
             while may_wait and self._memories:
                 owners = self._memories.pop()
                 if self.keeps_memory:
@@ -247,7 +248,7 @@ class NpuDevice(TorchBackend):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        self.free_buried()  # Closed graphs may hold streams that the capture needs.
+        self.free_buried()  # Closed graphs may hold streams that this capture needs.
         try:
             with super().exclusive():
                 yield

@@ -1,4 +1,4 @@
-"""Error codes of the driver that concern graphs.
+"""Graph-related error codes of the driver.
 
 CANN defines the numbers in ``acl/error_codes/rt_error_codes.h``. torch_npu reports them in the text
 of a RuntimeError.
@@ -12,14 +12,14 @@ NO_RESOURCE = frozenset({207005, 207007, 207008, 207009, 207010, 207012})
 """Codes for an exhausted resource: memory, events, streams, notifies, models, or a limit."""
 
 OTHER_KERNELS = frozenset({107033, 107034, 107040, 207019})
-"""Codes for an update that needs other kernels: the task group was interrupted or is in a wrong
-state, or the update failed or is not supported."""
+"""Codes for updates that need other kernels: the task group was interrupted or is in a wrong state,
+or the update failed or is not supported."""
 
 UNJOINED = 107025
-"""Code for a captured stream that was not joined to the original one."""
+"""Code for a captured stream that was not joined to the stream on which the capture began."""
 
 HOST_READS = frozenset({107027, 107030})
-"""Codes for calls that a capture forbids, such as a wait for a captured stream."""
+"""Codes for calls that are forbidden in a capture, such as a wait for a captured stream."""
 
 STICKY = frozenset(
     {
@@ -30,7 +30,7 @@ STICKY = frozenset(
         *range(507053, 507058),  # device memory and link errors
     }
 )
-"""Codes after which every later call of the process fails."""
+"""Codes of errors after which every later call of the process fails."""
 
 # If a launch fails, torch_npu ends its launch thread, reports this text once, and silently drops
 # all later launches.

@@ -1,6 +1,6 @@
-"""Gates on Ascend, by streams that write values to device memory and wait for them.
+"""Gates on Ascend: streams write values to device memory and wait for values there.
 
-Streams cannot write host memory, so each write of a word for the host is followed by a copy.
+Streams cannot write host memory, so a copy to the host follows each write that the host must see.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TO_HOST = 2
 
 def gate_calls() -> dict[str, Any] | None:
     """Return the driver's calls for gates, or None if the driver cannot wait for values."""
-    library = ctypes.CDLL("libascendcl.so")  # torch_npu has loaded it already.
+    library = ctypes.CDLL("libascendcl.so")  # already loaded by torch_npu
     calls = {name: getattr(library, name, None) for name in _CALLS}
     for name, function in calls.items():
         if function is None:
@@ -42,7 +42,7 @@ class ValueGates(FlagGates):
     """The gate channel of one capture or runner."""
 
     word = c_uint64
-    handle = "npu_stream"  # torch_npu issues all earlier work when this attribute is read.
+    handle = "npu_stream"  # Reading this attribute makes torch_npu issue all earlier work.
     _backend: NpuDevice
 
     def __init__(self, backend: NpuDevice, calls: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class ValueGates(FlagGates):
                 self._call("aclrtValueWait", address, value, kind, stream)
 
     def _publish(self, stream: int, address: int, size: int) -> None:
-        """Copy words to the host, after earlier work of the stream."""
+        """Copy words to the host after the stream's earlier work."""
         host = self._words.data_ptr() + address - self._published
         self._call("aclrtMemcpyAsync", host, size, address, size, _TO_HOST, stream)
 
@@ -86,7 +86,7 @@ class ValueGates(FlagGates):
             self._publish(stream, address, size)
 
     def make_stream(self) -> Any:
-        # torch_npu records events only on streams that it has created.
+        # Use a stream of torch_npu, which records events only on its own streams.
         return self._backend.namespace.SyncLaunchStream(self._backend.device.index)
 
     def free_stream(self, stream: Any) -> None:

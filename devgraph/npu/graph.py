@@ -1,4 +1,4 @@
-"""A graph over torch.npu.NPUGraph whose regions are task groups that replays update."""
+"""A graph over torch.npu.NPUGraph whose regions are task groups, which are updated in replays."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class _Recording(Recording):
 
 
 class NpuPool(TorchPool):
-    """A pool that defers frees of its memory, and orders them as torch_npu requires."""
+    """A pool that frees its memory later, in the order that torch_npu requires."""
 
     backend: NpuDevice
 
     def bare(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A plain torch storage lacks the memory format that torch_npu's operators read.
+        # A plain torch storage would lack the memory format that torch_npu's operators read.
         return with_bits_of(tensor, self.backend.native_module._weak_ref_tensor(tensor))
 
     def fence(self) -> Callable[[], bool]:
@@ -51,13 +51,13 @@ class NpuPool(TorchPool):
     def __del__(self) -> None:
         take = self.__dict__.pop
         try:
-            if "_memory" in self.__dict__:  # absent if the constructor failed
+            if "_memory" in self.__dict__:  # False if the constructor failed
                 # The last entry is freed first: the pool object frees its memory only if nothing
                 # else uses the memory. Pass a list, because a caller's frame may keep arguments
                 # alive until the call ends, as under Dynamo.
                 keys = ("_stuck", "_memory", "_region_memory", "keeper")
                 self.backend.bury_memory([take(key, None) for key in keys])
-        except Exception:  # At interpreter exit, modules are gone.
+        except Exception:  # Modules may be gone at interpreter exit.
             pass
 
 
@@ -73,7 +73,7 @@ class NpuGraph(TorchGraph):
         self._regions: TaskGroups | None = None
         self._group_open: Any = None
         self._launched: Callable[[], None] = call_weakly(self._refuse_replay)
-        self._wanted: Host = {}  # host values that the groups must hold in the next replay
+        self._wanted: Host = {}  # host values that the groups need in the next replay
         self._job: Job | None = None
         self._has_raised_failure = False
         self._nodes: int | None = None
@@ -93,7 +93,7 @@ class NpuGraph(TorchGraph):
         order = self.pool.order
 
         def ordered() -> None:
-            order()  # Records the stream, so that a closed graph is kept until the replay ends.
+            order()  # Note the stream, so that closing waits for the replay.
             launch()
 
         return ordered
@@ -104,8 +104,8 @@ class NpuGraph(TorchGraph):
         if self._regions is None:
             return executable
         self._regions.applied = self._regions.planned = self._wanted = self._host
-        # Call the compiled replay() of the base class: after an interrupt in torch_npu's Python
-        # method, it would be unknown whether the graph was launched.
+        # Call the compiled replay() of the base class. After an interrupt in torch_npu's Python
+        # method, the graph may or may not have been launched.
         self._launched = super(self.backend.native_class, self._native).replay
         return Call(call_weakly(self._launch_and_signal))
 
@@ -121,8 +121,8 @@ class NpuGraph(TorchGraph):
         self._drop_regions()
 
     def _recover(self, native: Any) -> None:
-        # torch_npu has restored its allocator before it reports the failure, but it leaves an
-        # extra use of the pool, which would keep the memory forever.
+        # torch_npu restores its allocator before it reports the failure, but leaves the use count
+        # of the pool too high, which would keep the memory forever.
         while self.pool.uses > self._uses:
             self.backend.release_pool(self.pool)
 
@@ -158,8 +158,8 @@ class NpuGraph(TorchGraph):
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> _Recording:
         """Apply new values now; if a region raises, restore the old values and re-raise.
 
-        The launch applies them instead if ``backend.try_new_values`` is false, or if all regions
-        raise before they launch anything, as the backend's attention does.
+        The launch applies the values instead if ``backend.try_new_values`` is false. It also does
+        so if all regions raise before they launch anything, as the backend's attention does.
         """
         regions = self._settled()
         if self.backend.try_new_values and not all(mark.raises_before_launch for mark in host):
@@ -188,7 +188,7 @@ class NpuGraph(TorchGraph):
             try:
                 self._launched()
                 self._follow(regions, job, host, stream)
-            except RuntimeError as error:  # raised by the driver
+            except RuntimeError as error:  # The driver refused the launch.
                 if not backend.replay_first:
                     regions.failure = error
                 raise
@@ -201,7 +201,7 @@ class NpuGraph(TorchGraph):
         regions.launched(job, host, stream)
 
     def _issue(self, regions: TaskGroups, job: Job) -> None:
-        """Record the events of the next replay, and wait until the records are issued.
+        """Record the events of the next replay, and wait until these records are issued.
 
         If the replay is not launched afterwards, the state of the events is unknown.
         """
@@ -235,7 +235,7 @@ class NpuGraph(TorchGraph):
         return regions
 
     def _refuse_broken(self, regions: TaskGroups) -> None:
-        """Raise the failure of the regions once; afterwards, raise the error of a dirty graph."""
+        """Raise the failure of the regions the first time, and then the error for a dirty graph."""
         if regions.failure is not None:
             self._leave_for(GraphState.DIRTY)
             self.backend.channel.unwatch(regions)
@@ -267,6 +267,6 @@ class NpuGraph(TorchGraph):
             if self._regions is not None and self.backend.channel.on_thread():
                 self._end_later()  # The update thread must not wait for locks.
                 return
-        except Exception:  # The constructor failed, or modules are gone at interpreter exit.
+        except Exception:  # The constructor failed, or the interpreter exits.
             pass
         super().__del__()

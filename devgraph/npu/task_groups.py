@@ -1,4 +1,4 @@
-"""The updatable regions of one graph, as CANN task groups with events and current values."""
+"""The updatable regions of a graph, as CANN task groups with events and current values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Group:
 
 
 class TaskGroups:
-    """Task groups in capture order, with their values and the replays that use them.
+    """Task groups in capture order, with their values and the state of their replays.
 
     An instance must not reference a graph, because the update thread must not drop the last
     reference to a graph.
@@ -49,36 +49,36 @@ class TaskGroups:
         self._memory = memory
         self.groups: list[Group] = []
         self._settings = Settings.current()
-        # Two events, because an event must not be recorded again while a queued job waits for it.
+        # Two events, because a queued job may wait for one while a replay records the other.
         self._done = (namespace.Event(), namespace.Event())
         self._launches = 0
         self._job: Job | None = None
         self._times = [0.0, 0.0]
         self.applied: Host = {}
-        """The current values of the groups."""
+        """The current host values of the groups."""
         self.planned: Host | None = {}
         """The values that the groups will have after all queued jobs, or None if unknown."""
         self.failure: BaseException | None = None
         """An exception that left the groups in an unknown state."""
         self.lost: UpdateError | None = None
-        """The failure, if a replay never received its event records; ``synchronize`` raises it."""
+        """The failure if a replay never received its event records; raised by ``synchronize``."""
 
     def free_events(self) -> list[Any]:
         """Return the events that another graph may use, after the last replay has ended.
 
-        There are none after a failure, because an event may still be recorded. There are none if
+        The list is empty after a failure, because an event may still be recorded. It is empty if
         the graph was never launched, because torch_npu refuses a second wait for an event that was
-        not recorded since the first.
+        not recorded after the first.
         """
         if not self._launches or self.failure is not None:
             return []
         return [group.event for group in self.groups]
 
-    # Called on the launching thread, in this order.
+    # The launching thread calls the following methods, in this order.
 
     def try_values(self, host: Host, what: str) -> None:
-        """Apply ``host`` and wait until the update is issued; undo it if a region raises."""
-        self.planned = None  # After an interrupt, the thread still finishes the job.
+        """Apply ``host`` and wait until it is issued; restore the old values if a region raises."""
+        self.planned = None  # unknown after an interrupt, because the job still runs
         job = self._channel.submit(self._work(host, signal=False))
         self._channel.finish(job, what)
         self.planned = host
@@ -98,7 +98,7 @@ class TaskGroups:
         """
         self._channel.queue(job)
         now = time.monotonic()
-        if self._job is not job:  # The block contains no call, so no interrupt can split it.
+        if self._job is not job:  # No call in this block, so no interrupt can split it.
             self._job = job
             self.planned = host
             self._launches += 1
@@ -108,14 +108,14 @@ class TaskGroups:
         self._channel.watch(self)
 
     def make_room(self) -> None:
-        """Wait for the second-to-last replay, so that the host is at most two replays ahead."""
+        """Wait for the second-to-last replay, so that the host stays at most two replays ahead."""
         while self._launches > 1 and not self._done[(self._launches + 1) % 2].query():
             if self.settled():
                 return
             time.sleep(0.00005)
 
     def settled(self) -> bool:
-        """Whether the last replay has ended, or was overdue and has been released."""
+        """Whether the last replay has ended, or was overdue and was released."""
         last, older = self._launches % 2, (self._launches + 1) % 2
         if not self._launches or self._done[last].query():
             return True
@@ -135,22 +135,22 @@ class TaskGroups:
             f"recorded again to release the device, so the state of the graph's events is unknown; "
             f"call reset() and capture again."
         )
-        for group in self.groups:  # The update stream may wait for this replay.
+        for group in self.groups:  # not on the update stream, which may wait for this replay
             group.event.record(self._channel.rescue_stream)
 
-    # Called on the update thread.
+    # The update thread calls the following methods.
 
     def _work(self, host: Host | None, *, signal: bool) -> Callable[[], None]:
         fence = self._done[self._launches % 2] if self._launches else None
 
         def work() -> None:
             if fence is not None:
-                # The last replay must first read its values and consume its records.
+                # Let the last replay read its values and consume its records first.
                 self._channel.stream.wait_event(fence)
             if host is None:
                 self._run(None, signal=signal)
                 return
-            # Modes are thread-local, but region code must run with the modes of the capture.
+            # Modes are thread-local, so restore the modes of the capture for the region's code.
             with self._settings.restored(), self._memory():
                 self._run(host, signal=signal)
 
@@ -168,7 +168,7 @@ class TaskGroups:
         except BaseException as error:
             if signal:
                 self.failure = error
-                for group in self.groups[done:]:  # Let the waiting replay end.
+                for group in self.groups[done:]:  # Let the waiting replay finish.
                     group.event.record(stream)
             else:
                 self._take_back(done, error)

@@ -1,4 +1,4 @@
-"""The ROCm backend, which implements the contract of DeviceGraph over a ROCm build of torch."""
+"""The ROCm backend, which implements the DeviceGraph contract over a ROCm build of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ROCm backend: capabilities, and workarounds for HIP."""
+"""The ROCm backend: capabilities, installation checks, and workarounds for HIP."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from devgraph.rocm.verification import Verification, VerifiedUpdates
 
 _INSTALL = (
     "Install a ROCm build of torch: choose ROCm on https://pytorch.org/get-started/locally, and "
-    "use the pip command given there. It installs Triton from PyTorch's index as well; the package "
-    "pytorch-triton-rocm on PyPI is an old placeholder."
+    "use the pip command given there. The command also installs Triton from PyTorch's index, "
+    "because the package pytorch-triton-rocm on PyPI is an old placeholder."
 )
 
 
@@ -55,7 +55,7 @@ class RocmBackend(NodeBackend):
     def attach(self, runtime: Runtime) -> None:
         self.use_runtime(runtime)
         self.retired: set[int] = set()
-        """Streams that are still capturing after a failed capture, and are never used again."""
+        """Streams that still capture after a failed capture; they are never used again."""
         self.verification = Verification(runtime, lambda: self.current_stream_id())
         self.update_strategy_type = functools.partial(VerifiedUpdates, self.verification)
         self._prepared: set[tuple[int, int]] = set()
@@ -121,7 +121,7 @@ class RocmBackend(NodeBackend):
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
 
     def fresh_stream(self) -> Any:
-        # torch reuses its streams, so it may return a retired or still capturing stream.
+        # torch reuses its streams, so it may return a stream that is retired or still captures.
         for _ in range(MOST_STREAMS):
             stream = self.namespace.Stream(self._device)
             handle = stream.cuda_stream
@@ -139,7 +139,7 @@ class RocmBackend(NodeBackend):
     def reopen_capture(self) -> None:
         stream = self.current_stream_id()
         if self.runtime.capture_of(stream) is not None:
-            # On HIP 7.2, beginning or ending this capture again crashes the process.
+            # On HIP 7.2, a second attempt to begin or end this capture crashes the process.
             raise RuntimeError(f"the capture on stream {stream:#x} could not be ended")
         super().reopen_capture()
 
@@ -156,7 +156,7 @@ class RocmBackend(NodeBackend):
         return ValueGates(self) if self.capabilities.gates else super().make_gate_channel(gates)
 
     def join(self, current: Any, side: Any) -> None:
-        # A wait for a stream that is still capturing would join the current stream to its capture.
+        # A wait for a stream that still captures would join the current stream to that capture.
         if side.cuda_stream not in self.retired:
             super().join(current, side)
 
@@ -174,8 +174,8 @@ class RocmBackend(NodeBackend):
         super().end_native(native)
 
     def prepare_stream(self) -> None:
-        # On first use, hipBLAS and hipBLASLt create a handle for each thread and stream. A capture
-        # forbids this. A product with a bias creates both handles.
+        # On first use, hipBLAS and hipBLASLt create a handle for each thread and stream, which a
+        # capture forbids. A matrix product with a bias creates both handles.
         key = (threading.get_ident(), self.current_stream_id())
         if key in self._prepared:
             return

@@ -1,4 +1,4 @@
-"""Gates on HIP: streams write values and wait for them, if the runtime can capture this."""
+"""Gates on HIP: writes of values and waits for values, if the runtime can capture both."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def queue(runtime: NodeRuntime, stream: int, ops: Sequence[Op]) -> None:
 
 
 def captures_values(runtime: NodeRuntime, device: torch.device) -> bool:
-    """Whether the runtime captures waits and writes as nodes, tested with one of each.
+    """Whether the runtime captures waits and writes as nodes, tested with one wait and one write.
 
-    The test waits for the current value of a word, so it cannot hang if the wait is not captured.
-    If the capture fails, the stream may still be capturing, so it is not destroyed.
+    The test waits for the current value of a word, so an uncaptured wait cannot hang. If the
+    capture fails, the stream is not destroyed, because it may still be capturing.
     """
     if runtime.missing & GATE_CALLS:
         return False

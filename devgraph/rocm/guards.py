@@ -1,4 +1,4 @@
-"""A guard that refuses host reads inside a capture, for runtimes that do not report them."""
+"""A guard that refuses host reads in a capture, for HIP runtimes that do not report them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _READS = frozenset(
     masked_select nonzero unique_consecutive unique_dim unique_dim_consecutive
     """.split()
 )
-"""Operations whose result, or its shape, depends on device data that the host must read."""
+"""Operations that must read device data on the host to determine a result or its shape."""
 
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
-"""Operations whose second argument is a list of indices. The host counts the hits of a mask."""
+"""Operations with a list of indices as second argument. The host counts the elements of a mask."""
 
 
 class HostReadGuard(OwnMode):
@@ -29,7 +29,7 @@ class HostReadGuard(OwnMode):
 
     Before HIP 7.14, such a read in a capture raises no error: the host reads the previous contents,
     and the graph is wrong. The guard stays below the modes of user code. It adds a few microseconds
-    per operation to a capture, and nothing to replays.
+    per captured operation, and nothing to replays.
     """
 
     def __init__(self, is_device: Callable[[torch.Tensor], bool]) -> None:
@@ -39,12 +39,12 @@ class HostReadGuard(OwnMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True, because torch.compile may ignore a mode that changes no operation."""
+        """Return True, so that torch.compile ignores this mode, which changes no operation."""
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True; newer versions of torch call this instead of ``is_infra_mode``."""
+        """Return True. Newer torch versions call this method instead of ``is_infra_mode``."""
         return True
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,9 +79,9 @@ class HostReadGuard(OwnMode):
         return any(map(self._is_device, tensors_in(args)))
 
     def _counts_mask(self, args: tuple[Any, ...]) -> bool:
-        """Whether an index on the device is a mask whose hits the host must count.
+        """Whether an index on the device is a mask whose true elements the host must count.
 
-        torch executes a write of one host value to one mask as a fill, which needs no count.
+        torch executes a write of one host value through one mask as a fill, which needs no count.
         """
         indices = [x for x in args[1] if x is not None]
         masks = [x for x in indices if x.dtype in (torch.bool, torch.uint8) and self._is_device(x)]
@@ -93,7 +93,7 @@ class HostReadGuard(OwnMode):
 
 
 def _is_composed(func: Any) -> bool:
-    """Whether an operation consists of other operations, which the guard must check.
+    """Whether an operation consists of other operations, which the guard must check instead.
 
     Inference mode does not decompose such operations. ROCm builds use the dispatch key CUDA.
     """

@@ -1,4 +1,4 @@
-"""HIP's graph calls, as far as they differ from the table for all vendors (``node_calls``)."""
+"""HIP's graph calls, where they differ from the table for all vendors (``node_calls``)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from devgraph.api.torchlike.node_calls import (
 _NAME = re.compile(r"/libamdhip64[^/]*\.so[.\d]*$")
 
 _COPY_ATTRIBUTES = "hipGraphKernelNodeCopyAttributes"
-"""A function that HIP 5.2 lacks and 6.4 has. Without it, updated kernels keep the launch attributes
-of the capture."""
+"""A function that HIP 6.4 has, but HIP 5.2 lacks. Without this function, updated kernels keep the
+launch attributes from capture."""
 
 GATE_CALLS = frozenset({"hipStreamWaitValue32", "hipStreamWriteValue32"})
-"""Functions for gates inside graphs. Without them, gate marks cause breaks."""
+"""Functions for gates inside graphs. Without these functions, gate marks cause breaks."""
 
 _TEXT = ("GetErrorName", "GetErrorString")
 
 _HOST_COPIES = frozenset({0, 1, 2})
-"""Values of hipMemcpyKind that declare a read or write of host memory."""
+"""Values of hipMemcpyKind that denote a read or a write of host memory."""
 
 _COPY_KINDS = frozenset({0, 1, 2, 3, 4, 1024})  # all values of hipMemcpyKind in headers up to HIP 7
 
@@ -54,19 +54,19 @@ class Version(NamedTuple):
 
     @property
     def kinds(self) -> dict[int, str]:
-        """Kind of node by value of ``hipGraphNodeType``."""
-        if self < Version(5, 3):  # Values start at 1, and 1-D copies have their own type.
+        """Node kinds by value of ``hipGraphNodeType``."""
+        if self < Version(5, 3):  # Values start at 1, and 1-D copies have type 9.
             return {**dict(enumerate(KINDS, 1)), 9: MEMCPY}
         return dict(enumerate(KINDS))
 
     @property
     def reports_unsafe_calls(self) -> bool:
-        """Whether calls that a capture forbids raise an error."""
+        """Whether calls that are forbidden in a capture raise an error."""
         return self >= Version(7, 14)
 
 
 # These structures match ``hip/hip_runtime_api.h`` of releases 5.2 to 6.3 and of the current source.
-# A test compares them with an installed header. The order of fields differs from CUDA's.
+# A test compares them with an installed header. Their fields are ordered differently than CUDA's.
 Dim3 = structure("dim3", x=c_uint32, y=c_uint32, z=c_uint32)
 KernelNodeParams = structure(
     "hipKernelNodeParams",
@@ -107,7 +107,7 @@ MemcpyParams = structure(
 def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
     """Return the path of the libamdhip64 that is mapped into this process, or None.
 
-    Loading the library by name could load a second copy with separate streams and graphs.
+    Loading the library by name could load a second copy, which has separate streams and graphs.
     """
     with contextlib.suppress(OSError), open(maps, encoding="utf-8") as lines:
         for line in lines:
@@ -122,14 +122,14 @@ class Runtime(NodeRuntime):
 
     Nodes are written one at a time, by calls that report errors. ``hipGraphExecUpdate`` is not
     used: up to HIP 7.14, it returns success although the executable keeps old packets
-    (ROCm/rocm-systems pull request 10714), and its time is quadratic in the number of nodes
+    (ROCm/rocm-systems pull request 10714), and it takes quadratic time in the number of nodes
     (11069). ``hipGraphUpload`` is not used, because it has no effect.
     """
 
     prefix = "hip"
     suffixes: ClassVar[Mapping[str, str]] = {
         "StreamGetCaptureInfo": "_v2",
-        # HIP reports only the addresses of a captured copy reliably.
+        # Of a captured copy, HIP reliably reports only the addresses.
         "GraphMemcpyNodeSetParams": "1D",
         "GraphExecMemcpyNodeSetParams": "1D",
     }
@@ -172,8 +172,8 @@ class Runtime(NodeRuntime):
         self.version = Version.decode(number.value)
         self.kinds = self.version.kinds
         self.reports_copies = True
-        """Whether the runtime reports the addresses of a captured copy; ``Verification`` sets it.
-        Before HIP 7 the reported addresses are uninitialized memory."""
+        """Whether the runtime reports the addresses of captured copies; set by ``Verification``.
+        Before HIP 7, the reported addresses are uninitialized memory."""
 
     @staticmethod
     def find() -> Runtime:
@@ -187,7 +187,7 @@ class Runtime(NodeRuntime):
         return Runtime(path)
 
     def refuse(self, error: int, name: str) -> NoReturn:
-        self.function("GetLastError")()  # Clears the error, which torch would raise later.
+        self.function("GetLastError")()  # Otherwise, torch would raise the error later.
         super().refuse(error, name)
 
     def error_text(self, error: int) -> str:
@@ -211,11 +211,11 @@ class Runtime(NodeRuntime):
         if not self.reports_copies:
             raise UpdateTopologyError(
                 f"a region copies memory, but this HIP runtime ({self.version}) does not report "
-                f"the addresses of a captured copy, so the copy cannot be updated. Write with a "
-                f"kernel (index_copy_, or an operation with out=) into a tensor that the region "
-                f"receives, because returned tensors are copied too, or use policy='breakable'."
+                f"the addresses of a captured copy, so the copy cannot be updated. Write into an "
+                f"argument of the region with a kernel (index_copy_, or an operation with out=), "
+                f"because returned tensors are copied too, or use policy='breakable'."
             )
-        # A flat copy is one range of bytes; HIP does not set its positions.
+        # A flat copy is one range of bytes. HIP does not fill in the positions of such a copy.
         flat = (
             params.kind in _COPY_KINDS
             and (params.extent.height, params.extent.depth) == (1, 1)
@@ -223,7 +223,7 @@ class Runtime(NodeRuntime):
         )
         if not flat:
             raise UpdateTopologyError(
-                "a region copies memory of several dimensions, whose parameters HIP does not "
+                "a region contains a multidimensional memory copy, whose parameters HIP does not "
                 "report reliably. Write with a kernel instead (index_copy_, or an operation with "
                 "out=), or use policy='breakable'."
             )

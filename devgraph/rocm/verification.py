@@ -1,9 +1,9 @@
-"""The verification word: a check that HIP used the new parameters of an updated executable.
+"""The verification word, which proves that HIP used the new parameters of an updated executable.
 
-After its regions, a graph contains an additional node, which writes the number of the recording
-into a word of the pool. The word is checked after the first launch of an updated or rebuilt
-executable. An old number means that the runtime ignored the new parameters, so the results are
-wrong. The check tests the executable as a whole, not each node (see docs/rocm.md).
+After its regions, a graph contains an additional node that writes the number of the recording into
+a word of the pool. The word is checked after the first launch of an updated or rebuilt executable.
+An old number means that the runtime ignored the new parameters, so the results are wrong. The check
+covers the executable as a whole, not each node (see docs/rocm.md).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from devgraph.api.torchlike.recording import NodeRecording, RegionPattern
 from devgraph.rocm.runtime import Runtime
 
 LEAKED_BYTES_PER_NODE = 5800
-"""Device memory that HIP leaks for each updated node until the executable is destroyed. On an
+"""Bytes of device memory that HIP leaks per updated node until the executable is destroyed. On an
 MI300X, 2000 updates of 32 nodes leaked 354 MiB (ROCm/rocm-systems pull request 11434)."""
 
 LEAK_BUDGET_BYTES = 32 * 2**20
-"""Bytes that updates of an executable may leak before it is rebuilt. With 180 region nodes, this is
-every 32nd update, so that rebuilds of 2-3 ms add less than 0.1 ms per update."""
+"""Bytes that updates of an executable may leak before it is rebuilt. With 180 region nodes, every
+32nd update rebuilds it, so rebuilds of 2-3 ms add less than 0.1 ms per update."""
 
 
 class Verification:
@@ -38,11 +38,11 @@ class Verification:
         self.runtime = runtime
         self._current_stream = current_stream
         self.updates: bool | None = None
-        """Whether executables use newly written parameters; None before ``find_out``."""
+        """Whether executables use newly written parameters, or None before ``find_out``."""
         self._words: weakref.WeakKeyDictionary[Pool, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def word_of(self, pool: Pool) -> torch.Tensor:
-        """Return the word of ``pool``. One word is enough, because replays run one at a time."""
+        """Return the verification word of ``pool``, whose replays run one at a time."""
         word = self._words.get(pool)
         if word is None:
             word = torch.zeros(1, dtype=torch.int64, device=pool.backend.device)
@@ -50,7 +50,7 @@ class Verification:
         return word
 
     def find_out(self, device: torch.device) -> None:
-        """Test the runtime once with small graphs. The current stream must not be capturing."""
+        """Test the runtime with small graphs, once. The current stream must not be capturing."""
         if self.updates is None:
             words = torch.zeros(4, dtype=torch.int64, device=device)
             self.runtime.reports_copies = self._reports_copies(words)
@@ -100,7 +100,7 @@ class Verification:
 
 
 class VerifiedUpdates(UpdateStrategy):
-    """A strategy that verifies updates, and stops using them if the runtime ignores them."""
+    """A strategy that verifies updates, and stops updating if the runtime ignores updates."""
 
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
@@ -108,11 +108,11 @@ class VerifiedUpdates(UpdateStrategy):
         """Bytes that updates of the graph's own executable may have leaked since it was built."""
         self._own: _VerifiedLaunch | None = None
         self._seen: weakref.WeakSet[NodeRecording] = weakref.WeakSet()
-        """Recordings whose first launch by the graph's own executable was verified."""
+        """Recordings that a launch of the graph's own executable has verified."""
 
     def prepare(self, graph: NodeGraph) -> None:
         if not (graph.spec.declared or marked_with_context):
-            return  # The capture cannot contain an updatable region.
+            return  # No region can be updatable.
         self._verification.find_out(graph.backend.device)
         self._verification.word_of(graph.pool)
 
@@ -168,7 +168,7 @@ class VerifiedUpdates(UpdateStrategy):
 
 
 class _VerifiedLaunch:
-    """A launch of an executable that verifies the first launch after each update."""
+    """A launch target that verifies the first launch after each update."""
 
     def __init__(
         self,
@@ -181,9 +181,9 @@ class _VerifiedLaunch:
         self._how = how
         self._launch = executable.launch
         self.expected = recording
-        """The recording that the next launch must verify; None if nothing was written."""
+        """The recording that the next launch must verify, or None if nothing was written."""
         self.verified = False
-        """Whether a launch has verified that the runtime used the written parameters."""
+        """Whether a launch has proved that the runtime uses written parameters."""
 
     def launch(self) -> None:
         self._launch()
