@@ -1,7 +1,7 @@
-"""The command line, with one module per command and the options of all commands in ``arguments``.
+"""The command line: one module per command, and ``arguments`` with the options of all commands.
 
-Each module has a function ``run(args)`` that returns the exit code: 0 for success, 1 for a negative
-result (tokens differ, a finding, a failed probe). Errors are exceptions; ``app`` prints them and
+The function ``run(args)`` of each module returns the exit code: 0 for success, 1 for a negative
+result (different tokens, a finding, a failed probe). Errors are raised; ``app`` prints them and
 returns 2.
 """
 

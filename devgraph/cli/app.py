@@ -29,19 +29,19 @@ ERROR = 2
 _INTERRUPTED = 130
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 _COLORS = {"always": ("FORCE_COLOR", "NO_COLOR"), "never": ("NO_COLOR", "FORCE_COLOR")}
-"""Environment variables that rich reads, to set and to remove for a value of ``--color``."""
+"""Environment variables of rich to set and to remove, by value of ``--color``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with ``argv`` (None: the arguments of the process); return the exit code."""
+    """Run the program with ``argv`` (default: the process's arguments); return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # The encoding of the output may lack characters of model names and texts.
+        # Output encodings may lack characters that occur in model names and texts.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _environment(), _messages():
             warn_unknown()
             words = [*(sys.argv[1:] if argv is None else argv)]
-            _set_color(words)  # the parser's errors use it too
+            _set_color(words)  # before parsing, because errors of the parser are colored too
             _Parser.as_json = "--json" in words
             if not words:
                 _parser().print_help(sys.stderr)
@@ -67,13 +67,13 @@ def _set_color(argv: list[str]) -> None:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set variables that imports read, unless the user has set them; restore all at the end."""
+    """Set variables that imports read, unless the user has set them; restore the environment."""
     before = dict(os.environ)
-    # Progress bars would mix with piped text. torch imports tqdm, which reads this variable.
+    # Progress bars would mix with piped text. tqdm, which torch imports, reads this variable.
     os.environ.setdefault("TQDM_DISABLE", "1")
     if AUTOLOAD not in os.environ:
-        # The registry imports vendor packages by name. With autoload, a package without its driver
-        # would make `import torch` fail, and doctor could not report the package.
+        # The registry imports vendor packages by name. With autoload, `import torch` would fail if
+        # a package lacks its driver, and doctor could not report that package.
         os.environ.update({AUTOLOAD: "0", AUTOLOAD_WAS_ON: "1"})
     try:
         yield
@@ -86,11 +86,11 @@ def _environment() -> Iterator[None]:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        # Import only this command, after its arguments were parsed: importing torch takes seconds.
+        # Import only this command and only after parsing, because importing torch takes seconds.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # NumPy is optional.
         command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
         code: int = command.run(args)
-        if sys.stdout is not None:  # None if the parent process closed it.
+        if sys.stdout is not None:  # None if the parent closed it
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) closed the pipe. Python flushes again at exit and must not raise.
@@ -100,8 +100,8 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, "debug", False) and sys.stderr is not None:
             traceback.print_exc()
         text = str(error)
-        # Messages of these three types are sufficient. Messages of other types, such as torch's
-        # error for missing memory, need the name of the type.
+        # The messages of these three types are sufficient. The messages of other types, such as
+        # torch's out-of-memory error, need the name of the type.
         if not isinstance(error, (DeviceGraphError, ImportError, OSError)):
             first = (text.strip().splitlines() or [""])[0]
             text = f"{type(error).__name__}: {first} (--debug prints the traceback)"
@@ -112,10 +112,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with one-line errors, because the usage text of a command fills a screen."""
+    """A parser whose errors omit the usage text, which would fill a screen."""
 
     as_json = False
-    """Whether to print errors as JSON, because the arguments ask for it."""
+    """Whether to print errors as JSON."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -127,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} does not exist. {hint}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments. The error for an unknown option points to its help."""
+        """Parse all arguments; errors for unknown options refer to the help of the command."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             (commands,) = (action for action in self._actions if action.dest == "command")
@@ -193,7 +193,7 @@ def _messages() -> Iterator[None]:
 
 
 def _fail(text: str, kind: str, *, as_json: bool, notes: Sequence[str] = ()) -> None:
-    """Print an error: all lines and ``notes`` on a terminal, otherwise one line; JSON if asked."""
+    """Print an error as JSON, in full with ``notes`` (on a terminal), or as one line."""
     if as_json:
         print_json({"error": {"type": kind, "message": _one_line(text)}})
     text = "\n".join([text, *notes]) if errors_wrap() else _one_line(text)
@@ -206,6 +206,6 @@ def _one_line(message: object) -> str:
 
 def _complain(text: str, style: str = "") -> None:
     if sys.stderr is not None:
-        # If standard error is closed, only the exit code reports the error.
+        # If standard error is closed, the exit code is the only report.
         with contextlib.suppress(OSError):
             note(text, style=style)

@@ -1,4 +1,4 @@
-"""The options of every command. This module does not import torch, so that help is fast."""
+"""The options of all commands. This module does not import torch, so that help is fast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
     "thread": "captures.md#threads",
     "refused": "CaptureError",
 }
-"""Kinds of findings of ``check``, each with a section of ``troubleshoot`` or of another page."""
+"""Kinds of findings of ``check``, each with its section of ``troubleshoot`` or of another page."""
 
 SIZES = {
     "layers": (8, "decoder layers"),
@@ -51,7 +51,7 @@ _MOST = (1 << 31) - 1
 def _count(text: str) -> int:
     try:
         number = int(text)
-    except ValueError:  # int() also refuses thousands of digits.
+    except ValueError:  # int() also rejects thousands of digits.
         raise argparse.ArgumentTypeError(f"expected a whole number, got {brief(text)}") from None
     if not 1 <= number <= _MOST:
         raise argparse.ArgumentTypeError(f"must be from 1 to {_MOST}, got {brief(text)}")
@@ -59,7 +59,7 @@ def _count(text: str) -> int:
 
 
 _ON: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
-"""Keywords for a switch that is on by default and has a ``--no-`` form."""
+"""Keyword arguments for a switch that is on by default and has a ``--no-`` form."""
 
 
 class Options:
@@ -69,11 +69,11 @@ class Options:
         self.parser = parser
 
     def __call__(self, flag: str, text: str, **more: Any) -> None:
-        """Add an option; without ``more``, its value is a string."""
+        """Add an option. Its value is a string unless ``more`` changes the type."""
         self.parser.add_argument(flag, help=text, **more)
 
     def common(self) -> None:
-        """Add the options of all commands, which may precede or follow the command."""
+        """Add the common options, which may precede or follow the command."""
         unset: Any = {"default": argparse.SUPPRESS}
         self("--debug", "show the traceback of an error", action="store_true", **unset)
         text = "log progress; -vv logs details"
@@ -83,7 +83,7 @@ class Options:
         self("--json", "print JSON, for programs", action="store_true", **unset)
 
     def number(self, flag: str, text: str, default: int | None = None) -> None:
-        """Add an option with a positive integer; ``text`` explains a missing default."""
+        """Add an option for a positive integer; ``text`` describes a default that is not given."""
         text = text if default is None else f"{text} (default: %(default)s)"
         self(flag, text, type=_count, default=default, metavar="N")
 
@@ -248,7 +248,7 @@ def check_compilers(args: argparse.Namespace, chosen: Sequence[str]) -> None:
 
 
 def check_model(name: str) -> None:
-    """Refuse a ``--model`` that is a path and does not exist."""
+    """Refuse a ``--model`` that is a path to a missing file."""
     is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
     if is_path and not Path(name).expanduser().exists():
         raise CommandError(f"--model {name}: there is no such folder or file")

@@ -38,26 +38,26 @@ from devgraph.cli.tables import (
 from devgraph.cli.timing import Timing, median, say_cautions, seconds_per_call
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
-"""Function that captures the step with another package; returns the replay, or None without it."""
+"""Captures the step with another package. Returns the replay, or None if the package is missing."""
 
 
 @attrs.define(kw_only=True)
 class Contender:
-    """One implementation of the work and its timings."""
+    """An implementation of the work, with its timings."""
 
     name: str
     call: Callable[..., Tensor]
-    """Function that runs the work once with the host argument ``kv_len`` of the step."""
+    """A function that runs the work once, with the host argument ``kv_len``."""
     lengths: Callable[[], Iterator[int]]
-    """Function that returns an iterator over the lengths of a repeat."""
+    """A function that returns an iterator over the values of ``kv_len`` in a repeat."""
     figures: Mapping[str, Any] = attrs.field(factory=dict)
     exact: bool = True
-    """Whether outputs must equal eager outputs bit for bit. If not, they may differ by the square
-    root of the dtype's epsilon, because kernels of a compiler round differently."""
+    """Whether outputs must equal eager outputs bit for bit. Otherwise they may differ by the square
+    root of the dtype's epsilon, because compiled kernels round differently."""
     timings: list[Timing] = attrs.field(init=False, factory=list)
 
     def compare(self, expected: Tensor, got: Tensor) -> None:
-        """Record the difference from the eager output, relative to its largest value."""
+        """Record the difference from the eager output, relative to the largest eager value."""
         difference = ((got - expected).abs().max() / expected.abs().max()).item()
         close = difference <= torch.finfo(expected.dtype).eps ** 0.5
         equal = torch.equal(got, expected) if self.exact else close
@@ -69,7 +69,7 @@ class Contender:
         self.timings.append(timing)
 
     def row(self, eager: Contender) -> dict[str, Any]:
-        """Return the medians over all repeats and the speedups over eager as JSON values."""
+        """Return the medians over all repeats and the speedups over eager, as JSON values."""
         own, other = median(self.timings), median(eager.timings)
         return {
             "name": self.name,
@@ -84,7 +84,7 @@ class Contender:
 def time_in_turns(
     backend: Backend, contenders: Sequence[Contender], *, steps: int, repeats: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Time contenders alternately, eager first; return their rows, and errors by name."""
+    """Time contenders alternately, eager first; return rows of figures, and errors by name."""
     running: list[Contender] = []
     refused: dict[str, str] = {}
     for contender in contenders:
@@ -152,7 +152,7 @@ def _measure(
     row = torch.zeros(1, dtype=torch.int64, device=backend.device)
     step = functools.partial(model, ids, row)
     contenders = [Contender(name="eager", call=step, lengths=_in_turn(kv_len), figures=_NOTHING)]
-    frozen: list[Contender] = []  # These replay only at the length of the capture.
+    frozen: list[Contender] = []  # contenders that replay only at the captured length
     absent: dict[str, str] = {}
     failed: dict[str, str] = {}
     record = functools.partial(capture, model, ids, row, host_args={"kv_len": kv_len})
@@ -177,8 +177,8 @@ def _measure(
                     peer = Contender(name=name, call=replay, lengths=_in_turn(kv_len))
                     peer.figures = _NOTHING
                     contenders.append(peer)
-        # Compare on new data and another length.
-        model.fill_caches()  # Captures wrote to the caches.
+        # Compare outputs on new data and at another length.
+        model.fill_caches()  # Captures wrote into the caches.
         ids.copy_((ids + 1) % sizes["vocabulary"])
         row.fill_(kv_len - 1)
         other = max(1, kv_len - 1)
@@ -193,11 +193,11 @@ def _measure(
 
 
 _NOTHING = dict.fromkeys(("capture_seconds", "pool_bytes", "segments", "nodes"))
-"""The figures of a contender without a capture."""
+"""The figures of a contender that captures nothing."""
 
 
 def _ways(backend: Backend, args: argparse.Namespace) -> Iterator[tuple[str, str, str | None]]:
-    """Yield the name, the policy and the compiler of each capture."""
+    """Yield name, policy and compiler of each capture."""
     for policy in args.policy or policies():
         if compiles(policy):
             for compiler in args.compiler or backend.capabilities.compilers:
@@ -217,7 +217,7 @@ def _takes_lengths(captured: Captured) -> bool:
 def _replays(
     name: str, captured: Captured, kv_len: int, window: int, *, exact: bool
 ) -> list[Contender]:
-    """Return contenders for replays at one length, at four alternating ones, and at new ones."""
+    """Return contenders for replays at one length, four alternating lengths, and new lengths."""
     lengths = {name: _in_turn(kv_len)}
     if not breaks(captured.policy) and _takes_lengths(captured) and window > 1:
         fresh = itertools.cycle(range(1, window + 1))
@@ -294,7 +294,7 @@ _STYLE = """
 
 
 def chart(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG chart of host and wall times, for light and dark pages and narrow screens."""
+    """Return an SVG chart of host and wall times for light and dark pages and narrow screens."""
     kinds = [kind for kind in _KINDS if kind in rows[0]]
     timed = [times for row in rows for times in (row, *row.get("repeats", ()))]
     scale = (_WIDTH - 2 * _EDGE - _FIGURE) / max(times[kind] for times in timed for kind in kinds)

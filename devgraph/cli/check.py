@@ -1,4 +1,4 @@
-"""``devgraph check``, which lists places that a device capture would refuse or freeze."""
+"""``devgraph check``, which lists code that a device capture would refuse or freeze."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from devgraph.cli.tables import CommandError, print_json, print_lines, say
 from devgraph.cli.target import Target, find_target, user_code
 
 _IGNORE = re.compile(r"#\s*devgraph:\s*ignore\[([\w\s,]+)\]")
-"""A comment that suppresses kinds of findings on its line."""
+"""A comment that suppresses the listed kinds of findings on its line."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_target(target: Target) -> list[dict[str, Any]]:
-    """Run ``target`` under the CPU reference and return its findings by line, as JSON values.
+    """Check ``target`` with the CPU reference and return the findings by line, as JSON values.
 
-    No device work runs. After each read of a device value, the run continues with an assumed value.
+    No device work runs. After a host read, the run continues with an assumed value.
     """
     reference: Any = get_backend("cpu")  # Only the reference backend lists findings.
     options = {"kwargs": target.kwargs, "host_args": target.host_args}
@@ -79,7 +79,7 @@ def _ignored_kinds(source: str) -> list[str]:
 
 
 def _path(finding: Mapping[str, Any]) -> Path:
-    """Return the path of a finding, relative if it is in the current folder."""
+    """Return the path of a finding, relative if the file is in the current folder."""
     path = Path(finding["file"])
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
@@ -103,7 +103,7 @@ def _print(name: str, findings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _github(finding: Mapping[str, Any]) -> str:
-    """Return a finding as an annotation of GitHub Actions."""
+    """Return a finding as a GitHub Actions annotation."""
     file = str(_path(finding)).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
     text = " ".join(f"{finding['text']} See {finding['see']}.".replace("%", "%25").split())
     return f"::error file={file},line={finding['line']},title=devgraph {finding['kind']}::{text}"

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _actions(command: str) -> Iterator[argparse.Action]:
-    """Yield the visible options and arguments of a command; the empty name is the program."""
+    """Yield the visible options and arguments of a command; "" stands for the program itself."""
     options = Options(argparse.ArgumentParser())
     options.common()
     if command:
@@ -72,7 +72,7 @@ def _bash() -> Iterator[str]:
         first = [] if command else [*COMMANDS]
         for action in _actions(command):
             first += action.option_strings or _values(action).split()
-            if action.nargs != 0:  # The option takes a value, which may be a file.
+            if action.nargs != 0:  # The option takes a value.
                 flags = values.setdefault(_values(action), [])
                 flags += [flag for flag in action.option_strings if flag not in flags]
         words.append(f"      '{command}') words={shlex.quote(' '.join(first))} ;;")

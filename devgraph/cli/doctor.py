@@ -94,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _expect(args: argparse.Namespace) -> int:
-    """Compare this machine with the groups of a plan; return 1 if a group differs."""
+    """Compare this machine with the groups of a plan; return 1 if there is a difference."""
     groups = _planned(args.expect)
     if args.group is not None:
         check_group(args.group, [group["group"] for group in groups], args.expect)
         groups = [group for group in groups if group["group"] == args.group]
     names = args.backend or [info.name for info in backends() if info.available]
-    asked = args.group and not args.backend  # With --group, a missing backend is a difference.
+    asked = args.group and not args.backend  # A missing backend is then a difference.
     here = [group for group in groups if asked or group["backend"] in names]
     modes = {json.dumps(group.get("effective"), sort_keys=True) for group in here}
     if len(modes) > 1:
@@ -176,7 +176,7 @@ def _differences(group: dict[str, Any]) -> list[str]:
 
 
 def _print_capabilities(names: Sequence[str]) -> None:
-    """Print the declared capabilities of backends, which needs no device."""
+    """Print the declared capabilities of backends. This needs no device."""
     declared = {name: declaration(name) for name in names}
     kinds = [kind for kind in declared.values() if kind is not None]
     fields = [field.name for field in attrs.fields(Capabilities)]
@@ -209,7 +209,7 @@ def _declared(kind: type[Backend], name: str) -> str:
 
 
 def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
-    """Return a backend and the results of its probes as JSON values."""
+    """Return the description of a backend and the results of its probes, as JSON values."""
     found = {**attrs.asdict(info), "torch_device": "", "memory": None}
     found |= {"capabilities": {}, "lacks": {}, "details": {}, "probes": []}
     if not info.available:
@@ -224,7 +224,7 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
             "torch_device": str(backend.device),
             "memory": None if memory is None else {"free": memory[0], "total": memory[1]},
             "capabilities": attrs.asdict(here),
-            # Capabilities that are reduced on this machine, with their requirements.
+            # Capabilities that are declared but reduced here, with their requirements.
             "lacks": {
                 name: need
                 for name, need in backend.needs.items()
@@ -233,7 +233,7 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
             "details": backend.details(),
             "probes": probes,
         }
-    except Exception as error:  # The other backends still need their report.
+    except Exception as error:  # Other backends must still be reported.
         logger.info("backend %s", info.name, exc_info=True)
         return found | {"available": False, "reason": f"{type(error).__name__}: {error}"}
 
@@ -250,7 +250,7 @@ def _devices() -> list[str]:
 
 
 def _settings() -> dict[str, Any]:
-    """Return the mode of the environment and of pyproject.toml, and the errors in all settings."""
+    """Return the mode from the environment and pyproject.toml, and the errors in all settings."""
     mode: dict[str, Any] = {}
     errors: list[str] = []
 
@@ -333,7 +333,7 @@ _SIZE = 64
 
 
 def probe_backend(backend: Backend) -> list[dict[str, Any]]:
-    """Probe each capability by a capture; an exception counts as a failure."""
+    """Probe each capability with a capture; an exception counts as a failure."""
     able = backend.capabilities
     usable = [name for name in policies() if able.piecewise or not compiles(name)]
     probes = [(name, True, functools.partial(_policy, backend, name)) for name in usable]
@@ -343,7 +343,7 @@ def probe_backend(backend: Backend) -> list[dict[str, Any]]:
 
 
 class _AnswerIsNo(Exception):
-    """The negative result of a probe, with the actual behavior."""
+    """The negative result of a probe; the text is the actual behavior."""
 
 
 def _probe(name: str, declared: bool, run: Callable[[], str]) -> dict[str, Any]:
@@ -444,7 +444,7 @@ def _host_read(backend: Backend) -> str:
         captured = capture(step, x, backend=backend, warmup=0)
     except Exception as error:
         named = isinstance(error, HostReadError)
-        _policy(backend, "full")  # The next capture must work.
+        _policy(backend, "full")  # Later captures must work.
         return "refused, with the source line" if named else "refused by the driver"
     captured.close()
     raise _AnswerIsNo("a host read inside a capture freezes its value")

@@ -48,9 +48,9 @@ class _Part:
     ranges: tuple[NodeRange, ...] = ()
     bytes: int = 0
     seconds: float
-    """Median over a few replays, from the launch until the device has finished."""
+    """Median time of a few replays, from the launch until the device has finished."""
     spread: tuple[float, ...]
-    """Seconds of the replays, excluding the fastest and the slowest quarter."""
+    """Times of the replays in seconds, without the fastest and the slowest quarter."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _timed(captured: Captured, target: Target) -> list[list[float]]:
-    """Return the times of each segment in seconds, ascending. Each segment is synchronized."""
+    """Return the ascending times of each segment in seconds, with a synchronization per segment."""
     captured.replay(**target.host_args)
     time = functools.partial(seconds_per_call, backend=captured.backend, calls=1)
     runs = [[time(one.replay).wall for one in captured.segments] for _ in range(_RUNS)]
@@ -193,7 +193,7 @@ def _dot(target: Target, parts: list[_Part]) -> str:
 
 
 def _trace(captured: Captured, parts: list[_Part]) -> dict[str, Any]:
-    """Return the segments, one after another, as a Chrome trace with times in us."""
+    """Return the segments in sequence as a Chrome trace, whose times are in microseconds."""
     where = {"pid": 0, "tid": 0}
     title = {"name": f"{captured.backend.name}: policy {captured.policy}"}
     events = [{"ph": "M", **where, "name": "process_name", "args": title}]

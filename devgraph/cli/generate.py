@@ -1,4 +1,4 @@
-"""``devgraph generate``, which runs a language model on the runners."""
+"""``devgraph generate``, which generates text with a language model in graphs."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from devgraph.integrations.transformers import (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate and print; return 1 if graphs and eager runs give different tokens."""
+    """Generate and print text; return 1 if the tokens of graphs and eager runs differ."""
     return generate(args, _prompts(args))
 
 
 def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
-    """Run the prompts with the options in ``args``; return the exit code."""
+    """Generate text for ``prompts`` with the options in ``args``; return the exit code."""
     check_model(args.model)
     backend = get_backend(args.backend)
     # torch.compile cannot trace the model: the integration replaces parts of it in each step.
@@ -60,7 +60,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     resolution = resolve(DeviceGraphConfig.from_args(args), facts)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # Check the options before the slow load.
-    # Import transformers after the integration, whose import reports missing packages.
+    # Import transformers only after the integration, which reports missing packages.
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -119,7 +119,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     name = "standard input" if file is None else file
     try:
         text = sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name.
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a zero byte
         why = getattr(error, "strerror", None) or error
         raise CommandError(f"cannot read {name}: {why}") from error
     prompts = [line for line in text.split("\n") if line.strip()]
@@ -149,7 +149,7 @@ def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
 
 
 class OrderedText:
-    """A printer that streams the first unfinished text and buffers all later ones."""
+    """A printer that streams the first unfinished text and buffers all later texts."""
 
     def __init__(self, headings: Sequence[str]) -> None:
         self._waiting = list(headings)
@@ -157,7 +157,7 @@ class OrderedText:
         self._current = 0
 
     def add(self, event: TokenEvent) -> None:
-        """Add an event of a new engine, whose request ids start at 0."""
+        """Add an event. Request ids start at 0, so the engine must be new."""
         last = event.finish_reason is not None
         self._waiting[event.request_id] += f"{event.text}\n\n" if last else event.text
         self._finished[event.request_id] = last
@@ -173,7 +173,7 @@ class OrderedText:
 def _engine_sizes(
     args: argparse.Namespace, config: DeviceGraphConfig, lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the smallest engine sizes for the prompts, so that few buckets are captured."""
+    """Return the smallest sizes of an engine for the prompts, so that few buckets are captured."""
     requests = args.max_requests or max(
         min(len(lengths), MOST_REQUESTS), *(config.decode.buckets or (1,))
     )
@@ -199,7 +199,7 @@ def _run_all(
     args: argparse.Namespace,
     on_event: Callable[[TokenEvent], None] | None,
 ) -> list[dict[str, Any]]:
-    """Return JSON reports of runs with graphs and, with ``--compare``, alternating eager runs."""
+    """Return JSON reports of runs in graphs and, with ``--compare``, alternating eager runs."""
 
     def run(engine: Engine, **more: Any) -> _Repeat:
         engine.reset_stats()
@@ -213,7 +213,7 @@ def _run_all(
         if args.compare:
             off = PhaseConfig(policy="disabled")
             eager = stack.enter_context(make(config=DeviceGraphConfig(decode=off, prefill=off)))
-            # Initialize libraries before the timing. Captures did this for the other engine.
+            # Initialize libraries before the timing, as captures did for the other engine.
             eager.generate(ask["prompts"][:1], max_new_tokens=2)
             engines["eager"], repeats["eager"] = eager, []
         for number in range(1, args.repeats + 1):
@@ -228,7 +228,7 @@ def _run_all(
 
 
 def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str, Any]:
-    """Return the report of one engine; its durations are medians over the repeats."""
+    """Return the report of one engine. Durations are medians over the repeats."""
     done, stats = repeats[0]
     seconds = statistics.median(stats.seconds for _, stats in repeats)
     decode_seconds = statistics.median(stats.decode_seconds for _, stats in repeats)
@@ -252,7 +252,7 @@ def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str,
 
 
 def _difference(graphs: dict[str, Any], eager: dict[str, Any]) -> str | None:
-    """Describe the first difference between the tokens of two runs; None if they are equal."""
+    """Describe the first difference between the tokens of two runs; return None if equal."""
     for prompt, pair in enumerate(zip(graphs["tokens"], eager["tokens"], strict=True)):
         for token, (mine, other) in enumerate(itertools.zip_longest(*pair, fillvalue="end")):
             if mine != other:

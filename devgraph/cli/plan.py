@@ -1,4 +1,4 @@
-"""``devgraph plan``: the effective mode on this machine, or in a described cluster."""
+"""``devgraph plan``, which shows the effective mode on this machine or in a described cluster."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from devgraph.runners.options import warn_above
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; return 1 if a device cannot run it."""
+    """Print the plan; return 1 if a device cannot run its part."""
     config = DeviceGraphConfig.from_args(args)
     names = [source.name for source in sources_of(argparse.Namespace())]
-    # Each node of a cluster applies its own environment.
+    # In a cluster, each node applies its own environment.
     if names := names + ([] if args.cluster else applied_by_runners()):
         note(f"devgraph: the mode includes settings from {' and '.join(names)}")
     sizes = _sizes(args)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.group is not None and args.cluster is None:
         raise CommandError("--group names a group of a cluster: add --cluster FILE")
     log = logging.getLogger(resolve.__module__)
-    # The tables show the rules that fired.
+    # Do not log rules that the tables show.
     log.disabled = not (args.json or args.emit or getattr(args, "verbose", 0))
     try:
         if args.cluster is None:
@@ -82,12 +82,12 @@ class _Plan:
     """The plan for devices of one kind."""
 
     title: str
-    """Name, number and backend of the group; the backend alone without a cluster."""
+    """Name, node count and backend of the group; without a cluster, only the backend."""
     backend: Backend | type[Backend]
-    """The backend, or its class with declared capabilities if this machine has no such device."""
+    """The backend, or its class with the declared capabilities if there is no such device here."""
     facts: EngineFacts
     group: dict[str, Any] = attrs.field(factory=dict)
-    """The group of a cluster, as JSON values."""
+    """The group in the cluster, as JSON values."""
     resolution: Resolution | None = None
     estimates: list[Estimate] = attrs.field(factory=list)
     error: ConfigError | None = None
@@ -151,7 +151,7 @@ def _facts(given: list[str]) -> EngineFacts:
             raise CommandError(f"--fact backend={value}: write --backend {value}")
         try:
             values[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except (ValueError, RecursionError):  # A word without quotes, such as role=decode.
+        except (ValueError, RecursionError):  # an unquoted word, such as role=decode
             values[name] = value
     return EngineFacts.from_dict(values, path="--fact")
 
@@ -167,7 +167,7 @@ def _sizes(args: argparse.Namespace) -> ModelSizes | None:
 
 
 def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) -> _Plan:
-    """Return the plan with estimates, and with an error if the device lacks streams."""
+    """Return the plan with estimates, and with an error if the device has too few streams."""
     assert plan.resolution is not None
     resolution = plan.resolution if plan.group else plan.resolution.in_environment()
     capacities: dict[Phase, int] = {"decode": args.max_requests, "prefill": args.max_tokens}
@@ -182,7 +182,7 @@ def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) 
             phase,
             configs[phase],
             capacity=capacity,
-            sizes=None if phase == "encoder" else sizes,  # The sizes describe the decoder.
+            sizes=None if phase == "encoder" else sizes,  # only for decoders
             capabilities=plan.backend.capabilities,
             facts=plan.facts,
         )
@@ -208,7 +208,7 @@ def _stream_error(
 
 
 def _emit(plans: list[_Plan], form: str) -> None:
-    """Print the whole effective mode of each group as flags or as environment variables."""
+    """Print the complete effective mode of each group, as flags or as environment variables."""
     for plan in plans:
         if plan.resolution is None or plan.error is not None:
             print_lines(f"# {plan.title}: cannot be planned: {' '.join(str(plan.error).split())}")
@@ -249,7 +249,7 @@ def _print_phases(plan: _Plan, *, estimated: bool) -> None:
             asked.policy + ("" if "policy" in asked.explicit else " (default)"),
             estimate.policy,
             ranges(estimate.buckets) or None,
-            estimate.variants or None,  # A disabled phase has none.
+            estimate.variants or None,  # A disabled phase has no variants.
             estimate.graphs or None,
             estimate.streams or None,
             format_bytes(estimate.bytes) if estimate.bytes else None,
@@ -279,7 +279,7 @@ def _print_settings(resolution: Resolution) -> None:
 
 
 def _is_unused(resolution: Resolution, phase: str, key: str) -> bool:
-    """Whether this key has no effect under the effective settings of the phase."""
+    """Whether ``key`` has no effect under the effective settings of the phase."""
     config = resolution.effective.phase(phase)
     if config.policy == "disabled":
         return True
@@ -311,20 +311,20 @@ def _print_origin(kind: Backend | type[Backend]) -> None:
 
 @attrs.frozen(kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder that determine the memory of its graphs."""
+    """The sizes of a decoder that determine the memory cost of its graphs."""
 
     layers: int
     token_bytes: int
-    """Peak memory of the intermediate results of one token."""
+    """Peak memory of intermediate results per token."""
     logit_bytes: int
-    """Memory of the logits of one row."""
+    """Memory of logits per row."""
 
     @classmethod
     def from_config(cls, config: Any, item_bytes: int) -> ModelSizes:
-        """Read the configuration of a transformers model."""
+        """Read the sizes from the configuration of a transformers model."""
         text = config.get_text_config(decoder=True)
         count, vocabulary = _size(text, "num_hidden_layers"), _size(text, "vocab_size")
-        # Newer versions of transformers have one entry per layer if layers differ.
+        # In newer versions of transformers, the list has one entry per layer if layers differ.
         layers = getattr(text, "per_layer_config", None) or [text]
         return cls(
             layers=count,
@@ -344,15 +344,15 @@ def _size(config: Any, name: str, default: int = 0) -> int:
 
 
 def _numbers(layer: Any) -> int:
-    """Return the peak number of intermediate values of one token in a layer.
+    """Return the peak number of intermediate values per token in a layer.
 
-    Attention holds residual, norm, query, key, value and result. The MLP holds residual, norm,
-    gate, up and their product. No intermediate result is kept after its layer.
+    Attention needs residual, norm, query, key, value and result. The MLP needs residual, norm,
+    gate, up and their product. No intermediate result outlives its layer.
     """
     hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
     kv_heads = _size(layer, "num_key_value_heads", heads)
     head_dim = _size(layer, "head_dim", hidden // heads)
-    # Some older families have no intermediate_size in their configuration; 4 is the common factor.
+    # The configuration of some older families lacks intermediate_size. Their common factor is 4.
     mlp = 3 * _size(layer, "intermediate_size", 4 * hidden)
     return 2 * hidden + max(2 * (heads + kv_heads) * head_dim, mlp)
 
@@ -365,17 +365,17 @@ class Estimate:
     policy: str
     buckets: tuple[int, ...] = ()
     variants: int = 0
-    """Graphs per bucket and segment: with and without adapters, and one for each width."""
+    """Graphs per bucket and segment: one for each width, both with and without adapters."""
     graphs: int | None = 0
-    """Number of all graphs. Under ``full``, a variant of a bucket has one graph. Other policies
-    have graphs before, between and after the regions, with one region for each layer."""
+    """Total number of graphs. Under ``full``, each variant of a bucket has one graph. Other
+    policies have graphs before, between and after the regions, and one region per layer."""
     streams: int | None = 0
-    """Minimum number of streams: one per graph, and one more for its collectives. None if graphs of
-    the backend hold no streams."""
+    """Minimum number of streams: one per graph, and another for the graph's collectives. None if
+    graphs of the backend hold no streams."""
     uncovered: str = ""
-    """Sizes of steps that fit no listed bucket, as text."""
+    """Step sizes that fit no bucket, as text."""
     bytes: int | None = 0
-    """Graph memory: that of the largest bucket if graphs share a pool, otherwise of all buckets."""
+    """Memory of the largest bucket if graphs share a pool, otherwise of all buckets."""
 
 
 def estimate(
@@ -402,7 +402,7 @@ def estimate(
     if WHOLE in registration(config.policy).promises:
         segments = 1
     graphs = None if segments is None else segments * len(buckets) * variants
-    # Default buckets omit small sizes on purpose, so only explicit buckets are reported.
+    # Default buckets omit small sizes on purpose, so report only gaps in explicit buckets.
     chosen = config.changed & {"buckets", "max_bs"}
     missing = buckets.uncovered(capacity, config.max_padding) if chosen else ()
     counted = "requests" if phase == "decode" else "tokens"
@@ -411,7 +411,7 @@ def estimate(
         streams = graphs * (1 + facts.collectives)
     memory = None
     if sizes is not None:
-        # Logits of every row are inside a decode graph; a prefill's tail runs after the replay.
+        # Decode graphs compute logits for every row, but prefill computes logits after the replay.
         row_bytes = sizes.token_bytes + (sizes.logit_bytes if phase == "decode" else 0)
         rows = buckets.maximum * max(widths)
         if not capabilities.shared_pool:

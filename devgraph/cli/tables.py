@@ -32,17 +32,17 @@ STYLES: Mapping[str, str] = {
 
 
 class CommandError(DeviceGraphError):
-    """A command that cannot be run as requested."""
+    """A command cannot run as requested."""
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise the current exception; rich would end the program with status 1."""
+        """Re-raise the current exception. rich would end the program with status 1."""
         raise
 
 
 def _console(*, stderr: bool = False) -> Console:
-    # With NO_COLOR, rich would still print bold text; without a color system it does not.
+    # With NO_COLOR, rich would still print bold text unless there is no color system.
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     console = _Console(
         color_system=colors, stderr=stderr, highlight=False, markup=False, emoji=False
@@ -54,19 +54,19 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def on_device(backend: str, device: str) -> str:
-    """Return the name of the backend, and that of the device if the two names differ."""
+    """Return the name of the backend, followed by the name of the device if both differ."""
     return backend if device == backend else f"{backend} ({device})"
 
 
 def say(text: str = "", *, style: str = "", stderr: bool = False) -> None:
-    """Print a text wrapped at words; ``style`` is a key of ``STYLES``.
+    """Print ``text`` wrapped at word boundaries; ``style`` is a key of ``STYLES``.
 
-    Standard error wraps only on a terminal, because programs read it line by line.
+    Text on standard error wraps only on a terminal, because programs read it line by line.
     """
     console = _console(stderr=stderr)
     width = console.width if console.is_terminal or not stderr else len(text) + 1
     for line in text.splitlines() or [""]:
-        marker = re.match(r" *([*-] )?", line)  # The line may be an item of a list.
+        marker = re.match(r" *([*-] )?", line)  # a list item
         indent = " " * (marker.end() if marker else 0)
         wrapped = textwrap.wrap(
             line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -75,14 +75,14 @@ def say(text: str = "", *, style: str = "", stderr: bool = False) -> None:
 
 
 def print_lines(*lines: str, style: str = "", stderr: bool = False) -> None:
-    """Print lines without wrapping."""
+    """Print lines unwrapped."""
     console = _console(stderr=stderr)
     for line in lines:
         console.print(Text(line, style=STYLES.get(style, "")), soft_wrap=True)
 
 
 def errors_wrap() -> bool:
-    """Whether standard error is a terminal."""
+    """Whether text on standard error wraps: it does on a terminal."""
     return _console(stderr=True).is_terminal
 
 
@@ -96,7 +96,7 @@ def print_json(data: Any) -> None:
 
 
 def check_folder(path: str | None) -> None:
-    """Refuse an output file in a folder that does not exist, before any work is done."""
+    """Refuse an output file in a missing folder, before any work is done."""
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise CommandError(f"cannot write {path}: there is no such folder")
 
@@ -141,7 +141,7 @@ def print_table(
 
 
 def _widths(names: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) -> list[int] | None:
-    """Return column widths that break no word of a cell, or None if ``room`` is too narrow."""
+    """Return column widths that break no word in a cell, or None if ``room`` is too small."""
     columns = list(zip(names, *rows, strict=True))
     least = [max(max(map(cell_len, text.plain.split()), default=0) for text in c) for c in columns]
     widths = [max(text.cell_len for text in column) for column in columns]
@@ -169,7 +169,7 @@ def _text(value: Any) -> Text:
 
 
 def time_text(seconds: float | None) -> str | None:
-    """Format seconds, such as ``"3.2 ms"``."""
+    """Format a duration in seconds, as in ``"3.2 ms"``."""
     if seconds is None:
         return None
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -186,17 +186,17 @@ def number(value: float | None) -> str | None:
 
 
 def ratio(value: float | None) -> str | None:
-    """Format a factor, such as ``"2.35x"``."""
+    """Format a factor, as in ``"2.35x"``."""
     return None if value is None else f"{value:.2f}x"
 
 
 def percent(part: float) -> str:
-    """Format a share from 0 to 1, such as ``"97 %"``."""
+    """Format a share from 0 to 1, as in ``"97 %"``."""
     return f"{100 * part:.0f} %"
 
 
 def ranges(sizes: Sequence[int]) -> str:
-    """Format ascending numbers, such as ``1 2 4..12 by 4 16..256 by 8``."""
+    """Format ascending numbers, as in ``1 2 4..12 by 4 16..256 by 8``."""
     parts: list[str] = []
     at = 0
     while at < len(sizes):

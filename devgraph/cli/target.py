@@ -46,7 +46,7 @@ def _literals(given: Sequence[str]) -> dict[str, Any]:
     for name, text in by_name("--host-arg", given, "kv_len=512").items():
         try:
             values[name] = ast.literal_eval(text)
-        except Exception as error:  # literal_eval raises many types, such as MemoryError.
+        except Exception as error:  # literal_eval raises many types of errors.
             why = f"{text!r} is not a Python literal such as 512, [1, 2] or 'x'"
             raise CommandError(f"--host-arg {f'{name}={text}'!r}: {why}") from error
     return values
@@ -78,7 +78,7 @@ def _load(name: str) -> Any:
     absent = f"there is no module {name!r} that Python can import from {here}; {ways}"
     if name.startswith("."):  # Python would resolve the name relative to a package.
         raise CommandError(absent)
-    _importable(here)  # As with `python -m`; the installed program does not add this folder.
+    _importable(here)  # like `python -m`; the installed program does not add this folder
     try:
         with user_code(name):
             return importlib.import_module(name)
@@ -100,10 +100,10 @@ def _load_file(path: Path) -> Any:
     for name in (path.stem, f"{path.stem}_of_{file.parent.name}"):
         loaded = sys.modules.get(name)
         if loaded is None:
-            break  # The name is free, so no other module is replaced.
+            break  # The name is free, so no module is replaced.
         if getattr(loaded, "__file__", None) == str(file):
             return loaded
-    _importable(file.parent)  # The file may import modules next to it, like a script.
+    _importable(file.parent)  # Like a script, the file may import its neighbors.
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -132,13 +132,13 @@ def _inputs(args: argparse.Namespace, *, module: str) -> tuple[tuple[Any, ...], 
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Report exceptions of the user's code with their line; print its output on stderr."""
+    """Report exceptions of user code with their lines; redirect the code's output to stderr."""
     try:
         with redirect_stdout(sys.stderr):
             yield
     except (DeviceGraphError, ModuleNotFoundError):
         raise
-    except (Exception, SystemExit) as error:  # A script's SystemExit must not end this program.
+    except (Exception, SystemExit) as error:  # A SystemExit of a script must not end this program.
         own = raising_line(error)
         where = f" at {own.file}:{own.line}" if own else ""
         text = str(error).strip().splitlines() or [""]
@@ -146,7 +146,7 @@ def user_code(name: str) -> Iterator[None]:
         if isinstance(error, TypeError) and own is None:  # The arguments do not fit.
             hint = (
                 "--inputs MODULE:FUNCTION names a function that returns the arguments, and "
-                "--host-arg NAME=VALUE gives a host argument"
+                "--host-arg NAME=VALUE passes a host argument"
             )
         said = f"{type(error).__name__}: {text[0]}{where}"
         raise CommandError(f"{name} raised {said} ({hint})") from error

@@ -1,4 +1,4 @@
-"""Timing of calls on the host and on the device."""
+"""Timing of calls, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from devgraph.api.backend import Backend
 from devgraph.cli.tables import say, time_text
 
 _BUSY = 1.25
-"""Ratio of the slowest to the fastest repeat above which the machine counts as busy."""
+"""Ratio of slowest to fastest repeat above which the machine counts as busy."""
 
 
 @attrs.frozen
@@ -24,9 +24,9 @@ class Timing:
 
 
 def seconds_per_call(call: Callable[[], object], backend: Backend, *, calls: int) -> Timing:
-    """Run ``call`` repeatedly on an idle device and return the mean seconds.
+    """Run ``call`` repeatedly on an idle device and return the mean time in seconds.
 
-    Only the last call is followed by a synchronization, as in an engine.
+    As in an engine, only the last call is synchronized.
     """
     backend.synchronize()
     begin = time.perf_counter()
@@ -44,7 +44,7 @@ def median(timings: Sequence[Timing]) -> Timing:
 
 
 def say_cautions(walls: Mapping[str, Sequence[float]], *, on_cpu: bool) -> None:
-    """Print why times may mislead: other work disturbed the repeats, or there is no device."""
+    """Print reasons why times may mislead: disturbed repeats, or no device."""
     spreads = [(max(times) / min(times), name) for name, times in walls.items()]
     if spreads and max(spreads)[0] > _BUSY:
         name = max(spreads)[1]

@@ -13,7 +13,7 @@ _PAGES = (
     Path(__file__).with_name("troubleshooting.md"),
     Path(__file__).parents[2] / "docs" / "troubleshooting.md",
 )
-"""Paths of the page in an installed wheel and in a checkout."""
+"""Paths of the page, in an installed wheel and in a checkout."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({name: sections[name]})
         return 0
-    text = re.sub(r"\[([^\]]+)\]\(#\w+\)", r"\1", sections[name])  # links within the page
+    # Links within the page become plain text.
+    text = re.sub(r"\[([^\]]+)\]\(#\w+\)", r"\1", sections[name])
     text = re.sub(r"\[([^\]]+)\]\((\S+?)\)", r"\1 [\2]", text)
     say(name, style="title")
     say()

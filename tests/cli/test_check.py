@@ -179,7 +179,7 @@ def test_module_in_the_current_folder_is_found(
         ("{path}:hosted", ["--host-arg", "factor=" + "-" * 9999 + "1"], "not a Python literal"),
         ("{path}:Holder.stepp", [], "has no 'Holder.stepp'"),
         ("{path}:hosted", ["--host-arg", "a=1", "--host-arg", "a=2"], "'a' is given twice"),
-        ("{path}:hosted", ["--inputs", "inputs"], "and --host-arg NAME=VALUE gives"),
+        ("{path}:hosted", ["--inputs", "inputs"], "and --host-arg NAME=VALUE passes"),
         ("{path}:raises", ["--inputs", "inputs"], "raises raised KeyError: 'nothing' at {path}:"),
     ],
 )
