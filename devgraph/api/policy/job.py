@@ -126,7 +126,8 @@ class Job:
         """Raise InputError if a tensor is on another device of the backend's type."""
         device = self.backend.device
         for name, tensor in tensors:
-            if tensor.device.type == device.type and tensor.device != device:
+            near = tensor.device.type == device.type
+            if near and tensor.device.index not in (None, device.index):
                 raise InputError(
                     f"{name} is on {tensor.device}, but backend {self.backend.name!r} captures "
                     f"work on {device}, the current device when the process first used the "
