@@ -1,6 +1,6 @@
 """The contract that backends implement and that policies and runners use.
 
-The package binds its public names on first use, except ``capture``, which is also a module.
+Public names are imported on first use. ``capture`` is excluded, because a module has this name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HOMES = {
     "devgraph.api.registry": ("BackendInfo", "backends", "get_backend", "register"),
     "devgraph.api.training": ("make_graphed_callables",),
 }
-"""Public names by the module that defines them."""
+"""The public names that each module defines."""
 
 
 def bound_on_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:

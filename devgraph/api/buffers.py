@@ -2,7 +2,7 @@
 
 A graph keeps addresses, not tensors, so inputs must be copied into memory that does not move. All
 buffers of an object share one allocation. Copies can therefore be grouped, and one range check
-decides whether a tensor lies in them.
+decides whether a tensor lies in the buffers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AGAIN = "capture again (in a runner: invalidate() and capture())"
 _ALIGNMENT = 256
 """Alignment of buffers in bytes, as in device allocators.
 
-Kernels that vectorize by address then behave as on separately allocated tensors.
+Kernels that choose their vector width by address then behave as for separate tensors.
 """
 
 
@@ -368,7 +368,7 @@ def is_equal(old: Any, new: Any) -> bool:
 
 
 def returns_tree(owner: Any) -> bool:
-    """Whether ``owner`` is a function or partial, which returns a tree when called."""
+    """Whether ``owner`` is a function or a partial, whose result is the tree."""
     return inspect.isroutine(owner) or isinstance(owner, functools.partial)
 
 

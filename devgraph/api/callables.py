@@ -3,8 +3,8 @@
 A key consists of the structure of the arguments, the shape, dtype, device and layout of each
 tensor, all other values, the grad mode and autocast of the call, and plain values that the function
 reads by name (globals, closures, attributes). The first call with a key runs eagerly, and the
-second call captures. With gradients, a forward and a backward graph run behind one autograd
-function (``training.py``).
+second call captures. With gradients, one autograd function runs a forward and a backward graph
+(``training.py``).
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ _TIMED = 3
 """Number of calls that are timed before and after a capture if ``min_speedup`` is given."""
 
 _RECENT = 4
-"""Number of recent keys that have a fast path, which does not compute the key of a call."""
+"""Number of recent keys with a fast path that does not compute the key of a call."""
 
 _MAX_KEYS = 1024
-"""Number of keys above which the oldest key without a graph is forgotten."""
+"""Number of keys above which the oldest key without a graph is dropped."""
 
 _FLOAT_KEYS = 4
-"""Number of keys with different values of one float at which a warning names the float."""
+"""Number of keys that differ in one float at which a warning names this float."""
 
 
 class EagerReason(str, enum.Enum):
@@ -172,7 +172,7 @@ class _Call(NamedTuple):
 
 
 class Graphed:
-    """A callable that runs in graphs; made by ``graphed``."""
+    """A callable that runs in graphs, returned by ``graphed``."""
 
     def __init__(self, fn: Callable[..., Any], module: torch.nn.Module | None, options: Any):
         self._given = fn
@@ -238,8 +238,8 @@ class Graphed:
         """Look up the graph of a call by its key, and run it or the function."""
         if self._closed:
             raise StateError(
-                f"{self!r} is closed. Call the module itself after dg.ungraphed(module), or make a "
-                f"new graphed callable with dg.graphed()."
+                f"{self!r} is closed. Call the module itself after dg.ungraphed(module), or create "
+                f"a new graphed callable with dg.graphed()."
             )
         if identity.token is not self._process:
             identity.require(self._process, "call a graphed function")
@@ -288,7 +288,7 @@ class Graphed:
                 result = graph.run(tensors, host)
                 self._keep_repeat(entry, call)
                 return result
-        # Captures take the capture lock before the pool's lock. The reverse order could deadlock.
+        # Captures acquire ``_capturing`` before the pool's lock; the reverse order could deadlock.
         return self._slow_call(tuple(key), entry, call)
 
     def _keep_repeat(self, entry: _Entry, call: _Call) -> None:
@@ -488,7 +488,7 @@ class Graphed:
                 result = self._run_eagerly(reason, args, kwargs)
             if self._named is not None:
                 self._named.leave_out_changes(keeps=(torch.Tensor, *PLAIN))
-            # Writes through ``.data`` and of fused optimizers change no version counter.
+            # Writes through ``.data`` and by fused optimizers change no version counter.
             names = () if self._named is None else self._named.names
             is_hidden = not {"data", "param_groups"}.isdisjoint(names)
             pairs = zip(leaves, versions, strict=False)
@@ -540,7 +540,7 @@ class Graphed:
             entry.graph_seconds = _NO_TIMES
         entry.used = next(self._clock)
         with contextlib.nullcontext() if graph is None else graph.lock:
-            if graph is None or entry.graph is not graph:  # Another thread closed it.
+            if graph is None or entry.graph is not graph:  # Another thread closed the graph.
                 return self._run_eagerly(EagerReason.FIRST_CALL, args, kwargs)
             with self._timed(entry.graph_seconds if timed else None):
                 self._replays += 1
@@ -772,7 +772,7 @@ class Graphed:
     def __reduce__(self) -> Any:
         if isinstance(self, _GraphedModule) or not self._is_method:
             self.__deepcopy__({})
-        # This returns the forward of the class, because the module's state is unpickled later.
+        # The result is the forward of the class, because the module's state is unpickled later.
         return getattr, (self._module, "forward")
 
 
@@ -809,7 +809,7 @@ class _GraphedFunction(Graphed):
 
 
 class _GraphedMethod(Graphed):
-    """The graphed method of one instance. A copy of the instance makes its own at the next use."""
+    """The graphed method of one instance; a copy of the instance creates its own on first use."""
 
     def __init__(self, fn: Callable[..., Any], instance: Any, options: _Options) -> None:
         super().__init__(fn, instance if isinstance(instance, torch.nn.Module) else None, options)
@@ -970,9 +970,9 @@ def graphed(
         warmup: number of eager runs before each capture.
         min_speedup: minimum ratio of eager time to graph time, such as 1.05. The first calls of a
             key are timed, and a graph below the ratio is closed. None keeps all graphs.
-        host_args: names and capture values of host arguments; see ``capture``.
-        pool: memory to share with other captures; None makes a pool.
-        strict: whether to raise if a call runs without a graph, except the first with its key.
+        host_args: the host arguments and their values at capture; see ``capture``.
+        pool: memory to share with other captures; None creates a pool.
+        strict: whether to raise if a call runs without a graph, except the first call with a key.
         clone: whether to return copies of the outputs. Without copies, the next call with the same
             key overwrites the outputs.
 

@@ -41,16 +41,16 @@ class Capabilities:
     collectives: bool = _optional("TorchBackend.prepare_stream")
     """Collectives of the device can be captured."""
     piecewise: bool = False
-    """``torch.compile`` pieces can be captured on this backend."""
+    """Pieces that ``torch.compile`` compiled can be captured."""
     compilers: tuple[str, ...] = ("eager",)
-    """Compilers that piecewise may use for a piece."""
+    """Compilers that policy ``piecewise`` may use for a piece."""
     node_counts: bool = _optional("DeviceGraph._size")
     """``DeviceGraph.info()`` reports the number of nodes."""
     node_ranges: bool = _optional("DeviceGraph._nodes_so_far")
-    """The nodes of a capture can be counted while it records, so the nodes of calls are known."""
+    """Nodes can be counted during a capture, so that each node can be assigned to a call."""
 
     remakes_executables: bool = _optional("DeviceGraph._end")
-    """Executables can be evicted to meet the budget of their pool, and rebuilt from the graph.
+    """Executables can be evicted to meet the pool's budget, and rebuilt from their graphs.
 
     On other backends an executable lives as long as its graph, regardless of the budget.
     """

@@ -72,7 +72,7 @@ class Captured:
         """Whether replays run the same kernels as eager, so results are bitwise equal."""
         self.host_spec = job.spec
         self.settings = Settings.current()
-        """Settings of torch at the capture."""
+        """torch's settings at the capture."""
         self._process = identity.token
         self._lock = job.pool.lock
         self._waits = job.check
@@ -81,10 +81,10 @@ class Captured:
         self._use(job, plan, seconds)
 
     def _use(self, job: Job, plan: Plan, seconds: float) -> None:
-        """Make ``plan``, a capture of ``job``, the plan that replays run."""
+        """Let replays run ``plan``, a capture of ``job``."""
         self.capture_seconds = seconds
         self.phases: dict[str, float] = job.phases
-        """Seconds of each phase of the capture, such as "warm-up" and "capture"."""
+        """Duration in seconds of each phase of the capture, such as "warm-up" and "capture"."""
         self._marks = self.gates.recorded
         self._job: Job | None = job
         self._plan = plan
@@ -163,17 +163,18 @@ class Captured:
         return self._plan.outputs
 
     def __call__(self, /, *inputs: Any, **named: Any) -> Any:
-        """Run ``replay``, with new data for all arguments that contain tensors or for none.
+        """Run ``replay`` with new data for all arguments that contain tensors, or for none.
 
         Raises:
-            InputError: new data is missing for some of them. Other errors are those of ``replay``.
+            InputError: only some of these arguments receive new data. ``replay`` lists the other
+                errors.
         """
         if (inputs or named) and self._inputs is not None:
             self._inputs.require_all(inputs, named)
         return self.replay(*inputs, **named)
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Pair] | None:
-        """Check the state; return None if it is unchanged, or the result of a new capture."""
+        """Return None if the state is unchanged; otherwise capture again and return the result."""
         self._require_open()
         with self._lock:
             try:
@@ -201,7 +202,7 @@ class Captured:
         try:
             pairs, host = bound.holding(values).taken(inputs, named)
         except InputError as error:
-            raise error from None  # The cause has the same text if a tensor does not fit.
+            raise error from None  # If a tensor does not fit, ``cause`` has the same text.
         self.host_spec.fill(host)
         self.pool.require_free("capture")
         self.pool.order()
@@ -459,12 +460,12 @@ def capture(
         kwargs: bound arguments by name.
         policy: "full", "breakable" or "piecewise".
         backend: a backend or its name.
-        host_args: names and capture values of the host arguments.
+        host_args: the host arguments and their values at capture.
         warmup: number of runs of the step before the capture, on the capture stream. Two, as torch
             recommends, suffice for libraries that initialize lazily. "piecewise" runs the compiled
             step at least once. If other captures share the pool, the last run allocates memory for
             the outputs. With 0 runs, replays of earlier captures may overwrite the outputs.
-        pool: graph memory to share with other captures; None makes a new pool.
+        pool: graph memory to share with other captures; None creates a pool.
         compiler: compiler of the pieces of "piecewise". Other policies accept only None.
         capture_error_mode: see ``Backend.capture_context``.
         before_break: called before the eager body of each break of a breakable capture, for example
@@ -474,7 +475,7 @@ def capture(
             by its segment, and the notes of the error name that segment.
         name_nodes: True, False or a module: whether to record the nodes of each marked function,
             for ``explain`` and for ``ranges`` of the graphs in ``segments``. If it is a module,
-            hooks also record the nodes of its submodules. "piecewise" calls no submodules.
+            hooks also record the nodes of its submodules, except under "piecewise".
         budget: budget of policy "full" for new host arguments in replays.
         bound: other state of the graph by name: random generators, trees of tensors, modules, and
             functions that return such trees (``lambda: model.cache``). Every replay compares the
@@ -482,13 +483,13 @@ def capture(
         snapshot_limit: maximum bytes of the copies that restore tensors in arguments and ``bound``,
             and buffers of modules, after the capture. A larger tensor in arguments or ``bound`` is
             hashed, and the capture fails if the step writes it.
-        gate_timeout: seconds after which a closed gate makes a replay invalid. By default the value
+        gate_timeout: seconds after which a closed gate invalidates a replay. By default the value
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
         gates: gates to share with other captures of the pool, instead of ``gate_timeout``.
         recaptures: maximum number of new captures by replays. A replay captures again, with a
             warning, if state that the step reaches (weights, attributes, globals, closures, hooks,
-            modes) or an input without tensors differs from the capture. After that number, it
-            raises an error.
+            modes) or an input without tensors differs from the capture. Beyond this number, the
+            replay raises an error.
 
     Returns:
         The captured step.
@@ -551,14 +552,14 @@ def capture(
         plan, seconds = _planned(job, policy, gates)
     except TypeError as error:
         if str(error).startswith(f"{_name(fn)}() missing"):
-            way = "pass inputs after the step: capture(step, x); keyword arguments in kwargs={...}"
-            note(error, f"{way}, host arguments in host_args={{...}}")
+            way = "pass inputs after the step: capture(step, x). Pass keyword arguments as"
+            note(error, f"{way} kwargs={{...}} and host arguments as host_args={{...}}")
         raise
     return Captured(job, plan, policy, seconds, gates)
 
 
 def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> tuple[Plan, float]:
-    """Return the plan of ``job`` and its duration. With ``weights``, restore parameters too."""
+    """Capture ``job``; return the plan and the seconds. ``weights``: restore parameters too."""
     chosen, names, owned = get_policy(policy), job.names, job.owned
     job.require_device(owned.tensors)
     started = time.perf_counter()
@@ -568,7 +569,7 @@ def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> t
         owned.kept(
             job.backend, job.snapshot_limit, weights=weights, regions=job.regions
         ) as require_places,
-        explained(job.backend),  # ``kept`` restores more after devgraph's own errors
+        explained(job.backend),  # inside ``kept``, which restores more after devgraph's errors
     ):
         with job.phase("warm-up"):
             ready = chosen.warm_up(job, job.warmup)

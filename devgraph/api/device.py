@@ -25,10 +25,9 @@ class CaptureLock:
         self.recording = False
         """Whether a session is open."""
         self.buried: list[object] = []
-        """Objects to free after a capture, because freeing them during it would abort the process.
-        """
+        """Objects to free after a capture; freeing one during a capture would abort the process."""
         self.is_stream_capturing: Callable[[], bool] = lambda: False
-        """Whether the current stream is in a capture, of devgraph or of other code."""
+        """Return whether the current stream is being captured, by devgraph or by other code."""
 
     @property
     def is_held_here(self) -> bool:
@@ -40,7 +39,7 @@ class CaptureLock:
 
     @property
     def is_foreign_here(self) -> bool:
-        """Whether the current stream is in a capture of code other than devgraph."""
+        """Whether the current stream is being captured by code other than devgraph."""
         return not self.is_recording_here and self.is_stream_capturing()
 
 
@@ -93,7 +92,7 @@ class Device(abc.ABC):
     def side_stream(self, pool: Any, stream: Any = None) -> Iterator[None]:
         """Run the block on a stream that can be captured, in order with the current stream.
 
-        The base class has no streams.
+        The base class has no streams and only runs the block.
         """
         yield
 
@@ -103,10 +102,10 @@ class Device(abc.ABC):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Prevent captures of other threads during the block; may be nested.
+        """Prevent captures by other threads during the block; may be nested.
 
-        Hold this while waiting for the whole device: during a capture, drivers refuse such a wait
-        and invalidate the capture.
+        Enter this context before waiting for the whole device. During a capture, drivers refuse
+        such a wait and invalidate the capture.
 
         Raises:
             CaptureBusyError: another thread's capture does not finish in time.
@@ -191,7 +190,7 @@ def require_alive(device: Device) -> None:
 
 
 def raise_if_lost(device: Device, error: BaseException) -> None:
-    """Raise DeviceLost from ``error`` if it means that the device is lost.
+    """If ``error`` means that the device is lost, raise DeviceLost from it.
 
     Afterwards no graph of the device can be launched, and no capture can begin.
     """

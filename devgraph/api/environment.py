@@ -32,19 +32,19 @@ SWITCHES = {
     SGLANG_VARIABLE: ("strict",),
     VLLM_VARIABLE: ("strict",),
 }
-"""Variables that are on or off, each with its other valid values."""
+"""Boolean variables, each with the other words that it accepts."""
 
 _WORDS = {"1": True, "true": True, "on": True, "yes": True}
 _WORDS |= {"": False, "0": False, "false": False, "off": False, "no": False}
 
 
 def boolean(text: str) -> bool | None:
-    """Return the value of a switch, or None if ``text`` is not one of its words."""
+    """Return the boolean that ``text`` denotes, or None if it denotes no boolean."""
     return _WORDS.get(text.strip().lower())
 
 
 def switch(variable: str) -> bool | str:
-    """Return the value of a variable in ``SWITCHES``: a boolean, or one of its words.
+    """Return the value of a variable in ``SWITCHES``: a boolean, or one of its other words.
 
     Raises:
         ConfigError: the variable has any other value.
@@ -55,18 +55,18 @@ def switch(variable: str) -> bool | str:
         value = text.strip().lower()
         if value not in SWITCHES[variable]:
             known = ", ".join(("1, true, on or yes; 0, false, off or no", *SWITCHES[variable]))
-            raise ConfigError(f"{variable}={text!r} is invalid. It may be {known}.")
+            raise ConfigError(f"{variable}={text!r} is invalid. Valid values: {known}.")
     return value
 
 
 def applied_by_runners() -> list[str]:
-    """Return the names of the variables in the environment that runners apply to their mode."""
+    """Return the names of the set variables that runners apply to their mode."""
     names = (EMULATE_VARIABLE, VERIFY_VARIABLE)
     return [name for name in names if boolean(os.environ.get(name, "")) is not False]
 
 
 def warn_unknown() -> None:
-    """Warn about each variable in the environment that has the prefix but does not exist."""
+    """Warn about each set variable that has devgraph's prefix but is unknown."""
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in VARIABLES and not name.startswith(_OTHERS):
             _warn(name)
@@ -75,4 +75,4 @@ def warn_unknown() -> None:
 @functools.cache
 def _warn(name: str) -> None:
     hint = did_you_mean(name, VARIABLES)
-    warn(f"there is no environment variable {name}; it is ignored. {hint}")
+    warn(f"the unknown environment variable {name} is ignored. {hint}")

@@ -221,7 +221,7 @@ __all__ = sorted(
 
 
 def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
-    """Return a sentence that lists ``known`` names, and one that suggests the closest to ``name``.
+    """Return a sentence that lists the ``known`` names, and a suggestion if ``name`` is close.
 
     ``habits`` maps other common names to known names.
     """
@@ -253,7 +253,7 @@ def format_bytes(count: int) -> str:
 
 
 def require_result(value: T, kind: Any, owner: object, hook: str) -> T:
-    """Return the result of a method that a vendor implements, if it is a ``kind``."""
+    """Return ``value``, the result of a vendor's method, or raise unless it is a ``kind``."""
     if isinstance(value, kind):
         return value
     name = f"{type(owner).__name__}.{hook}"
@@ -263,7 +263,7 @@ def require_result(value: T, kind: Any, owner: object, hook: str) -> T:
 def whole(
     what: str, value: object, least: int = 0, kind: type[DeviceGraphError] = InputError
 ) -> int:
-    """Return ``value`` as an int if it is a whole number of at least ``least``."""
+    """Return ``value`` as an int, or raise unless it is a whole number of at least ``least``."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -277,11 +277,11 @@ def whole(
 
 
 def finite(what: str, value: object) -> float:
-    """Return ``value`` if it is a finite number of at least 0."""
+    """Return ``value``, or raise unless it is a finite number of at least 0."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise InputTypeError(f"{what} must be a number, got {brief(value)}")
-    number: float = value  # type: ignore[assignment]  # the value may be a number of numpy
-    if not 0 <= number <= sys.float_info.max:  # An integer can be larger.
+    number: float = value  # type: ignore[assignment]  # the value may be a NumPy number
+    if not 0 <= number <= sys.float_info.max:  # An int can exceed the largest float.
         raise InputError(f"{what} must be a finite number of at least 0, got {brief(number)}")
     return number
 

@@ -28,9 +28,9 @@ import torch
 from devgraph.api.errors import ExecutableError, ResourceError, StateError
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
-"""Budget of a pool's recordings if none is given.
+"""Default budget of a pool's recordings.
 
-It holds about 160 executables of a 36-layer decode step at 1.6 MiB each (measured on one H200, see
+About 160 executables of a 36-layer decode step fit, at 1.6 MiB each (measured on one H200, see
 docs/benchmarks.md).
 """
 
@@ -119,7 +119,7 @@ class Residency:
     evicted: int
     """Number of evictions of executables and recordings."""
     seconds: float
-    """Time spent making executables, except those that torch makes in a capture."""
+    """Seconds in which executables were made, except those that torch makes in a capture."""
 
 
 class Recordings:
@@ -188,7 +188,7 @@ class Recordings:
         )
 
     def holds(self, owner: object, key: Hashable) -> bool:
-        """Whether there is a recording for ``key``; does not count as a use."""
+        """Whether there is a recording for ``key``. The check does not count as a use."""
         item = self._items.get((id(owner), key))
         # The owner may have been deleted and its id may belong to another graph.
         return item is not None and item.owner() is owner
@@ -384,7 +384,7 @@ class EvictableExecutable(Recording):
 
     def _make_and_launch(self) -> None:
         graph, recordings = dereference(self._graph), self._recordings
-        recordings.drop_own(graph)  # left by an interrupted launch, if any
+        recordings.drop_own(graph)  # An interrupted launch may have left one.
         executable = recordings.make(self._make)
         recordings.put(graph, _OWN, self)
         self._executable = executable

@@ -68,7 +68,7 @@ class GateChannel(Protocol):
         """Make the current stream wait at ``place``, or record the wait in the capture."""
 
     def signal(self, place: int, recording: bool) -> None:
-        """Signal ``place`` after the current stream's work, or record that in the capture."""
+        """Signal ``place`` after the current stream's work, or record the signal in the capture."""
 
     def open(self, launch: int, places: Iterable[int], fence: Fence | None) -> None:
         """Open places of a launch that has begun, after ``fence`` if there is one.
@@ -89,7 +89,7 @@ class GateChannel(Protocol):
 
         Returns:
             a fence after that work, and a callable that queues the operation. None if the device
-            has not begun the launch, because the stream would have to wait for it.
+            has not begun the launch, because the stream would have to wait for the launch.
         """
 
     def clear(self) -> None:
@@ -140,7 +140,7 @@ class RecordedMarks:
     marks: set[tuple[str, int]] = attrs.field(factory=set)
     """The kind ("wait" or "signal") and the place of each mark."""
     in_breaks: int = 0
-    """Number of marks that run in breaks."""
+    """Number of marks that are reached in breaks."""
 
     def __bool__(self) -> bool:
         return bool(self.marks)
@@ -172,11 +172,9 @@ class Gate:
     def open(self, *, epoch: int | None = None) -> int:
         """Open the gate for one replay and return its epoch.
 
-        The default is the oldest replay, launched or not, for which the gate is closed.
-
         Args:
-            epoch: number of the replay, counted from 1. A gate that is already open for that replay
-                stays open.
+            epoch: number of the replay, counted from 1; by default the oldest replay, launched or
+                not, for which the gate is closed. A gate that is already open stays open.
 
         Raises:
             GateError: that replay has finished.
@@ -197,8 +195,8 @@ class Gate:
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
         """Wait until the step has signalled, and return the epoch.
 
-        Without ``epoch``, each call waits for the next replay. It skips finished replays except the
-        most recent one.
+        Without ``epoch``, each call waits for the replay after that of the previous call, but skips
+        finished replays except the most recent one.
 
         Args:
             timeout: maximum seconds to wait; by default ``gate_timeout`` of the capture or runner.
@@ -223,7 +221,7 @@ class Gates(Mapping[str, Gate]):
     Args:
         backend: the backend of the step.
         owner: name of the capture or runner in messages.
-        timeout: seconds until a gate counts as forgotten; by default from the environment.
+        timeout: seconds until a gate counts as forgotten; the environment sets the default.
         turns: number of iterations of the step's loop.
     """
 
@@ -239,14 +237,14 @@ class Gates(Mapping[str, Gate]):
         self._channel: GateChannel | None = None
         self._launched = 0
         self._ahead: dict[int, dict[int, Fence | None]] = {}
-        """Opened places of future launches, by launch."""
+        """Places opened for future launches, by number of the launch."""
         self._launches: dict[int, _Launch] = {}
         """Launches that may still be running."""
         self._now: _Launch | None = None
         """The launch in progress in this process."""
         self._held_open = 0
         self._errors: dict[int, GateTimeoutError] = {}
-        """The errors of the last invalid launches, by launch."""
+        """The errors of the last invalid launches, by number of the launch."""
         self._unseen: GateTimeoutError | None = None
         self.untold: GateTimeoutError | None = None
         """The last error, until the runner reports it to other ranks."""
@@ -414,8 +412,8 @@ class Gates(Mapping[str, Gate]):
     def launch(self, recorded: RecordedMarks | None = None) -> Iterator[None]:
         """Run one step in the block; the caller holds the lock of its pool.
 
-        ``recorded`` contains the marks of a capture; None means that the step is eager. An eager
-        step is an epoch only if it has marks.
+        ``recorded`` contains the marks of a capture; None means an eager step, which is an epoch
+        only if it has marks.
 
         Raises:
             GateTimeoutError: a gate of an earlier replay was not opened.
@@ -549,7 +547,7 @@ class Gates(Mapping[str, Gate]):
                 self._state.notify_all()
         if behind is None:
             return self.open(gate, None, channel.after(stream))
-        queue()  # outside the lock, because a full stream blocks the caller
+        queue()  # outside the lock, because a full stream blocks this call
         return epoch
 
     def _oldest_closed(self, gate: Gate) -> int:
@@ -716,7 +714,7 @@ class HostGates:
 
 
 def gate_timeout(given: float | None = None, name: str = "gate_timeout") -> float:
-    """Return a positive number of seconds, from the environment if ``given`` is None."""
+    """Return ``given`` or, if it is None, the timeout from the environment, in seconds."""
     if given is None:
         name, text = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE) or "30"
         try:

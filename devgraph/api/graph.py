@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphState(str, enum.Enum):
-    """The states of a graph; a member equals its name in lower case."""
+    """The states of a graph; each member equals its name in lower case."""
 
     EMPTY = "empty"
     CAPTURING = "capturing"
@@ -82,15 +82,15 @@ class GraphInfo:
 
     state: str
     nodes: int | None
-    """Device operations in the graph."""
+    """Number of device operations."""
     regions: int
-    """Updatable regions."""
+    """Number of updatable regions."""
     segments: int
     bytes: int
     """Memory of the graph itself, without its pool."""
     capture_seconds: float
     recordings: int
-    """Recordings of the graph that the pool keeps."""
+    """Number of the graph's recordings that the pool keeps."""
 
 
 def summed(segments: Sequence[Any], *, state: str, capture_seconds: float) -> GraphInfo:
@@ -112,8 +112,8 @@ class DeviceGraph(abc.ABC):
     """Device work that is captured once, replayed many times and updated in its regions.
 
     ``backend.make_graph(pool)`` creates a graph, and ``backend.capture_context(graph)`` captures
-    into it. A vendor implements the first group of methods with one underscore, which are called
-    only in a legal state.
+    into it. A vendor implements the first group of private methods, which are called only in a
+    legal state.
     """
 
     applies_at_once = False
@@ -131,7 +131,7 @@ class DeviceGraph(abc.ABC):
         self.reached: Sequence[torch.Tensor] = ()
         """The caller's other tensors that the capture may use, such as weights."""
         self.names: Names | None = None
-        """Named calls of the nodes in the current capture; None unless requested."""
+        """The named calls to which nodes of the current capture are assigned, if requested."""
         self.ranges: list[NodeRange] = []
         """The nodes of named calls, in the order in which the calls began."""
         self.spoiled: CaptureError | None = None
@@ -337,7 +337,7 @@ class DeviceGraph(abc.ABC):
     def bound(self, stream: int | None = None) -> Callable[[], None]:
         """Return a callable that replays without the checks and the lock of ``replay``.
 
-        For a graph with regions this is ``replay`` itself.
+        For a graph with regions, the result is ``replay`` itself.
 
         Args:
             stream: stream that is current at every call of the result. The caller holds the pool's
@@ -453,7 +453,7 @@ class DeviceGraph(abc.ABC):
     def select(self, host: Mapping[Mark, dict[str, Any]], key: Hashable = None) -> None:
         """Make the next launch use ``host``, the values by mark. An unchanged key has no effect.
 
-        ``key`` is ``key_of(host)``, if the caller has it.
+        ``key`` is ``key_of(host)``, if the caller has computed it.
         """
         key = key or self.key_of(host)
         if key == self.key:
@@ -567,7 +567,7 @@ class DeviceGraph(abc.ABC):
                         self._clear(GraphState.CLOSED, self._free)
                     else:  # Waiting here could deadlock with the thread that holds the lock.
                         self._end_later()
-        # In a forked child ``pool.lock`` raises; at interpreter exit modules are gone.
+        # ``pool.lock`` raises in a forked child, and modules are gone at interpreter exit.
         except Exception:
             pass
 
@@ -575,7 +575,7 @@ class DeviceGraph(abc.ABC):
         """Close the graph on a new thread, which can wait for the pool's lock."""
 
         def end() -> None:
-            # A new thread is on the first device, where the driver would create a context.
+            # A new thread starts on the first device, where the driver would create a context.
             with contextlib.suppress(Exception), self.backend.on_device():
                 self.close()
 

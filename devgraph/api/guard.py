@@ -22,10 +22,10 @@ class Watched(Protocol):
 
     @property
     def terms(self) -> Sequence[Term]:
-        """Terms that imply a successful ``check``; a new object after any change of the terms."""
+        """Terms; if all are true, ``check`` succeeds. Changed terms are a new object."""
 
     def check(self) -> None:
-        """Raise StateError if the state differs from the capture; accept equal objects."""
+        """Raise StateError if the state differs from the capture; accept equal plain values."""
 
 
 LATE = "Earlier replays may have used the old state, because each replay compares only part of it."

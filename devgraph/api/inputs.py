@@ -122,7 +122,7 @@ class Inputs:
         return others
 
     def holding(self, values: Mapping[str, Any]) -> Inputs:
-        """Return a copy whose bound arguments are replaced by ``values``, by name."""
+        """Return a copy in which ``values`` replace the bound arguments of the same names."""
         other = copy.copy(self)
         other._arguments = {**self._arguments, **values}
         return other
@@ -286,8 +286,8 @@ def write(pairs: Sequence[Pair], outputs: Any, written: Collection[int] = ()) ->
     """Copy new data into bound tensors, as if all sources were read before the first write.
 
     The copies may overwrite a storage that the caller also passed as an input at another position.
-    Return the bound tensors in such a storage, each with its old contents, for ``write_back``. A
-    bound tensor that is itself an input is returned only if its id is in ``written``.
+    Return the bound tensors in such a storage with their old contents, for ``write_back``. A bound
+    tensor that is itself an input is returned only if its id is in ``written``.
 
     Raises:
         InputError: an input is in the storage of a bound tensor that is among the outputs.
@@ -349,7 +349,8 @@ def _windowed(windows: torch.Tensor) -> torch.Tensor:
 def _merged(bound: Any, value: Any) -> Any:
     """Return a tree with the values of ``value`` and the tensors of ``bound``.
 
-    Where the structures differ, the result has the part of ``bound``; a later check refuses it.
+    Where the structures differ, the result contains the part of ``bound``, which a later check
+    refuses.
     """
     if bound is None and type(value) is torch.Tensor and has_place(value):
         with torch.inference_mode(False), torch.no_grad():

@@ -111,7 +111,7 @@ class Stack:
             self.rebuild(before)
 
     def rebuild(self, modes: Sequence[Any]) -> None:
-        """Replace all modes; an interrupt is raised only afterwards."""
+        """Replace all modes, and only then raise an interrupt."""
         try:
             self._rebuild(modes)
         except BaseException:
@@ -176,7 +176,7 @@ class Settings:
     switches: tuple[Any, ...]
     stacks: tuple[tuple[Any, ...], ...]
     _same: Callable[[], bool] = _unknown
-    """A faster ``are_active``, set after the first call of ``are_active`` that returned True."""
+    """A faster ``are_active``, set once ``are_active`` has returned True."""
 
     @staticmethod
     def current() -> Settings:
@@ -261,8 +261,8 @@ def _under(then: dict[str, torch.dtype]) -> Iterator[None]:
 def autocast_uncached() -> Iterator[None]:
     """Clear autocast's cache of casts, and disable the cache in the block.
 
-    A cast that a capture makes is in the graph's memory and must not be used after the capture. A
-    cast made before the capture is not part of the graph, so replays would read freed memory.
+    A cast computed in a capture is in the graph's memory and must not be used after the capture. A
+    cast computed before the capture is not in the graph, so replays would read freed memory.
     """
     cached = torch.is_autocast_cache_enabled()
     try:

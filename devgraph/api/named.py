@@ -34,12 +34,12 @@ from devgraph.api.trees import attributes_of
 logger = logging.getLogger(__name__)
 
 _FIRST, _EACH, _TURN = 128, 32, 8
-"""Number of places that a replay compares, for entries of dictionaries and members of classes.
+"""Numbers of places that a replay compares, for entries of dictionaries and members of classes.
 
-A replay compares the first places, up to ``_FIRST``, and ``_EACH`` of the rest in rotation.
-Functions, classes and globals come last, and objects with few attributes first. Inside module
-containers it compares ``_TURN`` places, and as many in rotation. It compares all other places, and
-the lengths of containers outside of module containers.
+A replay compares the first ``_FIRST`` places, and ``_EACH`` of the rest in rotation. Objects with
+few attributes come first; functions, classes and globals come last. Inside module containers, a
+replay compares the first ``_TURN`` places, and as many others in rotation. It compares all other
+places, and the lengths of containers outside of module containers.
 """
 
 
@@ -47,7 +47,7 @@ class NamedState:
     """The globals, closure cells, attributes and entries that a step reads, with their values.
 
     These locations are called *places*; ``reach.Named`` finds them from ``roots``. A replay
-    compares identities. If an object was replaced, the places are searched again. The new object is
+    compares identities. If an object was replaced, the search is repeated. The new object is
     accepted if it has the same tensors, equal plain values and the same code.
 
     Places for which ``is_changed`` returns True were changed by the step, and are not compared. An
@@ -315,7 +315,7 @@ def is_alike(old: Any, new: Any) -> bool:
         return next(kinds) == next(kinds)
     if isinstance(old, staticmethod | classmethod):
         return is_alike(old.__func__, new.__func__)
-    # NumPy numbers have neither.
+    # NumPy numbers have neither, so their values are compared.
     is_open = attributes_of(old) is not None or hasattr(type(old), "__slots__")
     if isinstance(old, dict) or (is_open and has_state(old) and not isinstance(old, enum.Enum)):
         return True

@@ -71,9 +71,9 @@ _TRAINING = operator.attrgetter("training")
 class Owned:
     """The state of one step: its arguments, the trees in ``bound=``, and reachable state.
 
-    ``tensors`` are those in arguments and in ``bound``, with their names. A replay can copy new
-    inputs into ``given``, the tensors in arguments. ``in_objects`` are the tensors inside modules
-    and other objects in arguments.
+    ``tensors`` are the tensors in arguments and in ``bound``, with their names. A replay can copy
+    new inputs into ``given``, the tensors in arguments. ``in_objects`` are the tensors inside
+    modules and other objects in arguments.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Owned:
         self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
         self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
         self.roots = [*self._inner, *generators, *roots_of(fn)]
-        """Names and objects from which the search for state of the step starts."""
+        """Names and objects from which the search for the step's state starts."""
         self.written: set[int] = set()
         """The ``id`` of each argument tensor that the step writes."""
         self._others: dict[int, torch.Tensor] = {}
@@ -124,19 +124,19 @@ class Owned:
         self.moved: dict[str, tuple[Any, Any]] = {}
         """Old and new values of plain values that the step changed, by path."""
         self._in_bodies: set[str] = set()
-        """Paths of plain values that eager bodies changed, as each replay does."""
+        """Paths of plain values that eager bodies changed and that each replay changes again."""
         self._added: dict[str, Any] = {}
         """Plain values that the first run added."""
         self._watch: Watch | None = None
-        """A watch on the places that the step can reach, during a run in a scope."""
+        """The watch on the places that the step can reach; None outside of runs in a scope."""
         self._refuse: Callable[[list[Change]], None] = raise_rebinding
-        """A function that receives the changes that the step made before an eager body."""
+        """A function that receives the step's changes before an eager body."""
         self._settings: dict[str, tuple[Mark, tuple[Any, ...], Any]] = {}
         """Plain values that the step set before it called a mark: the mark, its arguments, and the
         value, by path."""
         self._has_run = False
         self._first: _FirstRun | None = None
-        """The first run of a capture in progress, if it made state for later runs."""
+        """The first run of a capture in progress, if this run created state for later runs."""
         self._saved: tuple[Snapshot, ...] = ()
         """The state before the first run of a capture in progress."""
         self._weights: list[tuple[torch.Tensor, int]] = []
@@ -198,7 +198,7 @@ class Owned:
         counted = [t for t in (*self.given, *self._others.values()) if not t.is_inference()]
         versions = [tensor._version for tensor in counted]
         before = optimizer_state(self.roots) if captured and is_first else []
-        # A run must compute parametrizations, which ``cached()`` of the caller may hold.
+        # A run must compute parametrizations even if the caller's ``cached()`` holds their results.
         cache, parametrize._cache_enabled = parametrize._cache_enabled, 0
         try:
             yield args, kwargs
@@ -218,8 +218,8 @@ class Owned:
         self._is_first_captured |= captured and is_first
         if captured and is_first and len(made := optimizer_state(self.roots)) > len(before):
             raise CaptureError(
-                f"the captured run is the first run and makes {made[-1][0]}, so each replay would "
-                f"make it again. Capture with warmup=1 or more, or run the step once before."
+                f"the captured run is the first run and creates {made[-1][0]}, so each replay "
+                f"would create it again. Capture with warmup=1 or more, or run the step once before."
             )
         if self._first is not None and not captured:
             trains = any(tensor._version != version for tensor, version in self._weights)
@@ -300,7 +300,7 @@ class Owned:
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether the next warm-up run must check the tensors that the first run made."""
+        """Whether the next warm-up run must check the tensors that the first run created."""
         return self._first is not None and not self._first.is_settled
 
     @property
@@ -321,8 +321,8 @@ class Owned:
     ) -> Iterator[Callable[[], None]]:
         """Restore tensors and random generators after the block, even on failure.
 
-        With ``weights``, parameters and the state of optimizers are restored as well. ``regions``
-        says whether regions are part of the graph.
+        With ``weights``, parameters and the state of optimizers are restored as well. Pass
+        ``regions`` if regions are part of the graph.
 
         Yields a function that raises CaptureError if the step changed the memory or the layout of
         a tensor.
@@ -408,7 +408,7 @@ class Owned:
     def watch(self) -> tuple[list[Watched], list[Watched]]:
         """Return the caller's state and the named state, which replays and proofs compare."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
-        # Only functions in ``bound`` return trees. The step calls functions in its arguments.
+        # Functions in arguments are omitted: the step calls them, and they return no bound trees.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
         count = len(self.given) + len(self.in_objects)
         named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
@@ -435,7 +435,7 @@ class Owned:
         before = {} if self._named is None else {entry.place: entry for entry in self._named.places}
 
         def has_changed(entry: Entry) -> bool:
-            """Whether the step changed or made the value of a place; False for tensors."""
+            """Whether the step changed or created the value of a place; False for tensors."""
             old = before.get(entry.place, _EMPTY)
             if entry.path in self._added and entry.path not in self.moved:
                 return not is_equal(self._added[entry.path], entry.value)
@@ -458,7 +458,7 @@ class Owned:
 
 
 class _FirstRun:
-    """The first run of a step that makes tensors for later runs.
+    """The first run of a step that creates tensors for later runs.
 
     ``made`` are these tensors by path, and ``after`` are their contents after the run. ``before``
     are the ids of the tensors that the step could reach before the run.
@@ -472,10 +472,10 @@ class _FirstRun:
     ) -> None:
         self._made, self._after, self._before = made, after, before
         self.is_settled = False
-        """Whether a second run was compared."""
+        """Whether a second run was compared with the first."""
 
     def require_settled(self, *, trains: bool) -> None:
-        """Raise CaptureError if the second run changed tensors that the first run made.
+        """Raise CaptureError if the second run changed tensors that the first run created.
 
         Both runs started from the same state, so a correct step computes the same values. Nothing
         is compared if the step ``trains``, because changed parameters are not restored between the
@@ -493,8 +493,8 @@ class _FirstRun:
                     f"tensor. Copy the new contents into one buffer with copy_()."
                 )
             raise CaptureError(
-                f"the first run of the step makes {name}, and later runs continue from its "
-                f"values, so replays would be one step ahead of eager runs. Make {name} "
+                f"the first run of the step creates {name}, and later runs continue from its "
+                f"values, so replays would be one step ahead of eager runs. Create {name} "
                 f"before the capture, which then restores its values."
             )
 
@@ -506,9 +506,9 @@ class _FirstRun:
         self._after.restore()
         names = [path for path, tensor in self._made.items() if id(tensor) in written]
         warn(
-            f"the first warm-up run made {', '.join(names)}, and later runs wrote to this state. "
-            f"Its values after the first run were restored, and replays continue from them. Make "
-            f"the state before the capture, so that the capture restores its values."
+            f"the first warm-up run created {', '.join(names)}, and later runs wrote to this "
+            f"state. Its values after the first run were restored, and replays continue from them. "
+            f"Create the state before the capture, so that the capture restores its values."
         )
 
 
@@ -546,7 +546,7 @@ def require_place(path: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta:
         raise InputTypeError(
-            f"{path} is on the device 'meta' and has no memory. Make it on the device of the "
+            f"{path} is on the device 'meta' and has no memory. Create it on the device of the "
             f"backend (torch.empty_like(x, device=...), module.to_empty(device=...))."
         )
     if not has_place(tensor):
@@ -582,8 +582,9 @@ def zero_gradient(gradient: torch.Tensor) -> None:
 class Gradients:
     """The gradients that a graph writes. After ``grad = None``, they restart at zero.
 
-    ``held`` are pairs of a leaf tensor and its gradient. The captured run made the gradients of the
-    leaves with ids in ``made``. A replay makes them again, so they must be None before it.
+    ``held`` are pairs of a leaf tensor and its gradient. The captured run created the gradients of
+    the leaves with ids in ``made``. A replay creates these gradients again, so they must be None
+    before the replay.
     """
 
     def __init__(
@@ -599,7 +600,7 @@ class Gradients:
         return bool(self._held)
 
     def clear(self) -> None:
-        """Set the gradients that the captured run made to None."""
+        """Set each gradient to None if the captured run created it."""
         for leaf, _ in self._held if self._made else ():
             leaf.grad = None if id(leaf) in self._made else leaf.grad
 
@@ -617,9 +618,9 @@ class Gradients:
                 )
             elif id(leaf) in self._made:
                 raise StateError(
-                    f"the captured run, which was the first run, made the gradient of "
-                    f"{brief(leaf)}, so a replay replaces it and does not add to it. Set the "
-                    f"gradient to None before the replay, or capture with warmup=1 or more."
+                    f"the captured run, which was the first run, created the gradient of "
+                    f"{brief(leaf)}, so a replay replaces the gradient and does not add to it. Set "
+                    f"the gradient to None before the replay, or capture with warmup=1 or more."
                 )
 
 
@@ -667,7 +668,7 @@ class Weights:
         self.terms = [*self._compared()]
 
     def _compared(self) -> Iterator[Term]:
-        """Yield terms that become false after an assignment to any module or a new hook."""
+        """Yield terms that become false once a module is assigned to or a hook is registered."""
         yield from (("{}.forward is {}", pair) for pair in self._forwards[:CHECKED])
         terms = [*map(self._term_of, self.modules)]
         terms += [("{}.forward is {}", pair) for pair in self._forwards[CHECKED:]]
@@ -816,7 +817,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return the named roots of the search for the state of ``fn``; none if devgraph defines it."""
+    """Return the named roots of the search for the state of ``fn``; none for code of devgraph."""
     target = fn
     while isinstance(target, functools.partial):
         target = target.func
@@ -832,7 +833,7 @@ def raise_rebinding(changes: Iterable[Change]) -> None:
 
 
 def without_history(outputs: Any) -> Any:
-    """Detach outputs from autograd, because a replay has no backward. Leaves are left unchanged."""
+    """Detach outputs from autograd, because a replay has no backward; return leaves unchanged."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach() if t.grad_fn is not None else t, outputs, is_leaf=is_size
     )

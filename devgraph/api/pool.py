@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Memory that graphs share, with their capture stream, recordings and executables.
+    """The shared memory of graphs, and their capture stream, recordings and executables.
 
-    Because graphs of a pool share memory, their replays run one at a time, across threads and
+    Because graphs of a pool share memory, their replays run one at a time across all threads and
     streams. Pools and graphs can be dropped in any order.
 
     Args:
@@ -90,7 +90,7 @@ class Pool:
 
         Raises:
             CapabilityError: the pool was not created with ``make_pool(releasable=True)``.
-            StateError: this thread captures, or is inside an eager body of a step on the pool.
+            StateError: this thread is capturing, or runs an eager body of a step on the pool.
         """
         with self.lock:
             self.require_free("release the memory of a pool")
@@ -182,7 +182,7 @@ class Pool:
         """Receive the tensors that the step returns, at the end of a recording."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same memory, whose block the pool may reuse nevertheless.
+        """Return a tensor over the same memory that lets the pool reuse this memory.
 
         A tensor outside the pool's memory is returned unchanged and keeps its memory.
         """
@@ -196,9 +196,9 @@ class Pool:
         return self.alias(tensor)
 
     def graph_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that allocates from the pool outside of captures, between segments.
+        """Return a context manager in which eager allocations between segments use the pool.
 
-        Later segments and other graphs may reuse memory that is freed in the context.
+        Later segments and other graphs may reuse memory that is freed in the block.
         """
         return contextlib.nullcontext()
 

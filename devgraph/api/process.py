@@ -37,7 +37,7 @@ class _Identity:
         if token is not self.token:
             raise StateError(
                 f"cannot {call} in a forked process: graphs, captures, pools and runners belong "
-                f"to the process that made them. Start workers with 'spawn' and capture there."
+                f"to the process that created them. Start workers with 'spawn' and capture there."
             )
 
 
@@ -50,7 +50,7 @@ class _Collector:
 
     def __init__(self) -> None:
         self._pauses: dict[object, int] = {}
-        """The thread that made each pause."""
+        """Thread of each pause."""
         self._was_enabled = False
         self.after_fork()
 
@@ -77,7 +77,7 @@ class _Collector:
             with self._lock:
                 try:
                     self._pauses.pop(pause, None)
-                finally:  # No Python calls: an interrupt in one would leave the collector paused.
+                finally:  # An interrupt in a Python function would leave the collector off.
                     if self._was_enabled and not self._pauses:
                         self._was_enabled = False
                         gc.enable()

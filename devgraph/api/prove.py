@@ -128,8 +128,8 @@ class Report:
     """Number of cases that were compared."""
     failures: tuple[Failure, ...]
     exact: bool = True
-    """Whether graphs were compared bit for bit. They are compared within tolerance if a compiler
-    chose other kernels."""
+    """Whether graphs were compared bit for bit; within tolerance if a compiler chose other kernels.
+    """
     not_varied: tuple[str, ...] = ()
     """Inputs, slots and host arguments that had the same data in all cases, because a proof does
     not invent integers. Declare ``sample=`` or a range for them."""
@@ -422,8 +422,8 @@ class State:
     def begin(self) -> None:
         """Restore the state from before the proof, so that a run of a case starts from it.
 
-        The default random generator is not restored. It continues from the end of the previous
-        case. Otherwise a graph that repeats the draws of its capture would pass.
+        The default random generator is not restored but continues from the end of the previous
+        case. Otherwise, a graph that repeats the draws of its capture would pass.
         """
         if self._fresh:  # Nothing ran since the start of the case.
             self.snapshot.restore_random()
@@ -490,7 +490,7 @@ class State:
 
 @attrs.frozen(kw_only=True)
 class RunResult:
-    """Outputs and changed state after a run."""
+    """Outputs of a run, and the state that it changed."""
 
     outputs: NamedTensors
     state: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
@@ -555,8 +555,8 @@ class Comparison:
         With ``exact``, results must be equal bit for bit. Two kinds of state rows are exempt.
         ``shared`` rows, which several rows of the batch write, are not compared if two eager runs
         differ. ``scratch`` rows are also written by several rows, but no real row reads them. The
-        order of these writes is undefined, so the check only requires that both runs write them.
-        If the step ``loops``, the check does not require this.
+        order of these writes is undefined, so the check only requires that both runs write the
+        rows. If the step ``loops``, the check does not even require this.
         """
 
         def how(name: str) -> _Compare:
@@ -646,13 +646,13 @@ class Comparison:
 
 
 def rows_of(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the rows where ``mask`` is true. Devices do not index tensors of every dtype."""
+    """Return the rows where ``mask`` is true, indexed as bytes: some dtypes cannot be indexed."""
     flat = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
     return flat[mask].view(tensor.dtype).reshape(-1, *tensor.shape[1:])
 
 
 def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:
-    """Describe outputs of a replay that equal another output, although they differ in eager."""
+    """Describe outputs of a replay that equal another output, but only in the replay."""
     expected, twins = dict(want), {}
     for (name, one), (twin, other) in itertools.permutations(got, 2):
         if not compare(one, other) and compare(expected[name], expected[twin]):
@@ -724,7 +724,7 @@ def require_samples(sample: object, names: Iterable[str]) -> Mapping[str, Draw]:
 
 
 def drawn(name: str, draw: Draw, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return new data for ``tensor`` that ``draw`` made on the host.
+    """Return new data for ``tensor``, drawn with ``draw`` on the host.
 
     Raises:
         InputTypeError: the data has another shape, or a fraction that integers would lose.

@@ -47,13 +47,14 @@ _MOST_NAMED = 300
 """Maximum number of objects that ``Named`` visits."""
 
 _MOST_SPACES = 32
-"""Number of compared mappings beyond which attributes in module containers are not counted."""
+"""Number of compared mappings beyond which a replay does not compare the numbers of attributes of
+objects in module containers."""
 
 _MODULES = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _DEEPEST = 8
 PLAIN = (bool, int, float, complex, str, type(None))
 _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
-"""Attributes that torch gives to every module."""
+"""Attributes of every torch module."""
 
 _CELL, _POSITION = "cell_contents", "position"
 
@@ -232,7 +233,7 @@ _OF_ALL_MODULES = (_global_forward_pre_hooks, _global_forward_hooks)
 
 
 def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
-    """Yield the values that ``value`` holds, in assignable and in other places."""
+    """Yield an entry for each value inside ``value``, in assignable and other places."""
     for part in _parts(path, value, weights):
         yield from (part,) if isinstance(part, Entry) else part.entries()
 
@@ -264,7 +265,7 @@ class _Place(NamedTuple):
         if isinstance(holder, list | deque):
             return dict(enumerate(holder))
         values = gc.get_referents(holder)  # the object does not expose its values
-        # Changing the list of a ``cycle`` is not safe, so return the values in it.
+        # Changing the list inside a ``cycle`` is not safe, so return the list's values instead.
         if isinstance(holder, itertools.cycle):
             values = [v for held in values for v in (held if isinstance(held, list) else [held])]
         return {id(value): value for value in values}
@@ -310,7 +311,7 @@ class _Place(NamedTuple):
 
 _ATTRIBUTE, _ITEM, _NAME, _WHOLE = "{path}.{key}", "{path}[{key!r}]", "{key}", "{path}"
 _CLOSED: tuple[type, ...] = (types.GeneratorType, functools._lru_cache_wrapper, queue.SimpleQueue)
-"""Types of Python objects that hold values in places that cannot be assigned."""
+"""Types of Python objects whose values are in places that cannot be assigned."""
 
 
 def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
@@ -420,7 +421,7 @@ _STATE_OF = {
 """The attributes that hold the state of library objects, by the module of their class."""
 
 _STATEFUL = frozenset({"argparse", "collections", "queue", "types", "weakref", "_weakrefset"})
-"""Modules of Python whose objects have attributes that are searched."""
+"""Standard library modules; attributes of objects of their classes are searched."""
 
 
 def has_state(value: Any) -> bool:
@@ -501,7 +502,7 @@ def _read(holder: Any, key: Any) -> Any:
         if isinstance(holder, Mapping | list | deque):
             return holder[key]
         if isinstance(holder, contextvars.ContextVar):
-            return holder.get()  # LookupError without a value and a default
+            return holder.get()  # raises LookupError if there is neither a value nor a default
         if isinstance(holder, type):  # Return a descriptor itself, not its result.
             return inspect.getattr_static(holder, key)
         return _position(holder) if key == _POSITION else getattr(holder, key)
@@ -528,7 +529,7 @@ def _write(holder: Any, key: Any, value: Any) -> None:
 
 
 class _Uses(NamedTuple):
-    """The names that a code object, with the code nested in it, uses in each way."""
+    """The names in a code object and in the code nested in it, by kind of use."""
 
     names: set[str]
     """Names of globals and attributes, and "grad =" for an assignment to a gradient."""
@@ -609,7 +610,7 @@ def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
             missing -= dis.stack_effect(steps[at].opcode, steps[at].arg)
             at -= 1
         if steps[end - 1].opname != "LOAD_CONST" or at < end - 2:
-            held = steps[at + (missing < 0)].argval  # a pair if one instruction loads both
+            held = steps[at + (missing < 0)].argval  # a pair if one instruction loads two names
             yield held[0] if isinstance(held, tuple) and held else held
 
 
@@ -647,13 +648,13 @@ class Named:
 
     The search starts from ``roots``, pairs of a name and an object. With ``regions``, it includes
     regions, except those with host arguments or a context, whose host code an update runs again.
-    ``places`` has no modules of Python libraries. ``spaces`` are mappings, and the ``__dict__`` of
-    torch modules and of user objects, with their lengths. ``inner`` has pairs (id of the holder,
-    key) of places inside module containers, which are compared last; for ``spaces`` the key is
-    None. ``whole`` are the mappings over which the step iterates. ``tables`` are the parameters and
-    buffers of modules, if the step iterates over them. ``texts`` are string values that the step
-    reads, which may be keys (``ACTIVATIONS[config.act]``). ``probed`` contains the ``id`` of each
-    mapping in which the step may look up missing keys.
+    ``places`` omits modules of Python libraries. ``spaces`` are mappings, and the ``__dict__`` of
+    torch modules and of user objects, with their lengths. ``inner`` contains pairs (id of the
+    holder, key) of places inside module containers, which are compared last; for ``spaces`` the key
+    is None. ``whole`` are the mappings over which the step iterates. ``tables`` are the parameters
+    and buffers of modules, if the step iterates over them. ``texts`` are string values that the
+    step reads and may use as keys (``ACTIVATIONS[config.act]``). ``probed`` contains the ``id`` of
+    each mapping in which the step may look up missing keys.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
@@ -926,7 +927,7 @@ _OF_TENSORS = frozenset(
 """Names of functions that iterate over tensors of modules."""
 
 _INSTANCE = frozenset({"__new__", "__init__", "__post_init__", "__call__"})
-"""Special methods that run if a step makes and calls an object of a class that it names."""
+"""Special methods that run if a step creates and calls an object of a class that it names."""
 
 
 def _environment(code: types.CodeType) -> Iterator[Entry]:

@@ -227,7 +227,7 @@ def _require_hooks(backend: Backend) -> None:
             if taken := sorted(state & vars(part).keys()):
                 raise BackendUnavailableError(
                     f"{part.__name__}.{taken[0]} hides an attribute in which {owner.__name__} "
-                    f"keeps its own state. Rename it in {part.__name__}."
+                    f"stores its own state. Rename it in {part.__name__}."
                 )
 
 
@@ -251,7 +251,7 @@ def declaration(name: str) -> type[Backend] | None:
 
 
 def register(name: str, factory: Callable[[], Backend], *, replace: bool = False) -> None:
-    """Register a backend in this process. Packages use the entry point group instead.
+    """Register a backend in this process. A package declares an entry point instead.
 
     Args:
         name: name of the backend in ``get_backend``, in modes and on the command line. It must

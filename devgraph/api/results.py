@@ -210,7 +210,7 @@ def _alike(one: torch.Tensor, other: Any) -> bool:
 
 
 class Containers:
-    """The lists and dictionaries in outputs, which a replay restores if the caller changed them."""
+    """The lists and dictionaries in outputs; a replay restores them if the caller changed them."""
 
     def __init__(self, outputs: Any) -> None:
         self._held: list[tuple[Any, Any, dict[str, Any]]] = []

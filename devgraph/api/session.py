@@ -64,7 +64,7 @@ class Session:
     def recording(self, scope: Scope | None) -> Iterator[Session]:
         """Let ``scope`` decide the effect of marks in the block.
 
-        If the block raises, every graph that was begun in it, even a finished one, becomes empty.
+        If the block raises, every graph that it began becomes empty, even if it was finished.
         """
         outer, graph = self._undo, self._graph
         with contextlib.ExitStack() as self._undo:
@@ -119,8 +119,8 @@ def session(
     """Record device work of this thread.
 
     During the block, no other thread captures on the device, no graph of the pool is replayed, and
-    the garbage collector is off. A collection could free graphs and pools or unload kernels. During
-    a capture, drivers and allocators would refuse or record such calls.
+    the garbage collector is off. A collection could free graphs or unload kernels, and drivers and
+    allocators refuse or record such calls during a capture.
 
     Args:
         pool: memory for the graphs.
@@ -143,8 +143,8 @@ def session(
         )
     refuse_foreign_capture(backend, "capture")
     require_alive(backend)
-    # Acquire the pool's lock before the capture lock. Replays that record a region use this order
-    # too. No graph of the pool may replay while the session uses the pool's memory and stream.
+    # Acquire the pool's lock before the capture lock, as replays that record a region do. No graph
+    # of the pool may replay while the session uses the pool's memory and stream.
     with locked(backend, pool.lock), backend.exclusive(), collector.paused():
         pool.require_free("capture")
         pool.recordings.require_memory()

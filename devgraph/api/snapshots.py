@@ -84,8 +84,8 @@ class Part(NamedTuple):
 class Snapshot:
     """Saved contents of tensors, and states of random generators including the default ones.
 
-    ``limit`` is the maximum bytes of all copies; None is ``DEFAULT_LIMIT``. Small tensors are saved
-    first. ``named`` tensors above the limit are hashed, and ``optional`` ones are not saved.
+    ``limit`` is the maximum bytes of all copies; None means ``DEFAULT_LIMIT``. Small tensors are
+    saved first. Above the limit, ``named`` tensors are hashed, and ``optional`` ones are not saved.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Snapshot:
         A row number may index the first dimension, the largest dimension, or two adjacent
         dimensions whose product is at least as large as the largest one (pages of slots). Rows of
         the last two kinds are not saved if they make up more than half of the tensor. Row numbers
-        are distinct. Numbers out of range are ignored.
+        are distinct, and those out of range are ignored.
         """
         with torch.inference_mode():
             for saved in self._rows:
@@ -204,13 +204,13 @@ class Snapshot:
         with torch.inference_mode():
             for name, tensor, copy, numbers in self._copies():
                 dtype = copy.dtype
-                is_wide = dtype.is_floating_point and dtype.itemsize > 1  # torch has kernels for it
+                is_wide = dtype.is_floating_point and dtype.itemsize > 1  # 8-bit types lack kernels
                 if is_wide and self._written(names, tensor, name):
                     for place in rows(copy, numbers):
                         row = row_at(copy, place)
                         self._disturbed.append((tensor, row, row.clone()))
                         self._equal.discard(id(tensor))
-                        # Probabilities stay probabilities, and steps rarely write these numbers.
+                        # The result stays a probability, and steps rarely write these numbers.
                         row.copy_(row * 0.5 + row.ge(0).to(dtype) * 0.74 - 0.37)
 
     def vary(self, names: Container[str]) -> tuple[bool, list[str]]:
@@ -284,7 +284,7 @@ class Snapshot:
         parts = self.parts()
         with torch.inference_mode():
             flags = read(differs(part.saved, part.now) for part in parts)
-        # Restoring a tensor may write the memory of another one.
+        # Restoring a tensor may write to another tensor in the same storage.
         storages = Counter(saved.place[0].data_ptr() for saved in self._saved)
         self._equal = {
             id(part.tensor)
@@ -415,7 +415,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of equal shape and dtype have equal bytes, compared on their device."""
+    """Whether two tensors of equal shape and dtype have equal bytes. The device compares them."""
     return not differs(one, other)
 
 
@@ -430,7 +430,7 @@ def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def read(flags: Iterable[torch.Tensor]) -> list[bool]:
-    """Return bools from devices. Each device is synchronized once."""
+    """Return the values of bool tensors on devices; synchronize each device once."""
     flags = [*flags]
     values = dict[int, bool]()
     for device in {flag.device for flag in flags}:

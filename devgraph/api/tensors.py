@@ -61,7 +61,7 @@ def describe(value: object) -> str:
 def has_place(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has an address and strides.
 
-    Sparse, nested, meta and lazy tensors and wrapper subclasses do not.
+    Sparse, nested, meta and lazy tensors and wrapper subclasses have neither.
     """
     return (
         tensor.layout is torch.strided
@@ -71,7 +71,7 @@ def has_place(tensor: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass has memory of its own; fake tensors count as having memory."""
+    """Whether a tensor of a subclass has its own memory; fake tensors count as having memory."""
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return not is_lazy(tensor)
     if is_traceable_wrapper_subclass(tensor):
@@ -127,7 +127,7 @@ def addressed(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Iterato
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a strided tensor and the address after its last."""
+    """Return the addresses of the first byte of a strided tensor and of the byte after its last."""
     first = tensor.data_ptr()
     if not tensor.numel():  # data_ptr() of an empty tensor is 0
         first = memory_of(tensor) + int(tensor.storage_offset()) * tensor.itemsize
@@ -215,7 +215,7 @@ def fits(target: torch.Tensor, source: Any) -> bool:
 
 
 def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``target`` without autograd. Both have the same expanded dimensions."""
+    """Copy ``source`` into ``target`` without autograd; both have the same expanded dimensions."""
     dense = unexpanded(target)
     if dense is not target:
         source = source.as_strided(dense.shape, source.stride())

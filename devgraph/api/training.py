@@ -96,7 +96,8 @@ class StaticInputs:
 
     @functools.cached_property
     def _needs_no_grad(self) -> bool:
-        return any(static.requires_grad for _, static in self._copied)  # the step may have set it
+        # The step may have set ``requires_grad`` after the constructor.
+        return any(static.requires_grad for _, static in self._copied)
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._needs_no_grad and torch.is_grad_enabled():
@@ -264,7 +265,7 @@ class TrainingGraphs:
         if self._differentiable:
             with held.recording(GraphScope(self._backward)):
                 held.begin(self._backward, arguments=tuple(self._output_grads))
-                with self.owned.run():  # hooks must not change state, because replays would not
+                with self.owned.run():  # Hooks must not change state: replays do not run them.
                     grads = self._gradients(self._differentiable, self._output_grads)
                 held.end()
         self._leaf_grads = [
@@ -431,8 +432,9 @@ def _copy_gradients(
 ) -> None:
     """Replace gradients of leaf tensors with copies if they are in graph memory.
 
-    Autograd stores the first gradient of a leaf without a copy. Each forward would overwrite it.
-    The backward of a callable with a larger index, captured earlier, would overwrite it too.
+    Autograd stores the first gradient of a leaf without a copy. Each forward would overwrite this
+    gradient, and so would the backward of a callable with a larger index, which was captured
+    earlier.
     """
     for index in [index for index in shared if before is None or index < before]:
         for leaf, grad in shared.pop(index):
@@ -539,7 +541,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     pool: Pool | None = None,
 ) -> Any:
-    """Return graphed versions of callables for training, as torch's function of this name does.
+    """Return graphed versions of callables for training, like torch's function of the same name.
 
     Forward graphs are captured in the order of ``callables`` and backward graphs in reverse order,
     so that the callables of one step share a pool. A module is graphed in place: its ``forward``
@@ -551,7 +553,7 @@ def make_graphed_callables(
             ``requires_grad`` of later calls: a tuple, or a tuple of tuples for several callables.
         num_warmup_iters: number of eager runs before the capture.
         allow_unused_input: whether outputs may be independent of some inputs.
-        pool: memory to share with other captures; None makes a pool of the device's backend.
+        pool: memory to share with other captures; None creates a pool of the device's backend.
 
     Raises:
         InputTypeError: a sample argument is not a tree of tensors.

@@ -70,7 +70,7 @@ def _is_cached(node: Any, name: str) -> bool:
 
 
 def attributes_of(node: Any) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of an object, or None; a ``__getattr__`` may raise any error."""
+    """Return the ``__dict__`` of an object, or None if it has none or reading it raises."""
     try:
         held: dict[str, Any] = vars(node)
     except Exception:
@@ -83,7 +83,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
     """Return the names of the slots of a class and of its bases."""
     members = (member for base in kind.__mro__ for member in vars(base).values())
     names = (m.__name__ for m in members if isinstance(m, types.MemberDescriptorType))
-    return tuple(name for name in names if name != "__dict__")  # as in SimpleNamespace
+    return tuple(name for name in names if name != "__dict__")  # a member of SimpleNamespace
 
 
 def rebuilt(node: Any, children: Iterable[Any]) -> Any:
@@ -136,7 +136,7 @@ def _rebuilt_mapping(node: Any, items: dict[Any, Any]) -> Any:
             else:
                 made[key] = child
     except TypeError:
-        return node  # an immutable mapping, which the step cannot change either
+        return node  # The step cannot change an immutable mapping either.
     return made
 
 

@@ -722,7 +722,7 @@ def test_tensor_that_the_first_run_makes_and_later_ones_advance_is_refused(
         holder.n.add_(1)
         return x * holder.n
 
-    with pytest.raises(dg.CaptureError, match=r"first run of the step makes holder\.n"):
+    with pytest.raises(dg.CaptureError, match=r"first run of the step creates holder\.n"):
         cap(step, kit.tensor(3), warmup=warmup)
     assert holder.n is None
 

@@ -49,7 +49,7 @@ def test_a_switch_may_have_words_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     for name in (VLLM_VARIABLE, DEBUG_VARIABLE):
         monkeypatch.setenv(name, "Strict")
     assert switch(VLLM_VARIABLE) == "strict"
-    with pytest.raises(dg.ConfigError, match="'Strict' is invalid. It may be 1, true"):
+    with pytest.raises(dg.ConfigError, match="'Strict' is invalid. Valid values: 1, true"):
         switch(DEBUG_VARIABLE)
 
 

@@ -105,7 +105,7 @@ def test_cached_function_keeps_a_constant_and_may_not_keep_state(kit: Kit) -> No
     kit.refill(x, 4)
     kit.same(captured.replay(), x + 1)
     table.cache_clear()
-    with pytest.raises(dg.CaptureError, match="first run of the step makes table"):
+    with pytest.raises(dg.CaptureError, match="first run of the step creates table"):
         kit.capture(lambda x: table().add_(x) * 1, x)
 
 
