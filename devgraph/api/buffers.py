@@ -294,7 +294,7 @@ class Places:
 
 
 def require_same(entries: Iterable[Entry]) -> None:
-    """Raise StateError if a place holds a different tensor, plain value or number of entries."""
+    """Raise StateError if a place has a different tensor, plain value or number of entries."""
     for entry in entries:
         now = entry.now()
         if entry.is_modified:

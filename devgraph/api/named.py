@@ -125,7 +125,7 @@ class NamedState:
         return bool(self._held or self._seeds)
 
     def check(self) -> None:
-        """Raise StateError if a place holds a different value than at capture."""
+        """Raise StateError if the value of a place differs from the value at capture."""
         for mapping, keys in self._orders:
             if [*mapping] != keys:
                 raise StateError(
@@ -226,7 +226,7 @@ class NamedState:
 
 
 def _is_code(entry: Entry) -> bool:
-    """Whether a place is a global, or holds a function or a class. Few programs replace these."""
+    """Whether a place is a global or contains code, which few programs replace."""
     holder, value = entry.holder, entry.value
     if isinstance(holder, dict):
         is_global = "__builtins__" in holder

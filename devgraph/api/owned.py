@@ -219,7 +219,7 @@ class Owned:
         if captured and is_first and len(made := optimizer_state(self.roots)) > len(before):
             raise CaptureError(
                 f"the captured run is the first run and creates {made[-1][0]}, so each replay "
-                f"would create it again. Capture with warmup=1 or more, or run the step once before."
+                f"would create it again. Capture with warmup=1 or more, or run the step once first."
             )
         if self._first is not None and not captured:
             trains = any(tensor._version != version for tensor, version in self._weights)

@@ -61,7 +61,7 @@ def test_a_variable_that_does_not_exist_is_a_warning_with_the_nearest_name(
     double_runner(captured=False)
     [one] = recwarn
     assert issubclass(one.category, dg.DeviceGraphWarning)
-    assert "no environment variable DEVGRAPH_MODES" in str(one.message)
+    assert "unknown environment variable DEVGRAPH_MODES" in str(one.message)
     assert "Did you mean 'DEVGRAPH_MODE'?" in str(one.message)
 
 

@@ -179,12 +179,12 @@ def test_from_file_reads_the_device_graph_section(tmp_path: Path, name: str) -> 
             ["decode.policy", "is a string, got False", "disabled"],
         ),
         ("a.yaml", "device_graph:\n  decode: full\n  decode: disabled\n", ["twice", "line 3"]),
-        ("a.yaml", "device_graph: {decode: [\n", ["broken YAML", "line 2"]),
+        ("a.yaml", "device_graph: {decode: [\n", ["invalid YAML", "line 2"]),
         ("a.yaml", "just text\n", ["expected an object"]),
-        ("a.yaml", "built: 2020-13-45\n", ["broken YAML", "month must be in 1..12"]),
-        ("a.yaml", "port: !!int x\n", ["broken YAML", "invalid literal"]),
-        ("a.yaml", "built: !!timestamp x\n", ["broken YAML", "AttributeError"]),
-        ("a.yaml", "\0", ["broken YAML: ReaderError: unacceptable character #x0000"]),
+        ("a.yaml", "built: 2020-13-45\n", ["invalid YAML", "month must be in 1..12"]),
+        ("a.yaml", "port: !!int x\n", ["invalid YAML", "invalid literal"]),
+        ("a.yaml", "built: !!timestamp x\n", ["invalid YAML", "AttributeError"]),
+        ("a.yaml", "\0", ["invalid YAML: ReaderError: unacceptable character #x0000"]),
     ],
 )
 def test_from_file_names_the_file_and_the_place(

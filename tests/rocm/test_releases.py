@@ -104,6 +104,6 @@ def test_region_with_a_host_function_is_refused():
                 be.fake.host_function(be.current_stream_id())
             return x * n
 
-        with pytest.raises(dg.UpdateError, match="calling holds a host node"):
+        with pytest.raises(dg.UpdateError, match="calling contains a host node"):
             captured(be, lambda x, *, n: calling(x, n=n), noise())
         assert_usable(be)

@@ -83,7 +83,7 @@ def test_kernel_that_only_a_new_executable_takes_is_not_exact(driver: Driver) ->
 
 
 def test_kind_that_cannot_be_updated_and_copies_of_host_memory_are_refused(driver: Driver) -> None:
-    with pytest.raises(dg.UpdateError, match="reader holds a host node"):
+    with pytest.raises(dg.UpdateError, match="reader contains a host node"):
         pattern_of(driver, driver.graph(kernel(0), Node("host", 1)), ("reader", 0, 2))
     graph = driver.graph(Node("memcpy", "device"))
     pattern = pattern_of(driver, graph, ("reader", 0, 1))

@@ -1,6 +1,6 @@
 """Readers of mode configurations in JSON text and in JSON or YAML files.
 
-Errors name the line and column of broken text, or the JSON path of an unknown name, such as
+Errors name the line and column of a syntax error, or the JSON path of an unknown name, such as
 ``backends.acme.prefill.policy``. A key that appears twice in one object is an error, because one of
 its values would be lost.
 """
@@ -29,7 +29,7 @@ from devgraph.api.environment import MODE_VARIABLE
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
 SECTION = "device_graph"
-"""Name of the section that holds a mode configuration in a larger file."""
+"""Name of the section with the mode configuration in a larger file."""
 
 
 def read_json(text: str, source: str) -> object:
@@ -60,15 +60,15 @@ def read_json(text: str, source: str) -> object:
         rest = error.doc[error.pos :].split("\n", 1)[0][:24]
         at = f"at {rest!r}" if rest else "at its end"
         raise ConfigError(
-            f"{source}: broken JSON in line {error.lineno}, column {error.colno} ({at}): "
+            f"{source}: invalid JSON in line {error.lineno}, column {error.colno} ({at}): "
             f"{error.msg}"
         ) from error
-    except ValueError as error:  # an integer with thousands of digits
+    except ValueError as error:  # Python refuses integers with thousands of digits.
         raise ConfigError(f"{source}: {error}") from error
 
 
 def read_mode(text: str, source: str) -> object:
-    """Parse the JSON text of a mode; the error for broken JSON shows an example of a mode."""
+    """Parse the JSON text of a mode; the error for invalid JSON shows an example of a mode."""
     try:
         return read_json(text, source)
     except ConfigError as error:
@@ -203,4 +203,4 @@ def _read_yaml(text: str, name: str) -> object:
         raise
     except Exception as error:  # including ValueError for invalid dates and numbers
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{name}: broken YAML: {problem}") from error
+        raise ConfigError(f"{name}: invalid YAML: {problem}") from error

@@ -78,9 +78,9 @@ class EngineFacts:
     region_update: bool = _flag(True)
     """The backend can update regions inside a graph."""
     piecewise: bool = _flag(True)
-    """The backend can capture ``torch.compile`` pieces."""
+    """The backend can capture pieces that ``torch.compile`` compiled."""
     compilers: tuple[str, ...] = attrs.field(default=COMPILERS, metadata={"read": _compilers})
-    """Compilers that piecewise may use on the backend."""
+    """Compilers that policy ``piecewise`` may use on the backend."""
     collectives: bool = _flag()
     """The step contains device collectives (tensor or expert parallelism)."""
     collectives_capturable: bool = _flag(True)
@@ -94,7 +94,7 @@ class EngineFacts:
     speculative_tokens: int = _count(0)
     """Draft tokens per request in a verify step; 0 without speculation."""
     lora: bool = _flag()
-    """Adapters may be active."""
+    """LoRA adapters may be active."""
     multimodal: str = _one_of("none", "slot", "outside")
     """Place where image or audio embeddings enter: ``slot`` (an input slot of the captured step) or
     ``outside`` (code outside the captured step)."""
@@ -118,7 +118,7 @@ class EngineFacts:
     memory_saver: bool = _flag()
     """Device memory is released and mapped again between steps."""
     suspend_on_release: bool = _flag()
-    """The engine calls ``suspend`` and ``resume`` of its runners around a release of memory."""
+    """The engine calls ``suspend`` before it releases device memory, and ``resume`` afterwards."""
 
     def __attrs_post_init__(self) -> None:
         for field in _FIELDS:

@@ -169,7 +169,7 @@ def sources_of(
         if value is None or value is False or (isinstance(value, (list, tuple)) and not value):
             continue
         if flag.shape == "switch":
-            FLAG["read"](value, flag.name)  # an engine's own option may hold another type
+            FLAG["read"](value, flag.name)  # The engine's own option may have another type.
         if parser is None or value != parser.get_default(flag.dest):
             sources.append(flag.read(value, flag.name))
     return sorted(sources, key=attrgetter("level"))

@@ -1,4 +1,4 @@
-"""Merge the settings of several sources per key, and note every value that another overrides."""
+"""Merge the settings of several sources per key, and note every overridden value."""
 
 from __future__ import annotations
 

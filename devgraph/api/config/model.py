@@ -110,7 +110,7 @@ class DeviceGraphConfig:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> DeviceGraphConfig:
-        """Read parsed JSON text, as ``from_json`` does."""
+        """Read a mode from parsed JSON; see ``from_json``."""
         return cls._from_sources([parse_mode(document, "mode configuration")])
 
     @classmethod
@@ -203,7 +203,7 @@ class DeviceGraphConfig:
         return document
 
     def to_json(self, *, everything: bool = False) -> str:
-        """Return the text for ``--device-graph-mode`` that makes the same choices.
+        """Return the text for ``--device-graph-mode`` with the same choices.
 
         Defaults are omitted, so that a reader of the text does not take them for choices.
         ``everything`` includes them, so that the text overrides all weaker sources.

@@ -416,9 +416,9 @@ class PhaseConfig:
     """The explicitly chosen keys, which rules may not change. A key whose value is not the default
     is always explicit. Comparisons ignore this field."""
     kept: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
-    """The preference rules that ``resolve`` reported for explicit choices; it warns once."""
+    """The preference rules about which ``resolve`` has already warned."""
     overlays: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, eq=False, repr=False)
-    """The parts of the mode for single backends. ``for_backend`` applies one, as runners do."""
+    """The backend-specific parts of the mode. Runners apply one with ``for_backend``."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in KEYS.items():
@@ -429,7 +429,7 @@ class PhaseConfig:
         self._settle()
 
     def with_checked(self, values: Mapping[str, Any], explicit: frozenset[str]) -> PhaseConfig:
-        """Return a copy with new values; the caller has checked each of them with its reader."""
+        """Return a copy with new values, which the readers of their keys have checked."""
         config = object.__new__(PhaseConfig)
         for name in KEYS:
             value = values[name] if name in values else getattr(self, name)

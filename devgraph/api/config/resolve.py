@@ -162,7 +162,7 @@ def resolve(
             if str(rule) not in one.kept:
                 warn(f"{prefix}{rule}")
                 effective[rule.phase] = attrs.evolve(one, kept=one.kept | {str(rule)})
-                if not prefix:  # a runner may receive the given configuration
+                if not prefix:  # A runner that receives ``config`` must not warn again.
                     object.__setattr__(config.phase(rule.phase), "kept", one.kept | {str(rule)})
         else:
             level = logging.WARNING if rule.outcome == "changed" else logging.INFO

@@ -73,7 +73,7 @@ def _memories_held(
 def _is_released(memory: Any) -> bool:
     """Whether a storage, given by a weak reference, is free or becomes free in a few seconds.
 
-    After a collective, a thread of the communicator holds its tensors for a moment.
+    After a collective, a thread of the communicator keeps its tensors alive for a moment.
     """
     deadline = time.monotonic() + (0 if _is_in_object(memory) else _RELEASE_S)
     while not memory.expired() and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ def _is_released(memory: Any) -> bool:
 
 
 def _is_in_object(memory: Any) -> bool:
-    """Whether a Python object other than the frame of a running function holds a storage."""
+    """Whether a Python object other than the frame of a running function refers to a storage."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     held = []
     with torch._C.DisableTorchFunction():  # user code must not see these queries
@@ -271,7 +271,7 @@ class MarkedCall:
             with memory():
                 copies = _copies(results)
             for index, copy in zip(members, copies, strict=True):
-                self._known[index] = copy.detach()  # autograd would record each run
+                self._known[index] = copy.detach()  # otherwise, autograd would record each run
             if torch.is_grad_enabled() and any(r.requires_grad for r in results):
                 # Include the arguments: grad() runs only nodes between its outputs and its inputs.
                 anchors = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
@@ -290,7 +290,7 @@ class MarkedCall:
         return pytree.tree_unflatten(out, self._spec)
 
     def _pass_held(self, leaves: Sequence[Any], before: set[int]) -> dict[int, _Watched]:
-        """Return the results to copy, by memory. Other results are in memory of earlier tensors."""
+        """Return the results to copy, by memory; other results are views of earlier tensors."""
         watched = {
             memory_of(leaf): _Watched(
                 index,
@@ -345,7 +345,7 @@ class MarkedCall:
                     f"tensor only inside the marked function."
                 )
             if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in self._owned:
-                # An offset in the storage, because a tensor without elements has no address.
+                # Use the offset in the storage: a tensor without elements has no address.
                 place = int(leaf.storage_offset()) * leaf.itemsize
                 first, at = firsts.setdefault(memory_of(leaf), (index, place))
                 shared.append((index, first, place - at))

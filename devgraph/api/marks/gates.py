@@ -70,7 +70,7 @@ def wait(name: str, *, timeout: float | None = None) -> None:
 
     Args:
         name: unique among the waits of a capture, for example ``f"kv.{layer}"``.
-        timeout: seconds after which a closed gate makes the replay invalid; by default
+        timeout: seconds after which a closed gate invalidates the replay; by default
             ``gate_timeout`` of the capture or runner.
 
     Raises:

@@ -219,7 +219,7 @@ def _exact_types(code: CodeType) -> dict[str, int]:
 
 
 class HostSpec:
-    """The declared host arguments of one capture: names, capture values and defaults."""
+    """The declared host arguments of one capture: names, values at capture and defaults."""
 
     def __init__(
         self, declared: Mapping[str, Any] | None = None, fn: Callable[..., Any] | None = None
@@ -257,7 +257,7 @@ class HostSpec:
             return {}
         missing = self.required.difference(given)
         if missing:
-            self.checked(given)  # The error for a misspelt name has a better hint.
+            self.checked(given)  # A misspelled name is reported first, with a hint.
             names = ", ".join(sorted(missing))
             raise HostArgumentError(
                 f"missing host arguments: {names}. Every declared host argument without a default "

@@ -62,7 +62,7 @@ class Scope:
         self.refusal = CaptureError(
             f"{name} was called in thread {threading.current_thread().name!r}, at {user_line()}, "
             f"for a step that another thread captures. A capture records only the thread that runs "
-            f"the step, so a replay would not make this call. Call {name} in the step's thread, or "
+            f"the step, so a replay would omit this call. Call {name} in the step's thread, or "
             f"mark the function that starts the thread @dg.no_graph and capture with "
             f"policy='breakable'."
         )
@@ -99,7 +99,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
         if scope is not None:
             scope.thread = None
             if outer is not scope:
-                scope.refusal = None  # a reference cycle: its traceback has frames of the step
+                scope.refusal = None  # breaks a reference cycle through frames of the step
 
 
 def refused(error: E) -> E:
@@ -419,8 +419,8 @@ def region(
             which is also the key of the recording.
         context: called once for each replay on the replaying thread. Its immutable result is
             passed as the keyword argument ``context``.
-        fake: takes the arguments with fake tensors, and returns fake results. Policy piecewise
-            needs it if ``fn`` cannot run with fake tensors.
+        fake: a function that takes the arguments with fake tensors and returns fake results. Policy
+            ``piecewise`` needs it if ``fn`` cannot run with fake tensors.
         capture_stub: called instead of the function during a breakable capture. It takes the same
             arguments, whose data may be uninitialized, and returns results of the same shapes.
 

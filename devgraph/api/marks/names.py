@@ -55,7 +55,7 @@ class Names:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Name the nodes of submodules in the block, by hooks; other threads are ignored."""
+        """Name the nodes of submodules in the block with hooks, which ignore other threads."""
         thread = get_ident()
 
         def entering(name: str) -> Callable[..., None]:

@@ -121,7 +121,8 @@ class LoopError(CaptureError):
 def repeater(unroll_reason: str = "") -> Repeat | None:
     """Return the loop recorder of this thread's capture, or None if the caller must unroll.
 
-    ``unroll_reason`` is a reason of the caller, if any. Captures count unrolled loops by reason.
+    ``unroll_reason`` is the caller's reason to unroll, if any. Captures count unrolled loops by
+    reason.
     """
     scope = current_scope()
     return scope.repeater(unroll_reason) if isinstance(scope, GraphScope) else None

@@ -85,7 +85,7 @@ def user_line() -> SourceLine:
 
 
 def warn(text: str) -> None:
-    """Give a ``DeviceGraphWarning`` at the innermost line of user code in the call stack."""
+    """Issue a ``DeviceGraphWarning`` at the innermost line of user code in the call stack."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (is_machinery(frame) or _is_on_top(frame)):
         frame = frame.f_back

@@ -103,7 +103,7 @@ class BreakablePlan:
             pool.occupied = False
 
     def _bound_steps(self) -> list[Callable[[], Any]]:
-        """Bind all segments to the current stream; raise StateError if one is not ready."""
+        """Bind all segments to the current stream; raise StateError if a segment is not ready."""
         stream = self._pool.ordered_stream
         steps: list[Callable[[], Any]] = []
         for segment in self.segments:
@@ -163,7 +163,7 @@ class BreakableScope(Scope):
                 while self._unrun:
                     self._unrun[0].replay()
                     del self._unrun[0]
-        except ExecutableError as error:  # a replay under ``full`` may make this capture
+        except ExecutableError as error:  # A replay under ``full`` may have started the capture.
             error.partly = len(self.segments) > 1
             raise
 
@@ -214,8 +214,8 @@ def capture_segments(
     """Capture ``job.fn`` in segments. After a failure, all segments are freed.
 
     ``host`` contains the host keyword arguments by mark, if they differ from those of the job.
-    ``finish`` is called with the outputs before the last segment ends. With it, the capture also
-    runs all segments, and does not use capture stubs. ``scope_type`` decides the effect of marks.
+    ``finish`` is called with the outputs before the last segment ends. If it is given, the capture
+    also runs all segments, and uses no capture stubs. ``scope_type`` decides the effect of marks.
     """
     scope = scope_type(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):

@@ -4,7 +4,7 @@ A replay runs in one of three ways, which write the same outputs:
 
 1. The recording for the key (the host values) is applied to a graph with the same nodes.
 2. A *topology copy* runs if the key needs other nodes. It is another capture of the callable.
-3. If that exceeds the budget, the step runs *broken*: in segments, as under ``breakable``.
+3. If the budget is exhausted, the step runs *broken*: in segments, as under ``breakable``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COUNTED = """
 """.split()
 
 
-_RECENT = 64  # maximum number of keys that are remembered without a recording
+_RECENT = 64  # maximum number of remembered keys without a recording
 
 
 class _MissBudget:

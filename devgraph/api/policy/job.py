@@ -36,8 +36,8 @@ class UpdateBudget:
     """Limits of policy ``full`` for new host arguments during serving.
 
     A *broken* step runs in segments, as under ``breakable``. Recording a key takes about the host
-    time of two broken steps, and each later step with that key saves almost the time of one. The
-    defaults bound the loss if no key is repeated.
+    time of two broken steps, and each later step with this key saves almost the time of one broken
+    step. The defaults bound the loss if no key is repeated.
 
     Raises:
         InputError: a limit is out of range.
@@ -92,7 +92,7 @@ class Job:
     check: bool = False
     """Whether replays wait for the device after each segment, so that errors name the segment."""
     names: Names | None = None
-    """Named calls of the nodes; None unless requested."""
+    """The named calls to which nodes are assigned, if requested."""
     warmup: int
     """Number of warm-up runs."""
     snapshot_limit: int
@@ -104,7 +104,7 @@ class Job:
     again: bool = False
     """Whether a replay requested this capture, because state changed."""
     phases: dict[str, float] = attrs.field(factory=dict)
-    """Seconds of each phase, filled during the capture."""
+    """Duration of each phase in seconds, filled during the capture."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -196,7 +196,7 @@ class Policy(Protocol):
     def warm_up(self, job: Job, runs: int) -> Job:
         """Run the step ``runs`` times on the capture stream; return the job to capture.
 
-        If the first run makes tensors for later runs, the step runs at least twice.
+        If the first run creates tensors for later runs, the step runs at least twice.
         """
         while runs > 0 or job.owned.is_unsettled:
             runs -= 1

@@ -1,8 +1,8 @@
 """Policy ``piecewise``: the step is compiled in pieces, cut at marked functions.
 
 ``torch.compile`` traces the whole step once for all sizes. The trace is split at calls of marked
-functions, and each piece is compiled (with compiler "eager", it is not). The step is then captured
-as under ``breakable``: one graph for each piece, with the marked functions between them.
+functions, and each piece is compiled, except with compiler "eager". The step is then captured as
+under ``breakable``: one graph for each piece, with the marked functions between them.
 
 The tracer treats a marked function as one opaque operation, whose results ``fake`` describes.
 Marked functions are not torch.library operations, which may not return views of their arguments and
@@ -278,11 +278,11 @@ class _TraceScope(Scope):
 
 
 def _untraceable(result: Any, index: str = "") -> str | None:
-    """Return a description of the first leaf of ``result`` that a trace cannot hold, or None."""
+    """Return a description of the first leaf of ``result`` that a trace cannot contain, or None."""
     if type(result) in (tuple, list):
         found = (_untraceable(item, f"{index}[{at}]") for at, item in enumerate(result))
         return next(filter(None, found), None)
-    number = isinstance(result, bool | int | float)  # a trace holds numbers only inside a tuple
+    number = isinstance(result, bool | int | float)  # allowed in a trace only inside a tuple
     if result is None or isinstance(result, torch.Tensor) or (number and index):
         return None
     kind = f"a {type(result).__qualname__}"
@@ -319,8 +319,8 @@ class _Compiler:
             assert isinstance(piece, GraphModule)
             own, marked = modes[int(name.rpartition("_")[2])], any(map(_is_cut, piece.graph.nodes))
             if self.name != "eager" and not marked:
-                # Compiled code never makes inference tensors, and Inductor of torch 2.11 fails on
-                # views in inference mode.
+                # Compiled code never creates inference tensors, and Inductor of torch 2.11 fails
+                # on views in inference mode.
                 own = own._replace(inference=outside.inference)
             run = piece.forward if marked else build.piece(piece, own)
             setattr(split, name, _Part(run, None if own == outside else own))
@@ -467,7 +467,7 @@ class _Build:
 
 
 def _computes(node: Node) -> bool:
-    """Whether ``node`` makes tensors, so its piece must be compiled."""
+    """Whether ``node`` computes tensors, so that its piece must be compiled."""
     return node.op.startswith("call_") and isinstance(
         node.meta.get("example_value"), torch.Tensor | tuple | list
     )
@@ -787,7 +787,7 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
     if any(sign in reason for sign in ("args/kwargs to proxy", "ContextVar", "get_ident")):
         raise CaptureError(
             f"policy 'piecewise' needs the whole step in one trace, but the call at {line} passes "
-            f"an object that a trace cannot hold. A marked function (not a method) accepts "
+            f"an object that a trace cannot contain. A marked function (not a method) accepts "
             f"tensors, plain values, and tuples, lists and dicts of them. Pass only these, read "
             f"the object with context= on its mark, or use policy='breakable', which accepts any "
             f"object."

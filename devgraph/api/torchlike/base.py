@@ -59,13 +59,13 @@ class Pages(Protocol):
 
     @property
     def allocator(self) -> Any:
-        """The allocator argument of a MemPool of the namespace."""
+        """The allocator to pass to a MemPool of the namespace."""
 
     def release(self, addresses: Sequence[int]) -> None:
         """Release the memory of the segments at ``addresses``, while the device is idle."""
 
     def restore(self, addresses: Sequence[int]) -> None:
-        """Map memory for the segments at ``addresses`` that have none.
+        """Map memory for the segments at ``addresses`` that have no memory.
 
         Raises:
             ResourceError: the device has too little memory.
@@ -76,8 +76,8 @@ class TorchPool(Pool):
     """Graph memory in a private pool of torch's caching allocator, and the stream for captures.
 
     torch's pool handle becomes invalid when its last graph is freed, and the next capture would
-    fail an internal assertion. Therefore the pool keeps the handle alive: by a MemPool for device
-    memory, and by a one-node graph (the *keeper*) for pinned host memory. All captures use one
+    fail an internal assertion. Therefore the pool keeps the handle alive: with a MemPool for device
+    memory, and with a one-node graph (the *keeper*) for pinned host memory. All captures use one
     stream, because the allocator reuses blocks only within a stream.
     """
 
@@ -98,7 +98,8 @@ class TorchPool(Pool):
         self._stuck: list[Any] = []
         self.keeper: Any = None
         """The one-node graph that keeps the handle alive; None before the first capture."""
-        # The keeper writes this tensor. ``draws_random`` may launch it, so keep the tensor alive.
+        # The keeper writes this tensor. Keep it alive, because ``draws_random`` may launch the
+        # keeper.
         self._word: torch.Tensor | None = None
 
     def _make_memory(self) -> Any:
@@ -179,7 +180,7 @@ class TorchPool(Pool):
     def snapshot(self, memory: Any) -> Any:
         """Return torch's description of the segments of ``memory``, a MemPool."""
         # memory.snapshot() is unsafe: torch drops one reference too many to each number in its
-        # argument (pytorch/pytorch#196366), so Python freed pool numbers above 256 while in use.
+        # argument (pytorch/pytorch#196366), so Python would free a number above 256 while in use.
         backend = self.backend
         if backend.drops_references is None:
             backend.drops_references = self._drops_references()
@@ -198,7 +199,7 @@ class TorchPool(Pool):
         return sys.getrefcount(number) < before
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # the constructor failed before making memory
+        with contextlib.suppress(AttributeError):  # The constructor failed before allocating.
             self.backend.bury(self._memory, self._region_memory, self.keeper, *self._stuck)
             # A MemPool releases its memory only if it is the last owner.
             self.keeper = None
@@ -226,7 +227,7 @@ class TorchPool(Pool):
     def renew(self, stuck: Any) -> None:
         """Use new memory for later captures, and keep the old memory and the graph ``stuck``.
 
-        The next capture makes a new keeper, because the current stream may be unable to capture.
+        The next capture creates a new keeper, because the current stream may be unable to capture.
         """
         if stuck is not None:
             # torch still considers the capture active, so freeing memory would fail an assertion.
@@ -412,7 +413,7 @@ class TorchBackend(Backend):
     """
 
     device_type: str = ""
-    """torch's name of the device type, and of the namespace torch.<device_type>."""
+    """torch's name for the device type and for the namespace ``torch.<device_type>``."""
     graph_class_name: str = ""
     """Name of the native graph class in the namespace."""
     graph_type: type[TorchGraph] = TorchGraph
@@ -420,7 +421,7 @@ class TorchBackend(Backend):
     sticky_errors: frozenset[int] = frozenset()
     """Error codes of the driver after which every later call of the process fails."""
     drops_references: bool | None = None
-    """Whether torch's ``memory_snapshot`` drops references to its argument; None: not tested."""
+    """Whether ``memory_snapshot`` drops references to its argument; None if not yet tested."""
 
     def __init__(self) -> None:
         super().__init__()

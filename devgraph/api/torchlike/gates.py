@@ -204,10 +204,10 @@ class FlagGates:
         return self._openers[key]
 
     def _make_openers(self) -> None:
-        """Make openers while no launch waits.
+        """Create openers while no launch waits.
 
-        A driver may wait for all work before it makes a stream. This would be a deadlock if a
-        launch waited for a gate that the new stream must open.
+        A driver may wait for all work before it creates a stream, which would deadlock if a launch
+        waited for a gate that the new stream must open.
         """
         with self._backend.on_device():
             while len(self._spares) < _SPARES:
@@ -242,7 +242,7 @@ class FlagGates:
         return words
 
     def current(self) -> int:
-        """Return the handle of the current stream, after handing all issued work to the driver."""
+        """Return the handle of the current stream, after submitting all issued work."""
         return int(self._backend.current_stream_id())
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:

@@ -85,8 +85,8 @@ BRIEF: Mapping[str, Arguments] = {
     "GraphMemsetNodeSetParams": (_P, _P),
     "GraphExecMemsetNodeSetParams": (_P,) * 3,
 }
-"""Short calls, which keep the GIL. Releasing it would take longer than the call, and another thread
-could then hold it for milliseconds."""
+"""Short calls, which keep the GIL. Releasing the GIL would take longer than the call, and another
+thread could then keep it for milliseconds."""
 
 WAITING: Mapping[str, Arguments] = {
     "StreamBeginCapture": (_P, c_int),
@@ -140,7 +140,7 @@ class NodeRuntime:
     calls: ClassVar[Mapping[str, Arguments]] = {}
     """Further short calls, and short calls whose arguments differ from ``BRIEF``."""
     waiting_calls: ClassVar[Mapping[str, Arguments]] = {}
-    """Further calls that may wait, and those whose arguments differ from ``WAITING``."""
+    """Further calls that may wait, and calls whose arguments differ from ``WAITING``."""
     structures: ClassVar[Mapping[str, type[Any]]]
     """The ctypes structure of the parameters of each kind of node."""
     instantiate_flags: ClassVar[int]
@@ -264,7 +264,7 @@ class NodeRuntime:
         return words[1], words[2], nodes
 
     def begin_capture(self, stream: int) -> None:
-        """Begin a thread-local capture on ``stream`` that torch does not know of."""
+        """Begin a thread-local capture on ``stream`` without torch."""
         self.call("StreamBeginCapture", stream, THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
@@ -385,7 +385,7 @@ class NodeRuntime:
         return self.make("GraphInstantiateWithFlags", graph, self.instantiate_flags)
 
     def destroy_executable(self, executable: int) -> None:
-        """Free an executable; the driver defers that while a launch is in flight."""
+        """Free an executable; while a launch is in flight, the driver defers the release."""
         self.call("GraphExecDestroy", executable)
 
     def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:

@@ -147,7 +147,7 @@ class _Own:
 
 
 class UpdateStrategy:
-    """The way in which one graph applies recordings. Vendors override its methods.
+    """The strategy for applying recordings to one graph; vendors override its methods.
 
     Each method receives the graph, which owns this object.
     """
@@ -269,7 +269,7 @@ class NodeGraph(TorchGraph):
     def _close_capture(self) -> None:
         stream = self.backend.current_stream_id()
         self._own = _Own(self, self._runtime.end_capture(stream))
-        self._runtime.begin_capture(stream)  # an empty capture, for torch to end
+        self._runtime.begin_capture(stream)  # torch ends this empty capture.
         super()._close_capture()
 
     def _drop_capture(self, native: Any) -> None:
@@ -307,7 +307,7 @@ class NodeGraph(TorchGraph):
             backend.namespace.stream(other),
             looping(address, backend.prepare_stream) as count,
             # During the loop's capture, torch does not allocate from the graph's pool, and torch
-            # 2.14 cannot switch pools on a stream whose capture it does not know. Therefore switch
+            # 2.14 cannot switch pools on a stream whose capture it did not begin. Therefore switch
             # to the region pool on the capture stream.
             backend.namespace.stream(captured),
             self.pool.region_memory(),
@@ -504,7 +504,7 @@ class NodeBackend(TorchBackend):
 
     A vendor sets ``stream_handle_name`` or overrides ``stream_handle``, and calls ``use_runtime``
     once. Without a runtime, graphs are plain ``TorchGraph`` objects, without updates, node counts
-    and evictable executables.
+    or evictable executables.
     """
 
     graph_type: type[TorchGraph] = NodeGraph
@@ -528,7 +528,7 @@ class NodeBackend(TorchBackend):
 
     @property
     def driver(self) -> NodeRuntime:
-        """The runtime; call this only if there is one."""
+        """The runtime, which must exist."""
         assert self.runtime is not None
         return self.runtime
 
@@ -579,9 +579,10 @@ class NodeBackend(TorchBackend):
 
         Call this in the session after the capture, when a replay of ``native`` launches nothing.
         In the replay of a graph that draws random numbers, torch first writes the offsets of the
-        generators, by torch operations. Some versions of torch do so in every replay; then only a
-        changed offset of the default generator, or of one of ``own``, shows that the graph draws.
-        A replay of the keeper of ``pool``, which draws nothing, distinguishes these versions.
+        generators with torch operations. Some versions of torch do so in every replay. With these
+        versions, only a changed offset of the default generator, or of a generator in ``own``,
+        shows that the graph draws. A replay of the keeper of ``pool``, which draws nothing,
+        identifies these versions.
         """
         # Without a keeper (after a failed capture), the version is unknown.
         if self._lazy_generators is None and pool.keeper is not None:
@@ -599,7 +600,7 @@ class NodeBackend(TorchBackend):
 
 
 class _Refusing(OwnMode):
-    """A mode that refuses every operation and notes that there was one."""
+    """A mode that refuses every operation and records whether it refused any."""
 
     refused = False
 
@@ -609,7 +610,7 @@ class _Refusing(OwnMode):
 
 
 def _replay_calls_operations(native: Any) -> bool:
-    """Whether a replay of ``native`` calls a torch operation. The replay ends there."""
+    """Whether a replay of ``native`` calls a torch operation. The first one ends the replay."""
     refusing = _Refusing()
     try:
         with refusing:

@@ -88,7 +88,7 @@ class RegionPattern:
         ]
 
     def match(self, graph: int, bounds: Sequence[int]) -> list[Update]:
-        """Pair the nodes of ``graph`` with those of the pattern, and return their parameters.
+        """Pair the nodes of ``graph`` with the nodes of the pattern; return the new parameters.
 
         ``bounds`` lists the number of nodes after each region.
         """
@@ -163,8 +163,8 @@ class RegionPattern:
             return _Node(node, kind, None)
         if kind not in UPDATABLE:
             raise UpdateError(
-                f"region {name} holds a {kind} node, which cannot be updated; capture with "
-                f"policy='breakable', or move the call that makes this node out of the region."
+                f"region {name} contains a {kind} node, which cannot be updated; capture with "
+                f"policy='breakable', or move the call that adds this node out of the region."
             )
         return _Node(node, kind, runtime.fixed(kind, node, runtime.params(kind, node)))
 
