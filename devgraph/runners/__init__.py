@@ -1,4 +1,4 @@
-"""Runners: they choose a bucket for each step, and copy the batch into static buffers."""
+"""Runners choose a bucket for each step and copy the batch into static buffers."""
 
 from __future__ import annotations
 

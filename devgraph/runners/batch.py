@@ -133,7 +133,7 @@ class Batch:
     Attributes:
         host: The host arguments.
         tokens: Rows of the ``"tokens"`` slots, padding included.
-        width: Tokens per request, or None.
+        width: Tokens per request; None if requests differ in length.
         variant: The variant of this step.
         state: The state of requests, if the runner declares any. ``state_slots`` contains the
             request slot of each row.
@@ -279,8 +279,8 @@ class HostArgs:
         missing = sorted(self.declared.keys() - given.keys())
         if missing:
             raise HostArgumentError(
-                f"missing host arguments: {', '.join(missing)}. Each run needs all declared ones "
-                f"in host_args=: {', '.join(sorted(self.declared))}."
+                f"missing host arguments: {', '.join(missing)}. Each run needs all declared "
+                f"arguments in host_args=: {', '.join(sorted(self.declared))}."
             )
 
 
@@ -294,6 +294,6 @@ def _checked(name: str, slot: HostSlot, values: Any, real: Size) -> Sequence[Any
         raise InputError(
             f"host argument {name!r} has {counted(len(values), 'entry')}; expected "
             f"{real.rows(slot.dim)} ({slot.dim} of {real}). The first input with a row per "
-            f"request and the first with a row per token give the size of the batch."
+            f"request and the first with a row per token determine the size of the batch."
         )
     return values

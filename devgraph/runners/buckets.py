@@ -110,11 +110,11 @@ class Buckets(tuple[int, ...]):
         return self[-1]
 
     def at_least(self, rows: int) -> Iterator[int]:
-        """Yield the buckets that hold ``rows``, smallest first."""
+        """Yield the buckets with room for ``rows``, smallest first."""
         yield from self[bisect.bisect_left(self, rows) :]
 
     def fitting(self, rows: int) -> int | None:
-        """Return the smallest bucket that holds ``rows``, or None if all are too small."""
+        """Return the smallest bucket with room for ``rows``, or None if all are too small."""
         return next(self.at_least(rows), None)
 
     def uncovered(self, capacity: int, max_padding: float) -> list[range]:

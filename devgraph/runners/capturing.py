@@ -169,7 +169,7 @@ class CaptureScheduler:
         return config.capture == "lazy" and graph.wants >= config.lazy_hits
 
     def capture(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
-        """Capture ``graphs``, and check them if the key ``verify`` asks for it."""
+        """Capture ``graphs``, and check them if the key ``verify`` requires it."""
         self._steps.clear()
         self._step.clock.tick()
         try:
@@ -186,7 +186,7 @@ class CaptureScheduler:
             oldest.forget(Reason.EVICTED, f"made room for {graphs[0].key}")
         self._held = self._pool.bytes
         if self._backend not in _fastest_paces:
-            _measure_pace(self._backend)  # Captures may lower the pace.
+            _measure_pace(self._backend)  # Captures may slow replays down.
         started = time.perf_counter()
         done: list[BucketGraph] = []
         with (
@@ -243,7 +243,7 @@ class CaptureScheduler:
                 raise AgreementError(f"the captures of rank {rank} are invalid: it {other.text}")
 
     def require(self, profile: str | None) -> None:
-        """Check whether this rank can capture. If not, tell the other ranks and raise the error."""
+        """Check whether this rank can capture; if not, inform the other ranks and raise."""
         try:
             if profile is not None:
                 _require_folder(profile)
@@ -304,7 +304,7 @@ class CaptureScheduler:
         """Capture the two largest graphs into a temporary pool; return the bytes of each.
 
         The first number counts only memory that the runner's own pool cannot provide. Each smaller
-        graph needs about as much memory as the second one.
+        graph needs about as much memory as the second graph.
         """
         pool, existing = self._backend.make_pool(), self._pool.segments
         added: list[int] = []
@@ -329,8 +329,8 @@ class CaptureScheduler:
     def _take_turn(self, graph: BucketGraph, runs: int) -> tuple[Reason, str] | None:
         """Capture one graph on every rank, after ``runs`` warm-up runs.
 
-        A capture that fails after fewer than two warm-up runs is retried once, after two. Return
-        the reason to drop the graph and an explanation, or None if all ranks captured it.
+        A capture that fails after fewer than two warm-up runs is retried once, after two runs.
+        Return the reason to drop the graph and an explanation, or None if all ranks captured it.
         """
         tag = f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
         barrier = self._barrier(tag)
@@ -344,7 +344,7 @@ class CaptureScheduler:
             mine = RankOutcome(Outcome.PEER_FAILED)
         except EXHAUSTED as error:
             mine = RankOutcome.of(Reason.OUT_OF_MEMORY, self._shortage(graph, error))
-            error.__traceback__ = None  # Frames would keep the memory of the capture alive.
+            error.__traceback__ = None  # Its frames would keep the memory of the capture alive.
         except BaseException as error:
             # Some code synchronizes with the device in its first run, to tune or initialize. A
             # capture forbids this. Warm-up runs help, unless devgraph itself refused the step.
@@ -442,7 +442,7 @@ class CaptureScheduler:
                 check=bool(options.debug),
                 name_nodes=options.name_nodes,
                 gates=step.gates,
-                # The search for the state of a step does not enter the function of a runner.
+                # The capture does not search the runner's own functions for generators.
                 bound={f"generator {i}": g for i, g in enumerate(saved.generators)},
             )
 

@@ -58,7 +58,7 @@ class GraphChecks:
             return proof.of(self._graphs, chosen), proof
 
     def at_start(self, graphs: Sequence[BucketGraph]) -> None:
-        """Check new graphs if the key ``verify`` asks for it."""
+        """Check new graphs if the key ``verify`` requires it."""
         if self._verify is not None and self._verify.start:
             self._check([graph for graph in graphs if graph.captured is not None], cases=2)
 

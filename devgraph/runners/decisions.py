@@ -45,7 +45,7 @@ class Reason(str, enum.Enum):
     OVER_MAX_REQUESTS = "over_max_requests"
     """The batch has more requests than the graphs have request slots."""
     PADDING = "padding"
-    """The smallest bucket that holds the batch exceeds the padding factor."""
+    """The smallest bucket with room for the batch needs more padding than ``max_padding``."""
     UNKNOWN_WIDTH = "unknown_width"
     """The requests differ in width, or no variant has their width."""
     UNKNOWN_VARIANT = "unknown_variant"
@@ -180,7 +180,7 @@ UNLAUNCHED = (UpdateUnsupportedError, UpdateTopologyError, ExecutableError)
 
 
 def reason_of(error: UpdateError | ExecutableError) -> Reason:
-    """Return the reason under which an eager step counts after its replay raised ``error``."""
+    """Return the reason that counts an eager step after its replay raised ``error``."""
     if isinstance(error, ExecutableError):
         return Reason.EXECUTABLE_MEMORY
     if isinstance(error, UpdateTopologyError):

@@ -30,7 +30,7 @@ class DecodeRunner(Runner):
         outputs: an ``OutputSlot`` for all returned tensors, or a tree of slots with the structure
             of the result.
         max_requests: maximum number of requests in a step.
-        loop: take several steps in one launch, see ``Loop``. ``run`` then returns a ``LoopResult``,
+        loop: runs several steps in one launch; see ``Loop``. ``run`` then returns a ``LoopResult``,
             and the batch has an additional slot ``running``.
         **options: see ``devgraph.runners.options.Options``.
 

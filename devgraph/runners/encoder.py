@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-_TRIED = 4  # packing is tried for this number of budgets, the largest ones
+_TRIED = 4  # number of budgets, from the largest, for which packing is tried
 
 _ENCODED = "encoded"
 """Tag under which ranks of ``data_parallel`` report that their outputs are ready."""
@@ -68,7 +68,7 @@ class EncoderRunner(Runner):
         forward: Receives a ``Batch`` of packed rows and returns tensors with a row per token or
             per item. Padded rows must not affect other rows.
         inputs: The slots of an item's data, with a dim ``"tokens"``, or ``"requests"`` for one row
-            per item. Bind tensors that all items use.
+            per item. Pass tensors that all items use in ``bound``.
         budgets: Rows of the graphs. ``buckets`` of the configuration replaces them, and ``max_bs``
             limits them.
         max_items: Maximum number of items in a pack. ``max_requests`` of the configuration limits
@@ -158,7 +158,8 @@ class EncoderRunner(Runner):
             For each item the step's result, with the item's rows only.
 
         Raises:
-            InputError, InputTypeError, HostArgumentError: Invalid data; a note names the item.
+            InputError, InputTypeError, HostArgumentError: The data is invalid; a note names the
+                item.
             AgreementError: Another rank of ``data_parallel`` failed, or has other items.
             StateError, DeviceGraphError, DeviceLost: As in ``Runner.run``.
         """

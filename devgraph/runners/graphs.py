@@ -30,7 +30,7 @@ from devgraph.runners.timing import ReplayTimer
 
 
 class EmulatedGraph:
-    """A stand-in for a capture that runs the step eagerly at each replay."""
+    """A stand-in for a capture; each replay runs the step eagerly."""
 
     exact = True
     capture_seconds = 0.0
@@ -68,7 +68,7 @@ class BucketGraph:
         self.key = key
         self.size = size
         self.options = options
-        """The variant as the engine wrote it."""
+        """The variant as the engine declared it."""
         self.captured: Captured | EmulatedGraph | None = None
         self.epoch: Hashable = None
         """The weights epoch of the capture."""
@@ -81,7 +81,7 @@ class BucketGraph:
         self.wants = 0
         """Number of eager steps that needed this graph since it was last closed."""
         self.used = 0
-        """Number of the runner's runs at the last run or the capture of this graph."""
+        """The runner's count of runs at the last run or capture of this graph."""
         self.hits = 0
         self.real_rows = 0
         self.bytes = 0
@@ -130,7 +130,7 @@ class Counters:
 
 
 class Graphs:
-    """All graphs of a runner (none if ``disabled``), and the rule that chooses one for a batch."""
+    """All graphs of a runner (none if ``disabled``), and the choice of a graph for each batch."""
 
     def __init__(self, options: Options, buckets: Buckets, counting: ByTokens, pool: Pool) -> None:
         self._pool = pool

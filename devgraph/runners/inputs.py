@@ -68,11 +68,11 @@ class InputArena:
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
-        """Return the buffers that another runner shares for its own ``slots``, by name."""
+        """Return the buffers that another runner can use for its ``slots``, by name."""
         lent = {}
         for slot in slots:
             own = self.slots.get(slot.name)
-            if slot.name == STATE_SLOTS:  # Either runner may need more rows.
+            if slot.name == STATE_SLOTS:  # Never shared: either runner may need more rows.
                 continue
             if own is None or (own.dtype, own.row_shape) != (slot.dtype, slot.row_shape):
                 continue
@@ -179,7 +179,7 @@ class InputArena:
         return _copy(plain) if self.buffers.overlaps(plain) else plain
 
     def require_ranges(self, inputs: Mapping[str, Any]) -> None:
-        """Raise InputError for a value outside the range of its slot; wait for the device."""
+        """Raise InputError for a value outside the range of its slot. This waits for the device."""
         for name, slot in self.given.items():
             value = inputs.get(name)
             if slot.high is None or not isinstance(value, torch.Tensor):
@@ -197,7 +197,7 @@ class InputArena:
                 )
 
     def require_offsets(self, slot: InputSlot, tensor: torch.Tensor, real: Size) -> None:
-        """Raise InputError for impossible offsets on the host; a device would have to wait."""
+        """Raise InputError for invalid offsets on the host; reading a device would block."""
         if slot.start is None or not tensor.is_cpu:
             return
         offsets: list[int] = tensor.tolist()

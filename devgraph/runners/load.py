@@ -83,7 +83,7 @@ class CopyPlan:
         self._fills: list[tuple[torch.Tensor, Scalar]] = []
         """Padded parts without a template, each with its pad value."""
         self._repeats: list[torch.Tensor] = []
-        """Padding that repeats the last real row; ``_repeated`` has that row at the same index."""
+        """Padding that repeats the last real row, which is at the same index in ``_repeated``."""
         self._repeated: list[torch.Tensor] = []
         for dtype, group in itertools.groupby(slots, copy_dtype):
             self._add_group(list(group), dtype, parts)
@@ -145,7 +145,7 @@ class CopyPlan:
     def _recognized(self, inputs: Mapping[str, Any]) -> Values | None:
         """Return the inputs in the order of the copies, or None if they need a full check.
 
-        Inputs like the last checked ones need no check unless they are in the static buffers.
+        Inputs like the last checked inputs need no check unless they are in the static buffers.
         """
         try:
             selected = self._select(inputs)

@@ -66,7 +66,7 @@ class Loop:
     """Several decode steps in one launch, for ``DecodeRunner(loop=...)``.
 
     One run replaces ``steps`` runs of one step each. After each step, ``advance`` writes the inputs
-    of the next one, and ``done`` removes finished requests.
+    of the next step, and ``done`` removes finished requests.
 
     Args:
         steps: number of steps, at least 1.
@@ -106,7 +106,7 @@ class Loop:
         *,
         ranks: bool,
     ) -> Callable[[Batch], LoopResult]:
-        """Return a callable that runs all steps; with ``ranks``, other ranks run them too."""
+        """Return a callable that runs all steps; ``ranks`` means that other ranks run them too."""
         engine_slots = [slot for slot in slots.values() if slot.real is None]
         layouts: dict[tuple[int, int, Variant], Any] = {}
         """Layout of a step's outputs, by requests, tokens and variant of the batch."""
@@ -171,7 +171,7 @@ class Loop:
 
 
 def looped_outputs(outputs: Any) -> LoopResult:
-    """Return the output slots of a loop, given those of one step."""
+    """Return the output slots of a loop, given the output slots of one step."""
     stacked = pytree.tree_map(lambda slot: attrs.evolve(slot, dim=slot.dim + 1), outputs)
     return LoopResult._make((stacked, OutputSlot(rows=None), ROW_PER_REQUEST))
 

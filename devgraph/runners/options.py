@@ -36,7 +36,7 @@ from devgraph.runners.state import StateSlot, StateStore
 
 
 class RunnerOptions(TypedDict, total=False):
-    """Keywords that all runners take; see ``Options`` for their meaning."""
+    """Keywords that all runners accept; see ``Options`` for their meaning."""
 
     variants: Sequence[Mapping[str, Any]]
     host_args: Mapping[str, Any] | None
@@ -135,15 +135,15 @@ class Options:
     many sizes occur at a time."""
     sample: Mapping[str, Draw] | None = None
     """Callables by name of a slot or host argument that draw legal data, for ``prove`` and checks
-    (``verify``). Each takes a shape and a ``torch.Generator``. The ``sample`` of ``prove`` has
-    priority over them, and they have priority over the samples of slots."""
+    (``verify``). Each takes a shape and a ``torch.Generator``. They override the samples of slots,
+    and the ``sample`` of ``prove`` overrides them."""
     snapshot_limit: int = DEFAULT_LIMIT
     """Maximum bytes of the copies from which ``capture`` restores bound tensors and the state of
     requests. Padding must not write larger tensors: ``capture`` hashes them before its first and
     after its last graph, and raises if they differ."""
     gate_timeout: float | None = None
-    """Seconds after which a closed gate makes a step invalid. If None, the value is that of the
-    environment variable DEVGRAPH_GATE_TIMEOUT, or 30."""
+    """Seconds after which a closed gate invalidates a step; by default the value of the environment
+    variable DEVGRAPH_GATE_TIMEOUT, or 30."""
     progress: bool = True
     """Show the progress of captures: a bar on a terminal, otherwise a line every few seconds."""
 
@@ -252,7 +252,7 @@ def _compatible(options: Options, phase: Phase) -> PhaseConfig:
 
 
 def check_functions(step: object, tail: object = None) -> None:
-    """Raise ConfigTypeError unless ``step``, and ``tail`` if there is one, can be called."""
+    """Raise ConfigTypeError unless ``step``, and ``tail`` if given, are callable."""
     for role, function in (("step", step), ("tail", tail)):
         if not callable(function) and (function is not None or role == "step"):
             raise ConfigTypeError(f"the {role} of a runner must be callable: {brief(function)}")

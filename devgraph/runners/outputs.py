@@ -107,7 +107,7 @@ class OutputStore:
     def empty(
         self, variant: Variant, run: Callable[[], Any], size: Size, device: torch.device
     ) -> Any:
-        """Return a result without rows, in new tensors; outputs of fixed shape hold zeros."""
+        """Return a result without rows, in new tensors; outputs of fixed shape are zero."""
         layout = self._layouts.get(variant) or self._shown.get(variant)
         if layout is None:
             layout = self._shown[variant] = self.layout_of(run(), size)
@@ -151,7 +151,7 @@ class OutputStore:
     def lent(
         self, kinds: Mapping[str, set[tuple[Any, ...]]], needed: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Return the buffers that fit outputs of another runner, by position."""
+        """Return the buffers that another runner can use for its outputs, by position."""
         assert self.buffers is not None
         own = self._kinds()
         return {
@@ -200,7 +200,7 @@ class OutputStore:
             remedy="The structure must not depend on the size of the batch, apart from the rows.",
         )
 
-        # Older versions of Dynamo cannot trace number formatting, so ``write`` must not format.
+        # Older versions of Dynamo cannot trace number formatting, so format before ``write``.
         checks = [
             step if leaf is None else attrs.evolve(step, before=_declared(leaf))
             for leaf in layout.leaves
@@ -295,7 +295,7 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
 
 
 class LeaseClock:
-    """A counter of the runs of one runner, or of several that write the same outputs."""
+    """A counter of the runs of one runner, or of several runners that write the same outputs."""
 
     __slots__ = ("name", "now")
 
@@ -344,7 +344,7 @@ class LeasedTensor(torch.Tensor):
         return f"leased {_plain(self)!r}"
 
 
-# Expired leases allow these: metadata is not overwritten, and error messages show it.
+# Functions that expired leases allow: metadata is not overwritten, and error messages show it.
 _ALWAYS = frozenset({"size", "dim", "numel", "is_contiguous", "stride", "type", "__len__"})
 
 

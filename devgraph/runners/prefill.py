@@ -47,9 +47,9 @@ class PrefillRunner(Runner):
             outputs of the step if there is no tail.
         outputs: an ``OutputSlot`` or a tree of them for the results of the tail, under ``full``.
         max_tokens: maximum number of tokens in a step.
-        max_requests: number of requests that static buffers hold. A step of more requests runs
-            eagerly under ``full``. Under the other policies it runs in the graph, and its slots
-            with a row per request use new tensors.
+        max_requests: number of requests for which static buffers have rows. A step with more
+            requests runs eagerly under ``full``. Under the other policies it runs in the graph, and
+            its slots with a row per request use new tensors.
         **options: see ``devgraph.runners.options.Options``.
 
     Raises:

@@ -48,7 +48,7 @@ _ENOUGH = 4096
 _COLLISION = "rows within a batch (they write the same row of state)"
 
 Implied = Callable[[Size], Mapping[str, torch.Tensor]]
-"""A function that returns interdependent inputs (ids and offsets) for a batch of a size."""
+"""A function that returns interdependent inputs (ids and offsets) for a batch of a given size."""
 
 
 class Proof:
@@ -292,8 +292,8 @@ class _CaseRun:
         self._write = step.outputs.writer(graph.key.variant, graph.size)
         self._has_equal_rows = False
         self._read: dict[torch.Tensor, list[int]] = {}
-        # If an earlier batch had left the values that padding writes now, the write would go
-        # unnoticed.
+        # Change the rows that padding may write. Otherwise, a write of the value that an earlier
+        # batch left would go unnoticed.
         used = functools.partial(_places, [*self._used_pads()])
         self._compared.state.begin_case(self._named_rows(), used if case.padded else None)
         self._renewed = [(leaf, leaf.detach().clone()) for leaf in proof.renewed]
@@ -301,7 +301,7 @@ class _CaseRun:
             randomize(value, proof.generator)
 
     def failures(self) -> list[Failure]:
-        """Return the differences between the runs. Every rank must make the same runs."""
+        """Return the differences between the runs, which must be the same on every rank."""
         compared, terms = self._compared, self._proof.terms
         shared, scratch, unused = (functools.partial(_places, v) for v in self._shared_values())
         want, got, failures = self._on_padded_batch(shared, scratch)
@@ -378,8 +378,8 @@ class _CaseRun:
         """Run the step on the real rows.
 
         Each of ``values`` consists of a slot, a value and a replacement. If the replacement is
-        None, the first row of the slot gets the value. Otherwise every row with the value gets the
-        replacement.
+        None, the first row of the slot is set to the value. Otherwise, every row with the value is
+        set to the replacement.
         """
         self._renew()
         step, real = self._step, self._real
@@ -454,7 +454,7 @@ class _CaseRun:
         """Return the differences between the graph and an eager run of the unpadded batch.
 
         Only state that the unpadded batch wrote is compared. State rows that several rows of the
-        batch write, and those of padding only, are skipped.
+        batch write, or that only padding writes, are skipped.
         """
         state: dict[str, Any] = {}
         graphs: dict[str, Any] = {}
@@ -509,8 +509,9 @@ class _CaseRun:
     def _shared_values(self) -> tuple[list[_Pad], list[_Pad], list[_Pad]]:
         """Return three lists of pad values.
 
-        The first has the values that several rows hold, and the second those of them that no real
-        row uses. The third has every value that several rows hold or that no real row uses.
+        The first list contains the values that occur in several rows, and the second those of them
+        that no real row uses. The third contains the values that occur in several rows and the
+        values that no real row uses.
         """
         shared, scratch, unused = list[_Pad](), list[_Pad](), list[_Pad]()
         for pad, data in self._pads():
@@ -536,9 +537,9 @@ class _CaseRun:
             yield _Pad(slot, value, max(map(abs, (value, *data, *ends)))), data
 
     def _collides(self, *seen: RunResult) -> bool:
-        """Whether all rows of a slot hold its pad value, so that several rows write the pad row.
+        """Whether all rows of a slot contain its pad value, so that they write one row of state.
 
-        Slots without a sample hold only pad values after the first step of a loop.
+        Slots without a sample contain only pad values after the first step of a loop.
         """
         pads = [
             pad

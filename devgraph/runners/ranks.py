@@ -2,7 +2,7 @@
 
 In an *exchange*, each rank posts its value under a tag and waits for the values of the others, with
 a timeout. Exchanges use a ``torch.distributed`` store, a gloo group or shared memory. If a rank is
-late or has exited, they raise an error that names the rank; a device collective would hang.
+late or has exited, an exchange raises an error that names the rank; a device collective would hang.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RankGroup:
         size: number of ranks.
         timeout_s: maximum time that a rank waits for the others in one exchange. It must exceed
             the slowest capture of a bucket.
-        vote: the vote of the engine, used for each step instead of the store. It receives a list
-            of ints and returns their element-wise minimum over all ranks.
+        vote: the engine's own function for votes, called for each step instead of the store. It
+            receives a list of ints and returns their element-wise minimum over all ranks.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class RankGroup:
         kind = str(dist.get_backend(group))
         if "gloo" not in kind:
             raise ConfigError(
-                f"ranks agree through gloo, but this process group uses {kind!r}; pass one from "
-                f"torch.distributed.new_group(backend='gloo')"
+                f"ranks agree through gloo, but this process group uses {kind!r}; pass a group "
+                f"from torch.distributed.new_group(backend='gloo')"
             )
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         store = store_of(group)
@@ -233,7 +233,7 @@ class RankGroup:
         )
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Tell the ranks in the handshake ``name`` that this rank does not take part."""
+        """Inform the ranks in the handshake ``name`` that this rank does not take part."""
         self.post(f"{name}/facts", json.dumps(f"raised {type(error).__name__}: {error}"))
 
     def gather(
@@ -253,7 +253,8 @@ class RankGroup:
             value: the value of this rank.
             escape: the tag to which a rank posts if it aborts the exchange.
             timeout_s: the timeout, if it differs from the timeout of the group.
-            forget: delete the values of earlier uses, for a tag that is reused without limit.
+            forget: whether to delete the values of earlier uses, for a tag that is reused without
+                limit.
 
         Raises:
             PeerFailed: a missing rank posted to ``escape``. The message contains its text.
@@ -339,7 +340,7 @@ class RankGroup:
             variants: the variants of the runner, in the same order on every rank.
             name: the name of the runner.
             unable: the reason why this rank cannot launch a graph for requests of other ranks.
-            dummy: run a step even if no rank has requests.
+            dummy: whether to run a step even if no rank has requests.
             invalid: the error of an earlier step, which all ranks raise.
 
         Raises:

@@ -58,7 +58,7 @@ class BucketStats:
 
 @attrs.frozen(kw_only=True)
 class RunnerStats:
-    """A snapshot of a runner.
+    """A snapshot of a runner's statistics.
 
     ``steps == graph_steps + emulated_steps + sum(eager.values())`` always holds.
     """
@@ -259,7 +259,7 @@ class RunnerStats:
         pool = self.executables
         budget = "" if pool.budget_bytes is None else f" of {format_bytes(pool.budget_bytes)}"
         if pool.budget_bytes is not None and pool.bytes > pool.budget_bytes:
-            budget += ", as pinned ones and the next recording of each graph are kept"
+            budget += ", because pinned executables and each graph's next recording are kept"
         eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
         states = {bucket.state for bucket in self.buckets}
         is_pending = states == {"pending"} and not self.captures

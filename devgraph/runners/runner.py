@@ -160,7 +160,7 @@ class Runner:
         """The runner that is running a step, if any, among those that share buffers."""
         self._closed = False
         # A bound step needs no further decision, because bound steps are dropped whenever a
-        # decision could change. A change of the weights epoch does not drop them.
+        # decision could change, except if the weights epoch changes.
         self._decide_always = options.weights_epoch is not None
         # Change the pool last, because an error above must leave a shared pool unchanged.
         if config.executable_budget is not None:
@@ -203,7 +203,7 @@ class Runner:
         example while it is suspended, all ranks run eagerly.
 
         Raises:
-            AgreementError: ranks want different variants, or one did not vote.
+            AgreementError: ranks request different variants, or a rank did not vote.
             GateTimeoutError: a gate of an earlier step was not opened on one of the ranks.
             InputError: the decision belongs to another runner.
         """
@@ -258,7 +258,7 @@ class Runner:
             host_args: a value for every declared host argument.
             variant: as for ``can_run``; the default is the variant of ``decision``.
             decision: the result of ``agree`` or ``can_run``; by default, the runner decides itself.
-            clone: return copies, which later runs do not overwrite.
+            clone: whether to return copies, which later runs do not overwrite.
             state_slots: the request slot of each request, if the runner declares ``state``. Call
                 ``assign`` for each slot before its first step.
             accepted: after a step of several tokens, the number of its tokens that each request
@@ -347,7 +347,7 @@ class Runner:
             step = "its own step" if busy is self else f"a step of {busy._name}"
             raise StateError(
                 f"cannot {call} {self._name} inside {step}, which uses its buffers. Call "
-                f"it before or after the step, or make another runner."
+                f"it before or after the step, or create another runner."
             )
 
     @contextlib.contextmanager
@@ -364,7 +364,7 @@ class Runner:
 
     def _require_open(self, call: str) -> None:
         if self._closed:
-            raise StateError(f"cannot {call}: {self._name} is closed; make a new one")
+            raise StateError(f"cannot {call}: {self._name} is closed; create a new runner")
         require_alive(self.backend)
 
     # State of requests.
@@ -443,13 +443,13 @@ class Runner:
         captures.
 
         The caller's autocast settings apply to all captures and steps until the graphs are captured
-        again. If ``idle`` or ``run`` makes the first capture, the settings of the last step apply.
+        again. If ``idle`` or ``run`` captures first, the settings of the last step apply.
 
         Every capture starts from pad values in all slots, and buckets share their memory. If memory
         or a budget is exhausted, the remaining buckets are dropped, and their batches run eagerly.
 
         Args:
-            everything: capture all buckets now, for every ``capture`` setting.
+            everything: whether to capture all buckets now, regardless of the ``capture`` setting.
             profile: folder for a Chrome trace of each capture and its warm-up.
 
         Raises:
@@ -486,7 +486,7 @@ class Runner:
             ready: False on a rank that has requests to serve; then no rank captures.
 
         Returns:
-            Whether there was something to do.
+            Whether a bucket was captured or checked.
 
         Raises:
             AgreementError: a rank did not call the method, failed, or has other buckets left.
@@ -547,8 +547,8 @@ class Runner:
         """Run eagerly until ``resume``; graphs are kept. Idempotent.
 
         Args:
-            release: "memory" also frees the device memory of the pool and of its executables. Steps
-                of other runners on that pool then run eagerly as well.
+            release: "memory" also frees the device memory of the pool and of its executables. Then
+                steps of other runners on the pool run eagerly as well.
 
         Raises:
             CapabilityError: the pool cannot release memory; set ``releasable`` in the

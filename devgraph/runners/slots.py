@@ -19,7 +19,7 @@ Dim = int | str
 Scalar = int | float | bool
 _ROW_DIMS = ("tokens", "requests", "requests+1")
 STATE_SLOTS = "state_slots"
-"""Name of the input slot that holds the request slots of a batch."""
+"""Name of the input slot with the request slots of a batch."""
 
 _RESERVED = frozenset({"host", "real", "requests", "tokens", "variant", "width"})
 """Attributes of ``Batch`` that a slot of the same name would hide."""
@@ -82,7 +82,7 @@ class Pad:
     def last(cls, start: Scalar = 0) -> Pad:
         """Repeat the last real row. In cumulative offsets, padded requests then have the length 0.
 
-        Without a real row (in a capture, on an idle rank) every row holds ``start``. Offsets on the
+        Without a real row (in a capture, on an idle rank), every row is ``start``. Offsets on the
         host must begin with ``start`` and must not decrease.
         """
         return cls("last", start)
@@ -159,9 +159,9 @@ class InputSlot:
             runner writes the slot, and callers leave it out. Requires a named dim and a constant
             pad.
         sample: Callable that takes a shape and a ``torch.Generator`` and returns legal data on the
-            host, for proofs. Without it, floating-point slots get normal random numbers, slots with
-            a range get numbers in that range, and all others keep their pad value. In a slot with
-            ``real``, it replaces the values of real rows in a proof.
+            host, for proofs. By default, floating-point slots receive normally distributed numbers,
+            slots with a range receive numbers in this range, and all others keep their pad value.
+            In a slot with ``real``, the callable replaces the values of real rows in a proof.
         low: Smallest legal integer in real rows; 0 if only ``high`` is given.
         high: Exclusive upper bound of integers in real rows, as in ``torch.randint``.
 

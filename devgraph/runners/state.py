@@ -81,7 +81,7 @@ class StateStore:
         self.earlier: StaticBuffers | None = None
         """Versions 0 to W - 1 of the state, by name."""
         self._steps: list[tuple[int, int]] = [(0, _NO_STEP)] * rows
-        """For each request slot, the version before its last step, and the tokens of that step."""
+        """The version before the last step of each request slot, and the tokens of the step."""
         self._unassigned = set(range(rows))
         """Request slots whose row was never cleared or loaded."""
         self._cached: dict[tuple[int, ...], torch.Tensor] = {}
@@ -222,7 +222,7 @@ class StateStore:
         return rows
 
     def tensor(self, slots: tuple[int, ...]) -> torch.Tensor:
-        """Return request slots that ``admit`` has checked, on the device."""
+        """Return a device tensor of request slots that ``admit`` has checked."""
         return self._cached[slots]
 
     def _sent(self, numbers: Sequence[int]) -> torch.Tensor:

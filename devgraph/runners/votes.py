@@ -1,4 +1,4 @@
-"""Votes through a page of shared memory, by which the ranks of one host agree in microseconds.
+"""Votes through a page of shared memory: the ranks of one host agree in microseconds.
 
 Each rank writes only its own row of words. A word contains the epoch of its vote and a value in
 eight aligned bytes, so a reader that finds the epoch also has the value, regardless of the order in
@@ -29,7 +29,7 @@ _ZERO: int = 2 ** (_VALUE_BITS - 1)
 
 _POLLS = 200  # polls without a pause if every rank has its own processor; 200 us with two ranks
 
-_LOOK_S = 0.1  # seconds between checks whether the processes of missing ranks still exist
+_LOOK_S = 0.1  # seconds between checks of whether the processes of missing ranks still exist
 
 _FOLDER = "/dev/shm"
 

@@ -835,7 +835,7 @@ def test_close_frees_the_graphs_and_refuses_every_later_call():
         lambda: runner.idle(),
         lambda: runner.prove(),
     ):
-        with pytest.raises(dg.StateError, match="decode is closed; make a new one"):
+        with pytest.raises(dg.StateError, match="decode is closed; create a new runner"):
             call()
     assert runner.stats().graph_steps == 1
 

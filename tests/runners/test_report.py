@@ -149,7 +149,7 @@ def test_report_above_the_budget_of_executables_says_why():
     runner = double_runner(config={"executable_budget": 100})
     assert "executables 0 B of 100 B (made" in str(runner.stats())
     runner.run({"x": rows_of_x(3)})
-    kept = "of 100 B, as pinned ones and the next recording of each graph are kept (made"
+    kept = "of 100 B, because pinned executables and each graph's next recording are kept (made"
     runner.pin()
     runner.run({"x": rows_of_x(3)})
     assert kept in str(runner.stats())
