@@ -1,8 +1,8 @@
-"""The pytest plugin: the backend under test, its markers, skips and lost devices.
+"""The pytest plugin: choice of the backend under test, markers, skips and lost devices.
 
 Tests that use the fixture ``devgraph_backend`` get the name of the backend as a marker, so that
-``-m cuda`` selects them. If ``-m`` is only the name of a backend, it also chooses that backend. A
-test with its own backend marker uses that backend.
+``-m cuda`` selects them. If the ``-m`` expression is just the name of a backend, it also chooses
+that backend. A test with its own backend marker uses the marked backend.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEVICE_MARKERS = ("cpu", "cuda", "npu", "rocm")
 CAPABILITY_MARKER = "devgraph_capability"
 _CORE = "the contract itself"
-_LOST_EXIT_CODE = 70  # exit status of a worker whose device is lost (EX_SOFTWARE of sysexits.h)
+_LOST_EXIT_CODE = 70  # exit status of a worker that lost its device (EX_SOFTWARE of sysexits.h)
 
 _FAULTS = "devgraph_faults"
 """Name of the report property that lists the rows of docs/faults.md that a failed test covers."""
@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def devgraph_backend(request: pytest.FixtureRequest) -> Backend:
-    """The backend under test, bound to the device of this pytest-xdist worker, if any."""
+    """The backend under test, on the device of this pytest-xdist worker if there is one."""
     plugin = request.config.pluginmanager.get_plugin("devgraph-session")
     assert isinstance(plugin, _Plugin)
     return plugin.backend(plugin.name_for(request.node))
@@ -93,7 +93,7 @@ def devgraph_long(pytestconfig: pytest.Config) -> bool:
 
 
 class _Plugin:
-    """The state of one pytest session: its backend, its markers and the loss of its device."""
+    """The state of a pytest session: its backend, its markers, and the loss of its device."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -107,7 +107,7 @@ class _Plugin:
             given = marked
         given = given or str(config.getini("devgraph_backend"))
         self.name: str = given or "cpu"
-        # Sessions of other projects must not import torch only because this plugin is installed.
+        # Do not import torch in sessions of other projects that merely have this plugin installed.
         self._concerned = bool(given) or any(
             "devgraph.testing" in argument.replace(os.sep, ".") for argument in config.args
         )
@@ -116,7 +116,7 @@ class _Plugin:
         self._skip_undeclared = bool(config.getoption("--devgraph-skip-undeclared"))
 
     def backend(self, name: str) -> Backend:
-        """Return the backend ``name``; the first call binds it to the device of this worker."""
+        """Return the backend ``name``. The first call binds it to the device of this worker."""
         from devgraph.api.registry import get_backend
 
         backend = get_backend(name)
@@ -128,7 +128,7 @@ class _Plugin:
         return backend
 
     def name_for(self, item: pytest.Item) -> str:
-        """Return the backend that a marker of ``item`` names, or the chosen backend."""
+        """Return the name of the backend in a marker of ``item``, or of the chosen backend."""
         return next((name for name in DEVICE_MARKERS if item.get_closest_marker(name)), self.name)
 
     def pytest_sessionstart(self) -> None:
@@ -141,7 +141,7 @@ class _Plugin:
         from devgraph.api.errors import BackendError
 
         try:
-            self.backend(self.name).make_graph().close()  # Raises an error if hooks are missing.
+            self.backend(self.name).make_graph().close()  # raises an error if hooks are missing
         except BackendError as error:
             raise pytest.UsageError(f"--devgraph-backend {self.name}: {error}") from error
         except Exception as error:
@@ -152,7 +152,7 @@ class _Plugin:
             ) from error
 
     def _prepare_report(self, path: Path) -> None:
-        """Create the folder of the report, so that a long run cannot lose its results."""
+        """Create the report's folder before the run, so that a bad path cannot lose the results."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix != ".json" or path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -214,7 +214,7 @@ class _Plugin:
         return f"backend {self.name_for(item)!r} does not declare {', '.join(missing)}"
 
     def _reasons(self, row: _Row) -> str:
-        """Return the reasons of skips, with one list of all undeclared capabilities."""
+        """Return the reasons for skips; undeclared capabilities are merged into one list."""
         start = f"backend {self.name!r} does not declare "
         others = [text for text in row.reasons if not text.startswith(start)]
         lacks = {name for t in {*row.reasons} - {*others} for name in t[len(start) :].split(", ")}
@@ -271,15 +271,15 @@ class _Plugin:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         result = yield
         if self._lost and self._worker:
-            # No later test of this process can pass, and xdist starts a new worker. Do not exit
-            # normally, because destructors would wait for the device.
+            # No later test in this process can pass, so let xdist start a new worker. Skip the
+            # normal exit, because destructors would wait for the device.
             os._exit(_LOST_EXIT_CODE)
         if self._lost:
             item.session.shouldfail = f"the device is lost: {self._lost}"
         return result
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Write a table of results by capability, with the hooks of failed capabilities."""
+        """Write a table of results by capability, and the hooks to fix for failed capabilities."""
         rows: dict[str, _Row] = {}
         failures: list[dict[str, Any]] = []
         for outcome, reports in terminalreporter.stats.items():
@@ -323,7 +323,7 @@ class _Plugin:
     def _write_report(
         self, path: str, rows: Mapping[str, _Row], failures: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the JSON file, and a Markdown table of the same name with the suffix ``.md``."""
+        """Write the JSON file, and next to it a Markdown table with the suffix ``.md``."""
         import torch
 
         import devgraph
@@ -356,7 +356,7 @@ class _Plugin:
 
 
 def _failure(report: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Describe a failed test of the capabilities ``names`` in JSON values."""
+    """Describe a failed test of the capabilities ``names`` as JSON values."""
     lines = report.longreprtext.strip().splitlines()
     errors = [line for line in lines if line.startswith("E ")]
     return {

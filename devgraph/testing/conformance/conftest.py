@@ -13,7 +13,7 @@ from devgraph.testing.conformance.support import Kit
 
 @pytest.fixture
 def kit(devgraph_backend: Backend) -> Iterator[Kit]:
-    """Yield the kit of the backend under test; fail if the test leaves a capture open."""
+    """Yield the kit of the backend under test; fail if the test leaves a capture unfinished."""
     kit = Kit(devgraph_backend)
     yield kit
     assert not dg.is_capturing(), "the test left this thread inside a capture"

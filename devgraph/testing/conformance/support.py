@@ -19,16 +19,16 @@ from devgraph.api.backend import Backend, poison
 from devgraph.api.prove import compare
 
 declares = pytest.mark.devgraph_capability
-"""Marker with the capabilities that a test needs: ``@declares("rng")``."""
+"""A marker for the capabilities that a test needs, as in ``@declares("rng")``."""
 
 BREAKING = ("breakable", pytest.param("piecewise", marks=declares("piecewise")))
-"""Parameters: the policies that break a step at its marks."""
+"""Parameters for the policies that break a step at its marks."""
 
 POLICIES = ("full", *BREAKING)
 
 
 def difference(got: Any, want: Any) -> str:
-    """Return the first difference between two trees, or "" if they are equal bit for bit."""
+    """Describe the first difference between two trees; return "" if they are bitwise equal."""
     ours, theirs = pytree.tree_leaves(got), pytree.tree_leaves(want)
     if len(ours) != len(theirs):
         return f"has {len(ours)} leaves, but should have {len(theirs)}"
@@ -42,7 +42,7 @@ def difference(got: Any, want: Any) -> str:
 
 
 def same(got: Any, want: Any, what: str = "the result") -> None:
-    """Fail unless all tensors in ``got`` equal those in ``want`` bit for bit."""
+    """Fail unless the tensors in ``got`` and ``want`` are bitwise equal."""
     if message := difference(got, want):
         pytest.fail(f"{what} {message}")
 
@@ -59,13 +59,13 @@ class Kit:
         self.device = backend.device
 
     def tensor(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-        """Return a tensor of reproducible noise."""
+        """Return a tensor of noise that depends only on the seed."""
         out = torch.empty(shape, dtype=dtype, device=self.device)
         self.refill(out, seed)
         return out
 
     def refill(self, tensor: torch.Tensor, seed: int) -> None:
-        """Overwrite ``tensor`` with reproducible noise."""
+        """Overwrite ``tensor`` with noise that depends only on the seed."""
         generator = torch.Generator().manual_seed(seed)
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -96,7 +96,7 @@ class Kit:
         return graph, result
 
     def capture(self, fn: Callable[..., Any], *args: Any, **options: Any) -> dg.Captured:
-        """Capture ``fn``. Replays refuse state that differs, instead of capturing it again."""
+        """Capture ``fn``. Replays refuse changed state instead of capturing again."""
         options.setdefault("recaptures", 0)
         return dg.capture(fn, *args, backend=self.backend, **options)
 
@@ -108,7 +108,7 @@ class Kit:
         seed: int = 100,
         **host_args: Any,
     ) -> None:
-        """Replay with fresh data in ``args`` and fail unless the result equals that of ``fn``.
+        """Replay on fresh data in ``args``, and fail unless the result equals an eager run.
 
         ``fn`` must not write its arguments.
         """
@@ -127,14 +127,14 @@ class Kit:
             if not self.difference(captured.replay(**host_args), stale):
                 message += (
                     ". A replay with other inputs has the same result, so launch() of the "
-                    "executable does not run the recorded work, or the work writes other memory "
-                    "than in the capture"
+                    "executable does not run the recorded work, or the work writes to different "
+                    "memory than in the capture"
                 )
             what = f"the replay with {host_args}" if host_args else "the replay"
             pytest.fail(f"{what} {message}")
 
     def works(self, pool: dg.Pool) -> None:
-        """Fail unless eager work, random numbers and new captures in ``pool`` work."""
+        """Fail unless eager work, random numbers and new captures in ``pool`` succeed."""
         assert not dg.is_capturing()
         assert gc.isenabled()
 
@@ -148,12 +148,12 @@ class Kit:
             self.check(self.capture(step, x, pool=pool, policy=policy), step, x)
 
     def same(self, got: Any, want: Any, what: str = "the result") -> None:
-        """Wait for the device, then fail unless the tensors are equal bit for bit."""
+        """Wait for the device, then fail unless the tensors are bitwise equal."""
         if message := self.difference(got, want):
             pytest.fail(f"{what} {message}")
 
     def difference(self, got: Any, want: Any) -> str:
-        """Wait for the device and return the first difference, or "" if there is none."""
+        """Wait for the device, then describe the first difference; return "" if there is none."""
         self.backend.synchronize()
         message = difference(got, want)
         if message:
@@ -168,13 +168,13 @@ class Kit:
     def usable(self, policy: str, values: Sequence[Any]) -> Sequence[Any]:
         """Return the ``values`` that replays may use; the first is the value at capture.
 
-        Without region update, a full graph can only replay the value of its capture.
+        Without region updates, a full graph can replay only the captured value.
         """
         updates = policy != "full" or self.backend.capabilities.region_update
         return values if updates else values[:1]
 
     def churn(self) -> None:
-        """Allocate, poison and free memory of many sizes outside captures."""
+        """Allocate, poison and free memory blocks of many sizes outside captures."""
         held = []
         for size in (64, 256, 1024, 4096, 16384, 65536):
             for _ in range(8):
@@ -198,7 +198,7 @@ class Kit:
         return self.streams.Stream() if taken else stream
 
     def own_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context whose work does not wait for work on the current stream."""
+        """Return a context manager for work that does not wait for the current stream."""
         if not self.backend.capabilities.streams:
             return contextlib.nullcontext()
         return cast(contextlib.AbstractContextManager[Any], self.streams.stream(self.side_stream()))
@@ -206,7 +206,7 @@ class Kit:
 
 @contextlib.contextmanager
 def beside(act: Callable[[], Any]) -> Iterator[None]:
-    """Run ``act`` on another thread during the block, then raise its error, if any."""
+    """Run ``act`` on another thread during the block, then raise its exception, if any."""
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(act)
         yield
@@ -215,20 +215,20 @@ def beside(act: Callable[[], Any]) -> Iterator[None]:
 
 VOCAB, WIDTH, ROWS = 32, 8, 48
 SCRATCH = ROWS
-"""Index of the cache row that padded rows write."""
+"""Index of the cache row to which padded rows write."""
 
 
 @dg.region()
 def mixed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply in a marked function, which breaks a step in its middle."""
+    """Multiply in a marked function, which breaks a step in the middle."""
     return hidden @ weight
 
 
 class Model:
     """A step with state.
 
-    All values are small integers, so results are bitwise equal for any order of summation and any
-    number of padded rows.
+    All values are small integers, so the order of summation and the number of padded rows do not
+    change the results.
     """
 
     def __init__(self, kit: Kit) -> None:
@@ -252,7 +252,7 @@ class Model:
         return self.step(self.cache, batch.ids, batch.rows)
 
     def summed(self, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the tokens of each request; ``starts`` are the offsets."""
+        """Return the sum over the tokens of each request; ``starts`` are the requests' offsets."""
         position = torch.arange(hidden.shape[0], device=hidden.device)
         inside = (position >= starts[:-1, None]) & (position < starts[1:, None])
         return torch.where(inside[:, :, None], hidden, 0.0).sum(1)
@@ -267,7 +267,7 @@ X = dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero())
 
 
 def batch_of(kit: Kit, count: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return random tokens, each with a different cache row."""
+    """Return a batch of random tokens, each with its own cache row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (count,), generator=generator)
     rows = torch.randperm(ROWS, generator=generator)[:count]
@@ -301,7 +301,7 @@ def prefiller(kit: Kit, model: Model, policy: str = "breakable", **options: Any)
         "max_tokens": 16,
         "tail": lambda hidden, batch: model.summed(hidden, batch.starts),
         "config": {"policy": policy, "buckets": [4, 8, 16]},
-        # Without this fact, a backend that recommends another policy would cause a warning.
+        # Without this fact, backends that recommend another policy would warn.
         "facts": dg.EngineFacts(recommended={"prefill": policy}),
         **options,
     }
@@ -311,9 +311,9 @@ def prefiller(kit: Kit, model: Model, policy: str = "breakable", **options: Any)
 def check_run(
     kit: Kit, runner: Any, model: Model, lengths: tuple[int, ...] | int, seed: int
 ) -> None:
-    """Run a batch and fail unless outputs and state equal those of an eager step.
+    """Run a batch, and fail unless outputs and state equal the results of an eager step.
 
-    ``lengths`` are the numbers of tokens per request, or the number of requests of one token.
+    ``lengths`` are the token counts of the requests, or the number of single-token requests.
     """
     inputs = batch_of(kit, lengths if isinstance(lengths, int) else sum(lengths), seed)
     state = model.cache.clone()

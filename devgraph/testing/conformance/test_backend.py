@@ -78,7 +78,7 @@ def test_fence_follows_earlier_work(kit: Kit, pool: dg.Pool) -> None:
     graph.replay()
     done = kit.backend.fence()
     if done():
-        cure = "an asynchronous launch() needs a fence() that waits for it"
+        cure = "a backend with an asynchronous launch() needs a fence() that waits for the launch"
         same(y, x * 2, f"{cure}: fence() reports the end of a replay, but its result")
     kit.backend.synchronize()
     assert done() is True

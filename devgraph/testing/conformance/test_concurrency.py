@@ -15,24 +15,24 @@ from devgraph.api.backend import poison
 from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 PATIENCE = 60.0
-"""Seconds after which an unfinished thread counts as stuck."""
+"""Time in seconds after which an unfinished thread counts as stuck."""
 
 UNDECLARED_PATIENCE = 5.0
-"""``PATIENCE`` for threads during a capture, without the capability ``concurrent_threads``."""
+"""``PATIENCE`` for threads during a capture if ``concurrent_threads`` is not declared."""
 
 
 def _together(*works: Callable[[], Any], patience: float = PATIENCE) -> list[Any]:
     """Run each function in its own thread and return the results.
 
-    A thread that is stuck for ``patience`` seconds fails the test. It is not joined, because it may
-    be waiting for a capture that the caller holds open.
+    The test fails if a thread is stuck for ``patience`` seconds. Such a thread is not joined,
+    because it may wait for a capture that the caller keeps open.
     """
     results: list[Future[Any]] = [Future() for _ in works]
 
     def run(work: Callable[[], Any], result: Future[Any]) -> None:
         try:
             result.set_result(work())
-        except BaseException as error:  # result() raises it in the caller.
+        except BaseException as error:  # result() re-raises the error in the caller.
             result.set_exception(error)
 
     for work, result in zip(works, results, strict=True):
@@ -44,7 +44,7 @@ def _together(*works: Callable[[], Any], patience: float = PATIENCE) -> list[Any
 
 
 def _beside_a_capture(kit: Kit, work: Callable[[], Any]) -> Any:
-    """Run ``work`` in a thread during a capture, check the capture, and return the result."""
+    """Run ``work`` in a thread during a capture, check the graph, and return the result."""
     x = kit.tensor(64)
     known = kit.backend.capabilities.concurrent_threads
     graph = kit.backend.make_graph()
@@ -152,7 +152,7 @@ def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
 @declares("streams")
 @pytest.mark.parametrize("raised", ["wait_stream", "from the body"])
 def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool, raised: str) -> None:
-    """FAULTS 15. An exception in the body takes precedence over the error about the stream."""
+    """FAULTS 15. An exception from the body takes precedence over the stream's error."""
     side = kit.side_stream()
     x = kit.tensor(64)
     _forked(kit, x, side)
@@ -186,7 +186,7 @@ def test_capture_from_the_default_stream_uses_another_stream(kit: Kit, given: st
     default = kit.streams.default_stream()
     stream = {"none": None, "default": default, "own": kit.side_stream()}[given]
     x = kit.tensor(64)
-    x.add_(1)  # The capture must wait for this work on the current stream.
+    x.add_(1)  # The capture must wait for this work.
     graph = kit.backend.make_graph()
     with kit.backend.capture_context(graph, stream=stream):
         seen = kit.streams.current_stream()

@@ -1,4 +1,4 @@
-"""Gates: a step waits for the host and signals to the host."""
+"""Gates: steps that wait for the host and signal to the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [f"kv.{layer}" for layer in range(LAYERS)]
 
 
 def layers(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Add a row of the cache in each layer, after its gate."""
+    """In each layer, wait at the layer's gate and add a row of the cache."""
     for layer, name in enumerate(NAMES):
         dg.wait(name)
         x = x * 2 + cache[layer]
@@ -44,7 +44,7 @@ class Gated:
         self.gates = self.captured.gates
 
     def fill(self, seed: int) -> torch.Tensor:
-        """Write new inputs and return the result that a replay must have."""
+        """Write new inputs, and return the expected result of a replay."""
         self.kit.refill(self.x, seed)
         self.kit.refill(self.cache, seed + 1)
         return layers(self.x, self.cache)
@@ -65,8 +65,8 @@ def test_gates_opened_before_a_launch_let_it_pass(kit: Kit, policy: str) -> None
 
 
 def fill_late(gated: Gated, rows: torch.Tensor, order: list[int]) -> None:
-    """Copy rows of the cache in ``order``, and open the gate of each row after its copy."""
-    # Use a separate stream, because copies must not wait for the replay.
+    """Copy rows into the cache in ``order``, and open each row's gate after its copy."""
+    # Copy on a separate stream, because the copies must not wait for the replay.
     with gated.kit.own_stream():
         for layer in order:
             gated.cache[layer].copy_(rows[layer])
@@ -174,7 +174,7 @@ def test_proof_opens_its_gates_and_is_no_epoch(kit: Kit) -> None:
 
 @dg.region(host_args=("scale",), mutates=("out",))
 def scaled(x: torch.Tensor, out: torch.Tensor, *, scale: int) -> None:
-    """Write ``x`` times a host argument."""
+    """Write the product of ``x`` and a host argument."""
     torch.mul(x, scale, out=out)
 
 

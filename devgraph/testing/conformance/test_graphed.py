@@ -13,7 +13,7 @@ from devgraph.testing.conformance.support import Kit, same
 
 
 class Scaled(nn.Module):
-    """A module whose gradients consist of products and sums."""
+    """A module whose gradients are products and sums."""
 
     def __init__(self) -> None:
         super().__init__()

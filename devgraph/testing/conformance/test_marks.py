@@ -1,4 +1,4 @@
-"""Marked steps under each policy: position of breaks, host arguments, compiled pieces."""
+"""Marked steps under each policy: positions of breaks, host arguments and compiled pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, declar
 
 @dg.region()
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """Double ``x``; a region without host arguments."""
+    """Double ``x`` in a region without host arguments."""
     return x * 2
 
 
@@ -56,7 +56,7 @@ def test_empty_breaks_leave_no_segment(kit: Kit, policy: str, step: Callable[...
 
 
 class Layer(torch.nn.Module):
-    """A module of three operations, the second in a marked function."""
+    """A module with three operations, of which the second is in a marked function."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = doubled(x + 1)
@@ -98,7 +98,7 @@ def test_a_module_around_a_break_has_nodes_on_both_sides(kit: Kit) -> None:
 
 
 def _adjacent_breaks(x: torch.Tensor) -> torch.Tensor:
-    """Run adjacent breaks, and breaks at both ends."""
+    """Run two adjacent breaks, and a break at each end."""
     return doubled(summed_on_host(summed_on_host(doubled(x))))
 
 

@@ -1,4 +1,4 @@
-"""Results that share memory, and constant memory over replays, captures and failures."""
+"""Results that share memory, and constant memory use over replays, captures and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FACTORS = (2, 3, 5, 3)
 
 
 def check(kit: Kit, step: Any, x: torch.Tensor, policy: str) -> dg.Captured:
-    """Capture with factor 2 and compare replays with eager runs for all factors."""
+    """Capture with factor 2, and compare replays with eager runs for all factors."""
     captured = kit.capture(step, x, policy=policy, host_args={"factor": 2})
     for seed, factor in enumerate(kit.usable(policy, FACTORS)):
         kit.check(captured, step, x, seed=seed, factor=factor)
@@ -178,10 +178,10 @@ def host_bytes() -> int:
 
 
 def taken(kit: Kit) -> tuple[int, int]:
-    """Return the bytes of this process on the host and on the device.
+    """Return the memory use of this process on the host and on the device, in bytes.
 
-    The bytes on the device are those of torch's allocator, because other processes may use the
-    device; 0 on a CPU.
+    Device memory is read from torch's allocator, because other processes may use the device. It is
+    0 on a CPU.
     """
     gc.collect()
     kit.backend.synchronize()
@@ -193,9 +193,9 @@ def taken(kit: Kit) -> tuple[int, int]:
 def require_flat(
     kit: Kit, cycle: Callable[[], object], times: int, *, warm: int = 5, device_slack: int = 8
 ) -> None:
-    """Run ``times`` cycles after a warm-up; fail if memory grows by more than ``HOST_SLACK`` bytes.
+    """Run ``times`` cycles after a warm-up; fail if host memory grows beyond ``HOST_SLACK``.
 
-    ``device_slack`` is the limit for the device, in MiB.
+    ``device_slack`` is the limit for device memory in MiB.
     """
     for _ in range(warm):
         cycle()
@@ -221,7 +221,7 @@ def test_memory_is_flat_over_many_replays(kit: Kit, policy: str, devgraph_long: 
     captured = kit.capture(step, x, policy=policy)
     before = captured.pool.bytes
     times = 10_000 if devgraph_long else 500
-    # Device allocators reserve in units of 2 MiB.
+    # Device allocators reserve memory in units of 2 MiB.
     require_flat(kit, captured.replay, times, warm=50, device_slack=2)
     assert captured.pool.bytes == before
     kit.check(captured, step, x)

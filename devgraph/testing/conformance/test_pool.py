@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Buckets:
-    """A step captured for several row counts in one pool, largest first.
+    """A step that is captured for several row counts in one pool, largest first.
 
     Each bucket has its own input. Intermediate results of all buckets share the pool.
     """
@@ -55,7 +55,7 @@ class Buckets:
 
 
 def deep(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Allocate many temporaries of the size of ``x``."""
+    """Allocate many temporary tensors of the size of ``x``."""
     for k in range(4):
         x = torch.tanh(x @ w) * 0.5 + x + k
     return x
@@ -77,7 +77,7 @@ def halved(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Run breaks that read results of earlier segments and breaks."""
+    """Run breaks that read results of earlier segments and earlier breaks."""
     residual = x * 3
     for k in range(3):
         h = torch.tanh(x @ w)
@@ -91,7 +91,7 @@ def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def partly(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Run a break that writes part of a segment's tensor."""
+    """Run a break that writes to part of a segment's tensor."""
     out = torch.zeros_like(x)
     write_first_row(x @ w, out)
     return out + x
@@ -124,7 +124,7 @@ def test_buckets_are_right_in_every_order_after_all_are_captured(
 def test_output_survives_replays_of_the_other_buckets(
     kit: Kit, pool: dg.Pool, policy: str, step: Callable[..., Any]
 ) -> None:
-    """FAULTS 35. Outputs must not lie in memory that the capture of another graph has freed."""
+    """FAULTS 35. Outputs must not be in memory that the capture of another graph has freed."""
     sizes = (40, 20, 10)
     buckets = Buckets(kit, pool, step, sizes, policy)
     for size in sizes:
@@ -137,7 +137,7 @@ def test_output_survives_replays_of_the_other_buckets(
 
 @dg.region(host_args=("length",), mutates=("out",))
 def prefix_mean(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
-    """Write the mean of the first ``length`` columns; the length selects the kernels."""
+    """Write the mean of the first ``length`` columns; the length determines the kernels."""
     out.copy_(x[:, :length].mean(1, keepdim=True).expand_as(out))
 
 
@@ -148,7 +148,7 @@ def scaled_on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def layered(x: torch.Tensor, w: torch.Tensor, *, length: int) -> torch.Tensor:
-    """Run equal layers around regions."""
+    """Run identical layers around regions."""
     for _ in range(3):
         h = torch.nn.functional.silu(x @ w)
         out = torch.empty_like(h)
@@ -164,7 +164,7 @@ COMPILED = [pytest.param(True, dtype, marks=pytest.mark.slow) for dtype in DTYPE
 @pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # advice of the compiler
 @pytest.mark.parametrize(("compiled", "dtype"), [(False, torch.float32), *COMPILED], ids=str)
 def test_compiled_buckets_in_any_order(kit: Kit, compiled: bool, dtype: torch.dtype) -> None:
-    """FAULTS 35. Tests declared compilers only."""
+    """FAULTS 35. Only declared compilers are tested."""
     sizes = (16, 8, 5)
     for compiler in set(kit.backend.capabilities.compilers) - {"eager"} if compiled else {"eager"}:
         options: dict[str, Any] = {"compiler": compiler, "host_args": {"length": 3}}
@@ -235,8 +235,8 @@ def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @declares("shared_pool")
 @pytest.mark.parametrize(("policy", "step"), STEPS[:3])
 def test_many_buckets_cost_little_memory(kit: Kit, policy: str, step: Callable[..., Any]) -> None:
-    """The limit is 1.2x the largest bucket, plus outputs and 2 MiB of allocator rounding."""
-    largest = 1 << 14  # Tensors of 2 MiB are large compared to allocator rounding.
+    """The limit is 1.2x the largest bucket, plus outputs and 2 MiB for allocator rounding."""
+    largest = 1 << 14  # Tensors of 2 MiB dwarf allocator rounding.
     sizes = tuple(range(largest // 16, largest + 1, largest // 16))
 
     def to_one_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ def test_temporaries_of_a_step_reuse_memory(kit: Kit) -> None:
 
 
 def test_memory_of_hundreds_of_pools_is_known(kit: Kit) -> None:
-    """Snapshots drop one reference too many to each pool number, so large numbers are freed."""
+    """Snapshots drop one reference too many to each pool number, so Python frees large numbers."""
     pools = [kit.backend.make_pool() for _ in range(300)]
     for _ in range(2):
         assert [pool.bytes for pool in pools] == [0] * 300
@@ -300,7 +300,7 @@ def test_memory_freed_in_a_segment_is_intact_until_then(kit: Kit, policy: str) -
     def step(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         older = rows + 1
         first = looked_up(table, older.clone())
-        newer = older * 2 - older  # Reads memory that the next result may reuse.
+        newer = older * 2 - older  # The next result may reuse the memory of ``older``.
         del older
         zeros = torch.zeros_like(rows)
         return first + looked_up(table, newer) + zeros
@@ -356,7 +356,7 @@ def test_released_memory_is_restored(kit: Kit, policy: str, step: Callable[..., 
 
 @declares("releasable_memory")
 def test_contents_of_released_memory_are_kept(kit: Kit) -> None:
-    """FAULTS 10. Every launch increments a workspace that a capture allocated."""
+    """FAULTS 10. Every launch increments a workspace that was allocated by a capture."""
     pool, x = kit.backend.make_pool(releasable=True), kit.tensor(8, WIDTH)
     first, workspace = kit.record(lambda: x * 0, pool=pool)
     second, out = kit.record(lambda: workspace.add_(1) + x, pool=pool)

@@ -51,7 +51,7 @@ def test_decode_equals_eager_for_every_size_in_any_order(kit: Kit, policy: str) 
 
 @dg.region(host_args=("length",), mutates=("cache", "out"))
 def attended(cache: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
-    """Write ``x`` into the cache, and the sum of the cache so far into ``out``."""
+    """Write ``x`` into the cache, and write the sum of the cache so far into ``out``."""
     cache[length - 1].copy_(x[0])
     out.copy_(cache[:length].sum(0, keepdim=True) + x)
 
@@ -85,7 +85,7 @@ def test_host_argument_beyond_every_budget_equals_eager(kit: Kit, policy: str) -
 
 
 def accumulated(batch: Any) -> torch.Tensor:
-    """Add each token to the state of its request, and return the state after it."""
+    """Add each token to the state of its request, and return the state after each token."""
     slots, width = batch.state_slots, batch.width
     state = batch.state.total[slots]
     after: list[torch.Tensor] = []
@@ -125,7 +125,7 @@ def test_request_slot_shows_no_earlier_request(kit: Kit, policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_state_rolls_back_to_the_last_accepted_token(kit: Kit, policy: str) -> None:
     runner = accumulator(kit, policy, variants=[{}, {"width": 3}])
-    # Whole numbers, so that the order of additions does not matter.
+    # Use whole numbers, so that the order of additions does not matter.
     x, y = ((kit.tensor(n, WIDTH, seed=n) * 8).round() for n in (6, 2))
     sums = torch.cat([part.cumsum(0) for part in x.split(3)])
     runner.assign(3)
@@ -194,7 +194,7 @@ ROWS_OF_CACHE = dg.InputSlot("rows", ("tokens",), torch.int64, pad=dg.Pad.fill(L
 
 
 class Planned:
-    """A step that gathers rows by a plan, which ``prepare`` writes for the whole bucket."""
+    """A step that gathers rows by a plan. ``prepare`` writes the plan for the whole bucket."""
 
     def __init__(self, kit: Kit) -> None:
         self.table: torch.Tensor = kit.tensor(VOCAB, WIDTH)
@@ -203,7 +203,7 @@ class Planned:
 
     def prepare(self, batch: Any) -> None:
         self.planned.append((batch.tokens, batch.real.tokens))
-        rows = [3 * one % VOCAB for one in batch.ids.tolist()]  # Planners run on the host.
+        rows = [3 * one % VOCAB for one in batch.ids.tolist()]  # planned on the host
         self.plan[: batch.tokens].copy_(torch.tensor(rows))
 
     def forward(self, batch: Any) -> torch.Tensor:
@@ -268,7 +268,7 @@ def test_emulated_graphs_equal_graphs(kit: Kit, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_runners_that_share_buffers_equal_separate_runners(kit: Kit, policy: str) -> None:
-    """Poison replaces the data of the other runner, because a run must not read it."""
+    """The data of the other runner is poisoned, because a run must not read that data."""
     y = dg.InputSlot("y", ("tokens",), torch.float32, pad=dg.Pad.zero())
     target = runner_of(
         kit, lambda batch: batch.x * 2 + batch.y[:, None], [X, y], config=policy, max_requests=8
@@ -296,7 +296,7 @@ def test_runners_that_share_buffers_equal_separate_runners(kit: Kit, policy: str
 
 
 class Generating:
-    """Steps that update a cache, choose the next token, and end at a certain token or row."""
+    """A step that updates a cache and chooses the next token, until a certain token or row."""
 
     def __init__(self, kit: Kit, width: int = 1) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -323,7 +323,7 @@ class Generating:
     def one_by_one(
         self, inputs: dict[str, torch.Tensor], steps: int
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """Return results of single steps for each request, with zeros after its last step."""
+        """Return the results of single steps, with zeros after the last step of each request."""
         ids, rows = (inputs[name].view(-1, self.width) for name in ("ids", "rows"))
         tokens = ids.new_zeros(steps, *ids.shape)
         sums, taken = self.cache.new_zeros(steps, len(ids)), [0] * len(ids)
@@ -416,7 +416,7 @@ LEFT = dg.InputSlot("left", ("requests",), torch.int64, pad=dg.Pad.zero())
 
 
 class Counting:
-    """A step that counts its runs, for requests with ``left`` remaining steps."""
+    """A step that counts its own runs, for requests with ``left`` remaining steps."""
 
     def __init__(self, kit: Kit) -> None:
         self.turns = torch.zeros(1, dtype=torch.int64, device=kit.device)
@@ -428,7 +428,7 @@ class Counting:
         return {"grown": grown, "odd": batch.left % 2 == 1}
 
     def runner(self, kit: Kit, **options: Any) -> Any:
-        """Return a runner whose loops have five steps."""
+        """Return a runner whose loops have at most five steps."""
 
         def advance(batch: Any, found: dict[str, torch.Tensor]) -> None:
             batch.x.add_(1)
@@ -439,7 +439,7 @@ class Counting:
         return runner_of(kit, self.forward, [X, LEFT], outputs=outputs, loop=loop, **options)
 
     def check(self, kit: Kit, runner: dg.DecodeRunner, left: list[int], seed: int) -> None:
-        """Fail unless a run takes exactly the remaining steps."""
+        """Fail unless a run executes exactly the remaining steps."""
         x = kit.tensor(len(left), WIDTH, seed=seed).round()
         given = torch.tensor(left, device=kit.device)
         self.turns.zero_()
@@ -563,14 +563,14 @@ def test_replays_are_timed_on_request(kit: Kit) -> None:
 
 
 def encode(batch: Any) -> torch.Tensor:
-    """Sum the rows of each item; with integer values, sums are exact."""
+    """Sum the rows of each item. With integer values, sums are exact."""
     x = torch.where(batch.item_ids[:, None] >= 0, batch.x, 0)
     same_item: torch.Tensor = batch.item_ids[:, None] == batch.item_ids[None]
     return same_item.to(x.dtype) @ x
 
 
 def check_items(kit: Kit, runner: dg.EncoderRunner, lengths: tuple[int, ...]) -> None:
-    """Run items of these lengths and fail unless each output depends only on its item."""
+    """Run items of these lengths, and fail unless each output depends only on its own item."""
     items = [kit.tensor(n, WIDTH, seed=i).round() for i, n in enumerate(lengths)]
     outputs = runner.run([{"x": item} for item in items])
     for item, output in zip(items, outputs, strict=True):

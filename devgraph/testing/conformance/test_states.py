@@ -1,4 +1,4 @@
-"""States of a graph, failed captures, and clean-up at the end of a process."""
+"""States of graphs, failed captures, and cleanup at the end of a process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_destructors_raise_nothing_in_any_order(kit: Kit, policy: str) -> None:
     for order in ("graph first", "pool first", "together"):
         pool = kit.backend.make_pool()
         captured = kit.capture(lambda x: x * 2 + 1, x, policy=policy, pool=pool)
-        keep = captured.replay()  # The replay is in flight when its graph is dropped.
+        keep = captured.replay()  # still in flight when the graph is dropped
         if order == "graph first":
             del captured
             gc.collect()
@@ -134,7 +134,7 @@ decode.capture()
 out = decode.run({"x": torch.ones(1, 8)})
 print("done")
 """
-"""A program that ends with live graphs and replays in flight."""
+"""A program that exits while graphs are alive and replays are in flight."""
 
 
 def test_interpreter_exits_with_graphs_in_flight(kit: Kit, pytestconfig: pytest.Config) -> None:
@@ -186,7 +186,7 @@ def test_graph_that_was_freed_releases_the_tensors_that_it_used(kit: Kit, end: s
 
 @pytest.mark.parametrize("how", ["nothing", "replay", "bound", *UPDATED])
 def test_dropped_graph_is_freed_without_a_collection(kit: Kit, how: str) -> None:
-    """Engines freeze their heap after startup, so cyclic garbage would never be collected."""
+    """Engines freeze their heap after startup, so the garbage collector would never free cycles."""
     x, out = kit.tensor(4), kit.tensor(4)
 
     def make() -> dg.DeviceGraph:
@@ -202,7 +202,7 @@ def test_dropped_graph_is_freed_without_a_collection(kit: Kit, how: str) -> None
             graph.update(n=3)
         return graph
 
-    make()  # The first call may import torch modules, whose exceptions keep frames alive.
+    make()  # The first call may import torch modules, which keep frames alive through exceptions.
     gc.disable()
     try:
         graph = make()
@@ -257,7 +257,7 @@ def test_exception_of_a_body_is_raised(kit: Kit, pool: dg.Pool, kind: type[BaseE
 
 
 def _failing_step(where: str, raised: BaseException) -> Callable[..., Any]:
-    """Return a step of two segments and a break, which raises ``raised`` at ``where``."""
+    """Return a step with two segments and a break that raises ``raised`` at ``where``."""
     warm: list[int] = []
 
     @dg.region()
@@ -372,7 +372,7 @@ HOST_READS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("policy", ["full", "breakable"])
 @pytest.mark.parametrize("read", ["item", "nonzero", "raise"])
 def test_error_of_a_capture_keeps_no_frame_of_its_step(kit: Kit, policy: str, read: str) -> None:
-    """Autograd nodes in a kept frame would run later backward passes on the capture's stream."""
+    """Autograd nodes in a frame would run later backward passes on the capture's stream."""
 
     class Local:
         pass

@@ -1,4 +1,4 @@
-"""Region update: new host values in a captured graph."""
+"""Region updates: new host values in a captured graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 16
 
 @dg.region(host_args=("n",))
 def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Sum ``n`` columns; ``n`` changes arguments of kernels, but not the kernels."""
+    """Sum ``n`` columns. ``n`` changes kernel arguments, but not the kernels."""
     return x[:, :n].sum(1, keepdim=True) * 2
 
 
@@ -106,7 +106,7 @@ def test_unchanged_key_runs_no_host_code(kit: Kit) -> None:
 
 
 def test_reset_forgets_recordings(kit: Kit, pool: dg.Pool) -> None:
-    """Recordings of the first capture must not be used for the second."""
+    """Replays of the second capture must not use recordings of the first capture."""
     x = kit.tensor(4, WIDTH)
     graph, _ = kit.record(lambda: head(x * 2, n=3), pool=pool, host_args={"n": 3})
     graph.update(n=5)
@@ -131,7 +131,7 @@ def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
     def other(x: torch.Tensor, *, n: int) -> torch.Tensor:
         return head(x * 3, n=n) - 1
 
-    for _ in range(3):  # A new graph may have the address or id of a freed one.
+    for _ in range(3):  # A new graph may reuse the address or id of a freed one.
         second = kit.capture(other, x, host_args={"n": 2}, pool=pool)
         for n in (5, 2):
             kit.check(second, other, x, n=n)
@@ -186,7 +186,7 @@ def test_two_graphs_of_a_pool_are_updated_separately(kit: Kit, pool: dg.Pool) ->
 
 
 def test_region_temporaries_do_not_touch_the_memory_of_the_graph(kit: Kit, pool: dg.Pool) -> None:
-    """Memory that is free after the capture is in use during a replay."""
+    """Memory that is free after the capture may be in use during a replay."""
 
     @dg.region(host_args=("n",))
     def scratchy(x: torch.Tensor, *, n: int) -> torch.Tensor:
@@ -222,7 +222,7 @@ def uneven(x: torch.Tensor, *, n: int) -> torch.Tensor:
 
 
 def uneven_behind_head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Call a region that accepts any ``n``, then a region that does not."""
+    """Call a region that accepts any ``n``, then a region that needs other kernels for some."""
     h = x * 2
     return head(h, n=n) * 10 + uneven(h, n=n)
 
@@ -308,7 +308,7 @@ def test_failed_step_raises_the_original_and_the_next_is_right(kit: Kit, step: A
 
 
 def test_threads_that_update_one_capture_get_their_own_results(kit: Kit) -> None:
-    """FAULTS 20. A replay with a value uses that value, even if another thread updates."""
+    """FAULTS 20. A replay uses its own value, even if another thread updates the graph."""
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
     keys = (2, 5, 7, 11)
@@ -328,7 +328,7 @@ def test_threads_that_update_one_capture_get_their_own_results(kit: Kit) -> None
 
 
 def test_thread_that_starts_with_a_known_key_gets_its_results(kit: Kit) -> None:
-    """The replay may build an executable in a thread that has not used the device before."""
+    """The replay may build an executable in a thread that has never used the device."""
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
     captured.replay(n=5)
