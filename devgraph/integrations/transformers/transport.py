@@ -386,7 +386,9 @@ class _Peer:
         """Drop the connections; the next transfer connects under another name."""
         self.generation += 1
         self._name = ""
-        self._groups = {}
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            group.abort()  # Otherwise, NCCL keeps its memory and threads until the process ends.
 
 
 def owner_of(offer_id: str) -> tuple[str, int]:
