@@ -476,10 +476,12 @@ class Gates(Mapping[str, Gate]):
             with self._state:
                 self._issue()
 
-    def _prune(self) -> None:
+    def _prune(self) -> int:
+        """Forget launches that have ended; return the number of the last one."""
         done = self.channel.finished()
-        for number in [n for n, launch in self._launches.items() if n <= done]:
+        for number in [number for number in self._launches if number <= done]:
             del self._launches[number]
+        return done
 
     def _issue(self) -> None:
         """Open places on the device, launch by launch, and start the watch thread if needed."""
@@ -508,12 +510,12 @@ class Gates(Mapping[str, Gate]):
         if epoch is not None:
             whole("epoch", epoch, 1)
         with self._state:
-            self._prune()
+            done = self._prune()
             if epoch is None:
-                epoch = self._oldest_closed(gate)
+                epoch = self._oldest_closed(gate, done)
             number, place = self._at(gate, epoch)
             launch, error = self._launches.get(number), self._errors.get(number)
-            if error or number <= self.channel.finished():
+            if error or number <= done:
                 why = f" ({error})" if error else ""
                 raise GateError(
                     f"gate {gate.name!r} of {self.owner} cannot be opened for replay {epoch}, "
@@ -533,8 +535,8 @@ class Gates(Mapping[str, Gate]):
         channel = self.channel
         source = channel.source(stream)
         with self._state:
-            self._prune()
-            later, epoch = gate.next, self._oldest_closed(gate)
+            done = self._prune()
+            later, epoch = gate.next, self._oldest_closed(gate, done)
             number, place = self._at(gate, epoch)
             launch = self._launches.get(number)
             behind = channel.behind(number, place, source) if launch is not None else None
@@ -550,9 +552,12 @@ class Gates(Mapping[str, Gate]):
         queue()  # outside the lock, because a full stream blocks this call
         return epoch
 
-    def _oldest_closed(self, gate: Gate) -> int:
-        """Return the oldest epoch for which the gate is closed, and advance ``gate.next``."""
-        epoch = max(gate.next, self.channel.finished() * self._turns + 1)
+    def _oldest_closed(self, gate: Gate, done: int) -> int:
+        """Return the oldest epoch for which the gate is closed, and advance ``gate.next``.
+
+        ``done`` is the number of the last launch that has ended.
+        """
+        epoch = max(gate.next, done * self._turns + 1)
         while not self._needs(gate, epoch):
             epoch += 1
         gate.next = epoch + 1

@@ -75,11 +75,12 @@ class FlagGates:
         """Flags of all places, then room for the words on drivers that cannot write host memory."""
         self._words = backend.pin(torch.zeros(2 * CAPACITY + 2, dtype=dtype, device="cpu"))
         backend.namespace.current_stream(backend.device).synchronize()
+        self._host = (self.word * len(self._words)).from_address(self._words.data_ptr())
+        """The words ``[begun, done, *signals, *opened]``, as the host reads them."""
         self._flag = self._flags.data_ptr()
         self._published = self.published(self._words.data_ptr())
         self._begun, self._done = self._published, self._published + self._size
         self._signal = self._done + self._size
-        self._opened = self._signal + self._size * CAPACITY
         self._launched = self._used = 0
         self._spares: list[Any] = []
         """Openers that are not in use."""
@@ -152,12 +153,13 @@ class FlagGates:
         self, launch: int, place: int, source: int
     ) -> tuple[Fence, Callable[[], None]] | None:
         value = launch & self._mask
-        if self._read(self._begun) != value:
+        if self._host[0] != value:
             return None
-        word = self._opened + self._size * place
+        index = 2 + CAPACITY + place
         # Write the flag last, because the launch may then end and free the words.
+        word = self._published + self._size * index
         ops = [Op(WRITE, word, value), Op(WRITE, self._place(place), 1)]
-        fence = _After(lambda: self._read(word) == value, source, next(self._numbers), None)
+        fence = _After(lambda: self._host[index] == value, source, next(self._numbers), None)
         self._note(fence)
         return fence, lambda: self.run(source, ops)
 
@@ -170,11 +172,10 @@ class FlagGates:
         self._dirty = True
 
     def finished(self) -> int:
-        return int(self._launched - ((self._launched - self._read(self._done)) & self._mask))
+        return int(self._launched - ((self._launched - self._host[1]) & self._mask))
 
     def signalled(self, place: int, launch: int) -> bool:
-        begun = self._read(self._begun) == launch & self._mask
-        given = begun and self._read(self._signal + self._size * place) == 1
+        given = self._host[0] == launch & self._mask and self._host[2 + place] == 1
         return given or self.finished() >= launch
 
     def _place(self, place: int) -> int:
@@ -182,10 +183,6 @@ class FlagGates:
             raise CaptureError(f"a step has more than {CAPACITY} gates (names times iterations)")
         self._used = max(self._used, place + 1)
         return self._flag + self._size * place
-
-    def _read(self, address: int) -> int:
-        address += self._words.data_ptr() - self._published
-        return int(self.word.from_address(address).value)
 
     # Streams.
 
