@@ -1,6 +1,6 @@
-"""Device graphs for pipelines of the library diffusers; see docs/graphed.md.
+"""Device graphs for pipelines of diffusers; see docs/graphed.md.
 
-The module does not import diffusers: a pipeline is an object with a denoiser (``transformer`` or
+This module does not import diffusers: a pipeline is any object with a denoiser (``transformer`` or
 ``unet``) and, optionally, a ``vae``.
 """
 
@@ -25,7 +25,7 @@ enable_adapters disable_adapters add_adapter delete_adapters
 
 
 class Accelerated:
-    """The graphed parts of a pipeline; made by ``accelerate``."""
+    """The graphed parts of a pipeline, as returned by ``accelerate``."""
 
     def __init__(self, pipeline: Any, backend: Backend, vae: bool, options: Any) -> None:
         self._pool = backend.make_pool(releasable=backend.capabilities.releasable_memory)
@@ -63,7 +63,7 @@ class Accelerated:
         self._forget_graphs_at_adapter_calls(pipeline)
 
     def _forget_graphs_at_adapter_calls(self, owner: Any) -> None:
-        """Close all graphs after each call of ``owner`` that changes adapters."""
+        """Close all graphs after each call of a method of ``owner`` that changes adapters."""
         for name in _ADAPTER_CALLS:
             method = getattr(owner, name, None)
             if callable(method):
@@ -81,7 +81,7 @@ class Accelerated:
         return call
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Return the counters of each part by its name."""
+        """Return the counters of each part, by the part's name."""
         return {name: step.stats() for name, step in self.steps.items()}
 
     def prove(self, cases: int = 3) -> Report:
@@ -96,7 +96,7 @@ class Accelerated:
         return Report.merged(step.prove(cases) for step in captured)
 
     def invalidate(self) -> None:
-        """Close all graphs. Later calls capture new graphs."""
+        """Close all graphs. Later calls capture again."""
         for step in self.steps.values():
             step.invalidate()
 
@@ -111,7 +111,7 @@ class Accelerated:
             self.invalidate()
 
     def resume(self) -> None:
-        """Map the memory of the graphs again.
+        """Restore the memory of the graphs.
 
         Raises:
             ResourceError: the device has too little memory. The call can be repeated.
@@ -133,8 +133,8 @@ def accelerate(
 ) -> Accelerated:
     """Run the denoiser and the decoder of a diffusers pipeline in graphs.
 
-    Each shape is captured at its second call. Loading, removing, scaling or switching adapters
-    (LoRA) through the pipeline or the denoiser closes the graphs, and later calls capture new ones.
+    Each shape is captured at its second call. If the pipeline or the denoiser loads, removes,
+    scales or switches adapters (LoRA), the graphs are closed, and later calls capture again.
 
     Args:
         pipeline: a pipeline on the device of the backend.

@@ -1,1 +1,1 @@
-"""Shared parts of the engine integrations: graph memory, captured steps, counters."""
+"""Shared parts of the engine integrations: graph memory, captured steps and counters."""

@@ -1,4 +1,4 @@
-"""Replacement of an engine's attributes, its reversal, and the switch that enables it."""
+"""Reversible replacement of an engine's attributes, and the switch that enables it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InstallError(DeviceGraphError):
 
 
 class Changes:
-    """The changed attributes of an engine; ``engine`` has its name and tested versions."""
+    """The changed attributes of an engine; ``engine`` is its name with the tested versions."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
@@ -36,7 +36,7 @@ class Changes:
             if not hasattr(owner, name):
                 raise InstallError(
                     f"{getattr(owner, '__name__', owner)} has no {name}, which devgraph replaces. "
-                    f"Use a version with which devgraph was tested: {self._engine}."
+                    f"Use a tested version: {self._engine}."
                 )
 
     def wrap(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -52,7 +52,7 @@ class Changes:
         before: Callable[..., object] = lambda *_, **__: None,
         after: Callable[..., object] = lambda *_, **__: None,
     ) -> None:
-        """Call ``before`` and ``after`` around a method of ``owner``, with its arguments."""
+        """Call ``before`` and ``after`` around a method of ``owner``, with equal arguments."""
 
         def wrap(method: Any) -> Any:
             @functools.wraps(method)
@@ -67,7 +67,7 @@ class Changes:
         self.wrap(owner, name, wrap)
 
     def change(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of ``owner``, or raise InstallError if there is none."""
+        """Replace an attribute of ``owner``; raise InstallError if it does not exist."""
         self.require(owner, name)
         if name in vars(owner):
             self.on_undo(setattr, owner, name, vars(owner)[name])
@@ -77,7 +77,7 @@ class Changes:
         self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")
 
     def on_undo(self, call: Callable[..., object], *args: Any) -> None:
-        """Register ``call(*args)`` for ``undo``."""
+        """Register ``call(*args)`` as a part of ``undo``."""
         self._undo.callback(call, *args)
 
     def undo(self) -> None:
@@ -96,7 +96,7 @@ class Installed:
         self.changes: Any = None
 
     def repeated(self, **asked: str | None) -> bool:
-        """Return whether devgraph is installed; raise ConfigError for other settings."""
+        """Return whether devgraph is installed; raise ConfigError if it has other settings."""
         for name, value in asked.items() if self.changes is not None else ():
             if value not in (None, self._asked[name]):
                 raise ConfigError(
@@ -109,7 +109,7 @@ class Installed:
     def put(
         self, changes: Changes, make: Callable[[], None], *, strict: bool, **asked: str | None
     ) -> bool:
-        """Change the engine with ``make``; return False if that failed and was undone."""
+        """Change the engine with ``make``; return False if ``make`` failed and was undone."""
         try:
             make()
         except BaseException as error:

@@ -24,10 +24,10 @@ from devgraph.runners.report import Page
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
-"""Maximum age of the file in seconds while graphs replay.
+"""Maximum age in seconds of the file with the counters while graphs replay.
 
-Reading the counters of a few thousand segments occupies the interpreter for about 10 ms, during
-which no step can run.
+Reading the counters of a few thousand segments blocks the interpreter, and therefore all steps, for
+about 10 ms.
 """
 
 _COUNTERS = (
@@ -41,7 +41,7 @@ _COUNTERS = (
 
 
 class EagerReason:
-    """Reason for a call without a graph; a key of ``stats()["modes"][mode]["eager"]``."""
+    """Reasons for calls without a graph: the keys of ``stats()["modes"][mode]["eager"]``."""
 
     NO_CONTEXT = "no_forward_context"
     """The call is outside the engine's step, for example in an encoder."""
@@ -50,19 +50,19 @@ class EagerReason:
     OTHER_MODE = "other_mode"
     """The engine dispatched a mode that another wrapper handles."""
     INPUT_MOVED = "input_moved"
-    """The address of an input has changed since the capture; a replay would read the old one."""
+    """An input has moved since the capture, so a replay would read the old address."""
     TOO_LARGE = "over_largest_size"
     """The batch has more tokens than the largest captured size."""
     NO_MATCH = "no_matching_graph"
-    """No captured size fits the requests and tokens of the batch."""
+    """No captured size fits the numbers of requests and tokens in the batch."""
     VERIFY_FAILED = "verify_failed"
-    """The check at start found that the graph differs from eager."""
+    """The check at start dropped the graph, because its results differ from eager."""
     NOT_CAPTURED = "not_captured_yet"
-    """The engine has not captured yet."""
+    """The engine has not captured its graphs yet."""
 
 
 class ModeCount:
-    """Counters of one mode; plain attributes keep the hot path fast."""
+    """Counters of one mode, as plain attributes to keep the hot path fast."""
 
     __slots__ = ("_graphs", "_lock", "captures", "eager", "replays", "seconds")
 
@@ -75,7 +75,7 @@ class ModeCount:
         self._lock = threading.Lock()
 
     def captured(self, graph: DeviceGraph | Captured, seconds: float) -> None:
-        """Count a capture and keep a weak reference to its graph."""
+        """Count a capture, and keep a weak reference to its graph."""
         self.captures += 1
         self.seconds += seconds
         with self._lock:
@@ -84,8 +84,8 @@ class ModeCount:
     def as_dict(self) -> dict[str, Any]:
         """Return the counters.
 
-        ``graphs``, ``segments``, ``bytes`` and ``updates`` count live graphs only; ``updates`` has
-        the counters of ``Captured.stats``.
+        ``graphs``, ``segments``, ``bytes`` and ``updates`` cover only live graphs. ``updates``
+        contains the counters of ``Captured.stats``.
         """
         with self._lock:
             graphs = list(self._graphs)
@@ -107,7 +107,7 @@ class ModeCount:
 def totals(
     memory: GraphMemory, counts: Mapping[str, ModeCount], checks: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the backend's name, the counters by mode, bytes of graph memory, and ``checks``."""
+    """Return the backend's name, counters by mode, bytes of graph memory, and ``checks``."""
     return {
         **checks,
         "backend": None if memory.backend_in_use is None else memory.backend_in_use.name,
@@ -117,11 +117,11 @@ def totals(
 
 
 class Publisher:
-    """A publisher that logs the counters after captures and can also write them to a file.
+    """A logger of the counters after captures, which can also write them to a file.
 
     The file ``DEVGRAPH_STATS_FILE`` is replaced atomically after captures, at exit, and every few
-    seconds while counters change, so that it survives a killed process. It is Prometheus text if
-    its name ends in ".prom", otherwise JSON. "{pid}" in its name stands for the process ID.
+    seconds while counters change, so that it survives a killed process. Its format is Prometheus
+    text if the name ends in ".prom", otherwise JSON. "{pid}" in the name stands for the process ID.
     """
 
     def __init__(self, engine: str, stats: Callable[[], dict[str, Any]]) -> None:
@@ -133,7 +133,7 @@ class Publisher:
         self._path = Path(name.replace("{pid}", str(os.getpid()))) if name else None
 
     def captured(self) -> None:
-        """Log the counters after captures and write the file."""
+        """Log the counters after captures, and write the file."""
         logger.info("%s", summary(self._engine, self._stats()))
         if self._path is None:
             return
@@ -149,7 +149,7 @@ class Publisher:
             self.write()
 
     def write(self) -> None:
-        """Write the file if a counter changed. If that fails, log one warning."""
+        """Write the file if a counter has changed. On failure, log a warning once."""
         stats = self._stats()
         if self._path is None or stats == self._written:
             return
@@ -171,7 +171,7 @@ def _replace(path: Path, text: str) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as own:
         temporary = Path(own) / path.name
         temporary.write_text(text)
-        temporary.chmod(0o644)  # A collector of metrics may run as another user.
+        temporary.chmod(0o644)  # Metrics collectors may run as another user.
         temporary.replace(path)
 
 

@@ -1,4 +1,4 @@
-"""Memory pools of graphs for the pool handles of an engine."""
+"""Pools of graph memory, by pool handle of the engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class GraphMemory:
-    """A mapping from pool handles of the engine to pools; the backend is created on demand.
+    """A mapping from the engine's pool handles to pools. The backend is created on demand.
 
-    The engine names graph memory by opaque handles and swaps them, for example while it profiles
-    memory. A pool lives as long as a graph or the engine refers to it.
+    The engine identifies graph memory by opaque handles, and switches handles while it profiles
+    memory, for example. A pool lives as long as a graph or the engine refers to it.
     """
 
     def __init__(self, device_type: Callable[[], str], backend: str | None = None) -> None:
@@ -29,10 +29,10 @@ class GraphMemory:
         self.backend_in_use: Backend | None = None
         """The backend, or None before the first capture."""
         self.limits: tuple[float, ...] = ()
-        """Budgets for the executables of a pool. The lowest applies; see ``Pool.limit``."""
+        """Executable budgets of a pool. The lowest budget applies; see ``Pool.limit``."""
         self.releasable = False
-        """Whether new pools are releasable, on backends that support it."""
-        # Keys are (handle, releasable), because only some engines of a process may use sleep mode.
+        """Whether new pools are releasable, on backends that support this."""
+        # Keyed by (handle, releasable), because only some engines of a process may use sleep mode.
         self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
 
     @property
@@ -43,14 +43,14 @@ class GraphMemory:
             if kind and backend.device.type != kind:
                 raise BackendUnavailableError(
                     f"the engine runs on {kind!r} and the backend {backend.name!r} captures on "
-                    f"{backend.device.type!r}. Run 'devgraph doctor' for missing parts, or name "
-                    f"the backend: install(backend=...)."
+                    f"{backend.device.type!r}. Run 'devgraph doctor' to find missing packages, or "
+                    f"name the backend: install(backend=...)."
                 )
             self.backend_in_use = backend
         return self.backend_in_use
 
     def pool(self, handle: Hashable) -> Pool:
-        """Return the pool of ``handle``; create it if it does not exist."""
+        """Return the pool of ``handle``, which is created if it does not exist."""
         key = handle, self.releasable
         pool = self._pools.get(key)
         if pool is None:
@@ -70,9 +70,9 @@ class GraphMemory:
         return pool
 
     def shared(self, handle: Hashable | None) -> tuple[Pool, Hashable]:
-        """Return a pool and its handle, for an engine that uses one handle for all graphs.
+        """Return the pool of all graphs and its handle, for an engine with a single handle.
 
-        Graphs that the engine captures itself then share the pool with graphs captured here.
+        Graphs that the engine captures itself then share this pool.
         """
         pool = self._make_pool() if handle is None else self.pool(handle)
         own: Hashable = getattr(pool, "handle", None) or handle or object()
@@ -86,11 +86,11 @@ class GraphMemory:
 
     @property
     def _alive(self) -> set[Pool]:
-        # Iterate over a copy of the references, because another thread may create a pool.
+        # valuerefs() is a copy, because another thread may create a pool.
         return {pool for ref in self._pools.valuerefs() if (pool := ref()) is not None}
 
     def release(self) -> None:
-        """Release the memory of releasable pools until ``restore``. Idempotent."""
+        """Release the memory of all releasable pools until ``restore``. Idempotent."""
         before = self.bytes
         for pool in self._alive:
             if pool.releasable:
@@ -103,10 +103,10 @@ class GraphMemory:
             pool.restore()
 
     def settle(self) -> None:
-        """Return freed memory to the device, so that the engine measures the memory of graphs.
+        """Return freed memory to the device, so that the engine measures only the memory of graphs.
 
-        Garbage is not collected here: the engine does that once before all captures, and a
-        collection takes longer than a capture.
+        The garbage collector is not called, because a collection takes longer than a capture. The
+        engine collects once, before all captures.
         """
         self.backend.synchronize()
         if torch.accelerator.is_available():

@@ -1,4 +1,4 @@
-"""Captured steps of an engine and their outputs, independent of the engine."""
+"""Captured steps and their outputs, for any engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from devgraph.integrations.engine.ledger import ModeCount
 
 
 class CapturedStep:
-    """A captured step that replaces a graph of the engine."""
+    """A captured step in place of a graph of the engine."""
 
     __slots__ = ("_count", "graph", "inputs", "launch", "output")
 
@@ -45,12 +45,12 @@ class CapturedStep:
     def reset(self) -> None:
         """Free the graph. The output must not be read afterwards."""
         self.output = None
-        self.launch = self.graph.replay  # A closed graph raises StateError.
+        self.launch = self.graph.replay  # raises StateError
         self.graph.close()
 
 
 def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable, list[int]]:
-    """Return the addresses of the tensors in each argument, by position or name."""
+    """Return the addresses of tensors in each argument, by position or name of the argument."""
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     found = {name: [tensor.data_ptr() for tensor in tensors(arg)] for name, arg in named.items()}
     return {name: each for name, each in found.items() if each}
@@ -59,8 +59,8 @@ def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable
 engine_session = functools.partial(session, may_autocast=False)
 """``session`` for engines, which use no autocast.
 
-A compiled function checks whether autocast caches casts. If this setting changed after the warm-up,
-the function would be compiled again in the capture, where the compiler fails.
+Compiled functions check whether autocast caches casts. If this setting changed after the warm-up,
+the compiler would run again in the capture and fail.
 """
 
 
@@ -74,8 +74,8 @@ def recorded(
 ) -> Iterator[DeviceGraph]:
     """Capture the block into one graph, and count the capture.
 
-    A block without device work gives a graph whose replay does nothing. An exception in the block
-    discards the graph.
+    If the block contains no device work, a replay does nothing. If the block raises, the graph is
+    discarded.
     """
     started = time.perf_counter()
     graph = new_graph(backend, pool)
@@ -98,9 +98,9 @@ def capture_under(
     *,
     warmup: int = 0,
 ) -> Captured:
-    """Capture ``body`` under a policy. Later captures may reuse the memory of its result.
+    """Capture ``body`` under a policy. Later captures may reuse the memory of the result.
 
-    ``warmup`` eager runs precede the capture, in addition to the engine's own warm-up runs.
+    ``warmup`` eager runs precede the capture, in addition to warm-up runs by the engine.
     """
     started = time.perf_counter()
 
@@ -115,9 +115,9 @@ def capture_under(
 
 
 def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
-    """Return ``output`` with ``change`` applied to each tensor, and copies of its containers.
+    """Return a copy of ``output`` with ``change`` applied to each tensor.
 
-    Containers are those of ``trees.children_of``, and objects with a dictionary ``tensors``.
+    All containers of ``trees.children_of`` are copied, and objects with a dictionary ``tensors``.
     """
 
     def leaf(node: Any) -> Any:
@@ -155,15 +155,15 @@ def weak(pool: Pool, output: Any) -> Any:
 
 
 class SharedOutputs:
-    """Output buffers that all shapes of a phase share, because they replay one at a time."""
+    """Output buffers shared by all shapes of a phase, whose graphs replay one at a time."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Tensor] = {}
 
     def places(self, output: Any, *, rows: int | None, capacity: int | None) -> list[Tensor]:
-        """Return views of the leading rows of the buffers for outputs like ``output``.
+        """Return views of the leading rows of buffers, one view per tensor of ``output``.
 
-        Buffers have the size of the largest shape so far, so capture the largest shape first.
+        Capture the largest shape first, because its size becomes the size of the buffers.
         """
         found = []
         for index, tensor in enumerate(tensors(output)):
@@ -171,7 +171,7 @@ class SharedOutputs:
                 found.append(torch.empty_like(tensor))
                 continue
             count = len(tensor) if rows is None else rows
-            # Each leaf needs its own buffer, because all leaves are live at the same time.
+            # Each tensor needs its own buffer, because all are alive at the same time.
             key = (index, tensor.shape[1:], tensor.dtype, tensor.device)
             buffer = self._buffers.get(key)
             if buffer is None or len(buffer) < count:
@@ -181,12 +181,12 @@ class SharedOutputs:
         return found
 
     def clear(self) -> None:
-        """Drop the buffers. Existing views keep their memory alive."""
+        """Drop the buffers. Existing views keep the memory alive."""
         self._buffers.clear()
 
 
 def copy_into(places: list[Tensor], output: Any) -> Any:
-    """Copy each tensor of ``output`` to its place; return ``output`` with the places in it."""
+    """Copy the tensors of ``output`` into ``places``; return ``output`` with these places."""
     step = ResultCheck(
         "the step",
         before="at warm-up it returned",
@@ -195,7 +195,7 @@ def copy_into(places: list[Tensor], output: Any) -> Any:
     )
     results = tensors(output)
     step.structure(f"{len(results)} tensors", f"{len(places)} tensors")
-    # A place holds the valid rows only, but ``output`` may have more rows.
+    # ``places`` contain only valid rows, but ``output`` may have more rows.
     valid = [t if t.dim() == 0 else t[: len(p)] for t, p in zip(results, places, strict=True)]
     for tensor, place in zip(valid, places, strict=True):
         step.layout(tensor, place, strides=False)

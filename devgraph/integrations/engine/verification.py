@@ -1,4 +1,4 @@
-"""The check at start: an engine's graphs compared with eager calls in its dummy steps."""
+"""The check at start, which compares an engine's graphs with eager calls in its dummy steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def phases_to_check(config: DeviceGraphConfig | None = None) -> frozenset[str]:
 
 
 class StartCheck:
-    """The check at start of this process. ``failed`` contains the graphs that differ."""
+    """The check at start of this process. ``failed`` maps graphs that differ to the difference."""
 
     def __init__(self, engine: str, memory: GraphMemory, *, strict: bool = False) -> None:
         self.phases: frozenset[str] = frozenset()
@@ -48,18 +48,19 @@ class StartCheck:
         self.running = False
         self.failed: dict[Hashable, str] = {}
         self.counts = {"checks": 0, "failed_checks": 0}
-        """Number of replays that were compared with eager runs, and of graphs that differed."""
+        """Numbers of replays that were compared with eager runs, and of graphs that differed."""
         self._engine = engine
         self._memory = memory
         self._began = 0.0
         self._before = 0
         self._pending: list[tuple[Hashable, Tensor]] | None = None
-        """Differences that ``compare`` will read, as bools on the device, by graph."""
+        """Compared graphs, each with a device bool that ``compare`` will read: whether it
+        differs."""
         self._again: set[Hashable] = set()
-        """Graphs that differed in a batch that runs again."""
+        """Graphs that differed in a batch which runs again."""
 
     def skip(self, reason: str) -> None:
-        """Log that nothing is checked; raise CapabilityError under strict."""
+        """Log that nothing is checked, or raise CapabilityError under strict."""
         text = f"{self._engine}: the check at start is not possible with {reason}"
         if self.strict:
             raise CapabilityError(f"{text}. Unset {VERIFY_VARIABLE} or the key verify.")
@@ -67,9 +68,9 @@ class StartCheck:
 
     @contextlib.contextmanager
     def started(self, buffers: Iterable[Tensor]) -> Iterator[None]:
-        """Run the check in the block, with noise in floating-point ``buffers``.
+        """Run the check in the block, with noise in the floating-point ``buffers``.
 
-        Afterwards the buffers are zero, as engines allocate them, and random states are as before.
+        Afterwards, buffers are zero, as allocated by the engine, and random states are restored.
         """
         self.running, self.failed = True, {}
         self._began, self._before = time.perf_counter(), self.counts["checks"]
@@ -83,7 +84,7 @@ class StartCheck:
             try:
                 yield
             except DeviceLost:
-                keep_forever(after.pop_all())  # Every call on the device would fail.
+                keep_forever(after.pop_all())  # Their destructors would fail.
                 raise
 
     def run(
@@ -95,9 +96,9 @@ class StartCheck:
         *,
         shared: bool = False,
     ) -> Any:
-        """Compare a replay with an eager call on the same ``inputs``; return its output.
+        """Compare a replay with an eager call on the same ``inputs``; return the replay's output.
 
-        ``shared`` outputs are the same tensors in both runs, and are overwritten in between.
+        ``shared`` outputs are the same tensors in both runs. They are overwritten between the runs.
         """
         if self._again and name not in self._again:
             return replay()
@@ -126,7 +127,7 @@ class StartCheck:
                 pairs = [(one, other.clone()) for one, other in pairs]
                 reset()
                 steady = all(map(same_bytes, want, run_eagerly()))
-                # If two eager runs differ, equality within the tolerance is enough.
+                # If two eager runs differ, the replay needs to be equal only within the tolerance.
                 texts = [(compare if steady else compare_near)(*pair) for pair in pairs]
                 once = "differs only in its first replay" if self._again and steady else ""
                 if text := next(filter(None, [*texts, once]), ""):
@@ -136,9 +137,9 @@ class StartCheck:
         return output
 
     def compare(self, batches: Iterable[Callable[[], object]]) -> None:
-        """Run ``batches``, compare their replays with eager calls, and read the device once.
+        """Run ``batches``, compare their replays with eager calls, and read all results at once.
 
-        The batch of a replay that differs runs again, to find out whether two eager runs differ.
+        If a replay differs, its batch runs again, to find out whether two eager runs differ too.
         """
         found = list[tuple[Callable[[], object], Hashable, Tensor]]()
         try:
@@ -162,7 +163,7 @@ class StartCheck:
 
     @contextlib.contextmanager
     def _named(self, name: Hashable) -> Iterator[None]:
-        """Name the graph if the block loses the device."""
+        """Add the name of the graph to the error if the block loses the device."""
         try:
             yield
         except Exception as error:
@@ -170,14 +171,14 @@ class StartCheck:
                 raise_if_lost(self._memory.backend, error)
             except DeviceLost as lost:
                 raise DeviceLost(
-                    f"{self._engine}: the check of graph {name} failed on the device. Probably the "
-                    f"graph reads memory of the batch of its capture, such as the metadata of "
+                    f"{self._engine}: the check of graph {name} failed on the device. The graph "
+                    f"probably reads memory of the captured batch, such as the metadata of "
                     f"attention without a mark. {lost}"
                 ) from error
             raise
 
     def finish(self) -> None:
-        """Log the result; raise CaptureError under strict if a graph differs."""
+        """Log the result; under strict, raise CaptureError if a graph differs."""
         count = len(self.failed)
         self.counts["failed_checks"] += count
         took = time.perf_counter() - self._began

@@ -1,9 +1,9 @@
-"""The graph layer of SGLang 0.5.17 to 0.5.23 on devgraph; see docs/sglang.md.
+"""devgraph as the graph layer of SGLang 0.5.17 to 0.5.23; see docs/sglang.md.
 
 Set ``DEVGRAPH_SGLANG=1`` in the environment of an unmodified ``sglang serve``, or call
 ``install()`` in each process before the engine is created. ``stats()`` returns the counters of a
-process. An out-of-tree platform derives from ``DeviceGraphPlatform``. Importing this package does
-not import SGLang.
+process. An out-of-tree platform subclasses ``DeviceGraphPlatform``. Importing this package does not
+import SGLang.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
 
 
 def stats() -> dict[str, Any]:
-    """Return the counters of the graph layer of this process.
+    """Return the counters of this process's graph layer.
 
     Keys: ``backend``, ``checks`` and ``failed_checks`` of the check at start, ``pool_bytes`` and
-    ``modes``. For "full" and "breakable", ``modes`` has captures, replays, live graphs, segments,
+    ``modes``. ``modes`` maps "full" and "breakable" to captures, replays, live graphs, segments,
     regions, bytes of graphs, capture seconds, and ``eager``: calls without a graph, by reason.
     """
     return shared().stats()

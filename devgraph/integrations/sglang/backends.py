@@ -1,6 +1,6 @@
-"""Graph backends of SGLang on DeviceGraph, and their shared state.
+"""Graph backends for SGLang that capture with devgraph, and their shared state.
 
-The backends subclass SGLang's own backends, because SGLang's runners check the classes.
+The backends subclass SGLang's own backends, because SGLang's runners check for these classes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MODEL = "sglang.srt.model_executor"
 _WARMUPS = 2
 """Number of eager runs before the first capture of a session.
 
-SGLang's own backends run each shape this many times. Here, later shapes run only once, because
-one run selects and loads their kernels.
+SGLang's own backends run every shape this many times. Here, later shapes run only once, because one
+run is enough to select and load their kernels.
 """
 
 
@@ -61,14 +61,14 @@ def shared() -> Shared:
 
 
 class _OnDevgraph:
-    """The common part of all backends: memory, warm-up, and the setup of captures.
+    """The common part of all backends: memory, warm-up runs, and the setup of captures.
 
-    Older versions of SGLang lack some features, which are therefore looked up by name: pre-carving
-    and borrowing of graph memory, steps of the profiler, and row counts of outputs.
+    Some features are looked up by name, because older versions of SGLang lack them: pre-carving and
+    borrowing of graph memory, profiler steps, and row counts of outputs.
     """
 
     _devgraph_mode: str
-    """Key of this backend in ``Shared.counts``."""
+    """The key of this backend in ``Shared.counts``."""
     _graphs: dict[Any, Any]
     _outputs: dict[Any, Any]
     _capture_stream: Any
@@ -79,11 +79,11 @@ class _OnDevgraph:
     _reuse_output_buffer = False
     _devgraph_pool: Pool | None = None
     _warm = False
-    """Whether this session has warmed up a shape."""
+    """Whether a shape was warmed up in this session."""
     _places: Any
-    """Method that returns the buffers for the tensors of a warm-up result, or None."""
+    """A method that returns buffers for the tensors of a warm-up result, or None."""
     _capture: Any
-    """Method that captures a body, and returns the captured step and its output."""
+    """A method that captures a body and returns the captured step and its output."""
 
     def __init__(
         self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False, **options: Any
@@ -98,7 +98,7 @@ class _OnDevgraph:
         self._eager_forms: dict[Any, tuple[Callable[[], Any], Callable[[], object]]] = {}
 
     def _use_releasable_memory(self) -> None:
-        """Use releasable memory if SGLang's memory saver pauses the memory of graphs."""
+        """Use releasable memory if SGLang's memory saver pauses graph memory."""
         asked = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
         if not importlib.import_module("sglang.srt.utils").get_bool_env_var(asked):
             return
@@ -113,9 +113,9 @@ class _OnDevgraph:
 
     @contextlib.contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:
-        """Capture shapes inside the block, in the pool that all backends of SGLang share."""
+        """Set up captures of shapes in the block, in the pool that all backends of SGLang share."""
         self._open_pool()
-        # Capture on SGLang's warm-up stream, because another stream would need a cuBLAS workspace.
+        # Capture on SGLang's warm-up stream: another stream would need its own cuBLAS workspace.
         self._capture_stream, self._warm = stream, False
         with self.replay_session():  # type: ignore[attr-defined]
             yield
@@ -123,8 +123,8 @@ class _OnDevgraph:
         shared().publisher.captured()
 
     def _open_pool(self) -> None:
-        # Make the pool SGLang's own pool. Graphs that SGLang captures itself share the memory, and
-        # SGLang borrows blocks of this pool between replays.
+        # Use SGLang's own pool: graphs that SGLang captures itself share the memory, and SGLang
+        # borrows blocks of this pool between replays.
         pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
         handle = pools.get_global_graph_memory_pool()
         self._devgraph_pool, self._pool = shared().memory.shared(handle)
@@ -145,10 +145,10 @@ class _OnDevgraph:
                 with measured():
                     output = forward()
                 if after is not None:
-                    after()  # Attention restores the state that the warm-up changed.
+                    after()  # Attention restores the state from before the run.
             self._step_profiler()  # The profiler expects this number of runs.
         if not self._warm:
-            # The first shape is the largest. Later shapes need no further memory.
+            # The first shape is the largest, so later shapes need no additional memory.
             shared().memory.settle()
             self._warm = True
         return output
@@ -166,7 +166,7 @@ class _OnDevgraph:
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        """Warm up the step and capture it for replays of ``shape_key``."""
+        """Warm up and capture the step for replays of ``shape_key``."""
         pool = self._devgraph_pool
         if pool is None:
             raise StateError("capture_one was called outside capture_session")
@@ -174,7 +174,7 @@ class _OnDevgraph:
 
         def body() -> Any:
             if self._precarve:
-                self._precarve.mint()  # Reserve the measured memory in one block.
+                self._precarve.mint()  # Reserve the memory in one block.
             output = forward_fn()
             return output if places is None else copy_into(places, output)
 
@@ -188,10 +188,10 @@ class _OnDevgraph:
             self._eager_forms[shape_key] = forward_fn, self._setting_lengths()
 
     def _setting_lengths(self) -> Callable[[], object]:
-        """Return a function that sets the lengths of this shape for attention in full prefill.
+        """Return a function that sets the attention lengths of this shape for full prefill.
 
-        All shapes share the metadata of attention, in which SGLang sets the largest lengths of a
-        shape only at capture. Other lengths would select other kernels.
+        All shapes share the attention metadata. SGLang sets a shape's maximum lengths there only at
+        capture, and other maximum lengths would select other kernels.
         """
         chosen = getattr(self._runner.model_runner, "attn_backend", None)
         metadata = getattr(getattr(chosen, "prefill_backend", chosen), "forward_metadata", None)
@@ -200,7 +200,7 @@ class _OnDevgraph:
         return functools.partial(values.update, lengths)
 
     def cleanup(self) -> None:
-        """Free all graphs. The backend can capture again afterwards."""
+        """Free all graphs. Afterwards, the backend can capture again."""
         for graph in self._graphs.values():
             graph.reset()
         for kept in (self._graphs, self._capture_inputs, self._shared_outputs, self._eager_forms):
@@ -215,13 +215,13 @@ def full_backend() -> Any:
     engine: Any = importlib.import_module(f"{MODEL}.runner_backend.full_cuda_graph_backend")
 
     class DeviceGraphBackend(_OnDevgraph, engine.FullCudaGraphBackend):  # type: ignore[misc]
-        """SGLang's full backend with the graphs of devgraph."""
+        """SGLang's full backend with graphs of devgraph."""
 
         _devgraph_mode = "full"
 
         def __new__(cls, cuda_graph_runner: Any = None, **options: Any) -> Any:
             model_runner = getattr(cuda_graph_runner, "model_runner", None)
-            # SGLang expects a shared output buffer for prefill only.
+            # SGLang requests a shared output buffer only for prefill.
             if options.pop("reuse_output_buffer", False) and is_torch_native(model_runner):
                 return updated_backend()(cuda_graph_runner, **options)
             return super().__new__(cls)
@@ -243,13 +243,13 @@ def full_backend() -> Any:
 
 @functools.cache
 def breakable_backend() -> Any:
-    """Return the backend class that breaks graphs at the marks in SGLang's models."""
+    """Return the backend class that breaks steps at the marks in SGLang's models."""
     engine: Any = importlib.import_module(f"{MODEL}.runner_backend.breakable_cuda_graph_backend")
     segment_class, capture_class = segment_classes()
     base: Any = engine.BreakableCudaGraphBackend
 
     class DeviceGraphBreakableBackend(_OnDevgraph, base):  # type: ignore[misc]
-        """SGLang's breakable backend with the graphs of devgraph."""
+        """SGLang's breakable backend with graphs of devgraph."""
 
         _devgraph_mode = "breakable"
 
@@ -303,7 +303,7 @@ def updated_backend() -> Any:
     base: Any = breakable_backend()
 
     class DeviceGraphUpdatedBackend(base):  # type: ignore[misc]
-        """SGLang's breakable backend with attention inside the graph as a region."""
+        """SGLang's breakable backend, but with attention as a region inside the graph."""
 
         _devgraph_mode = "full"
 
@@ -321,7 +321,7 @@ def updated_backend() -> Any:
             forward = layers.forward
 
             def step() -> Any:
-                # When a replay captures again, SGLang has already replaced ``forward``.
+                # If a replay captures again, SGLang has already replaced ``forward``.
                 replaying, layers.forward = layers.forward, forward
                 try:
                     with self._whole.current():
@@ -333,7 +333,7 @@ def updated_backend() -> Any:
             return CapturedStep(captured, self._count), captured.outputs
 
         def replay(self, shape_key: Any, static_forward_batch: Any, **options: Any) -> Any:
-            # SGLang waits in its breaks for layers that are still being loaded. This graph has no
+            # SGLang waits in its breaks for layers whose cache is still loading. This graph has no
             # breaks, so wait before the replay.
             loads = self._runner.model_runner.token_to_kv_pool.layer_transfer_counter
             if loads is not None and loads.consumer_index >= 0:

@@ -1,4 +1,4 @@
-"""Install devgraph in SGLang and remove it; all changes to SGLang are in this file."""
+"""Installation of devgraph in SGLang. All changes to SGLang are in this file."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ _KEYS = {
     "max_bs": "max_bs",
     "max_requests": "full_prefill_max_req",
 }
-"""Keys of a phase that SGLang supports, with SGLang's names."""
+"""SGLang's names for the keys of a phase that it supports."""
 
 _POLICIES = ("full", "breakable", "disabled")
 
 
 @attrs.frozen
 class EngineMode:
-    """A mode configuration as SGLang's options for each phase."""
+    """A mode configuration, translated into SGLang's options for each phase."""
 
     text: str
     phases: dict[str, dict[str, Any]]
     limits: tuple[float, ...] = ()
-    """Executable budgets of the phases. SGLang has no option for them."""
+    """Executable budgets of the phases, for which SGLang has no option."""
     checked: frozenset[str] = frozenset()
     """Phases whose graphs are checked at start."""
 
     def put_into(self, arguments: Any) -> None:
-        """Write the mode into SGLang's ``ServerArgs`` before SGLang resolves them."""
+        """Write the mode into SGLang's ``ServerArgs``, before SGLang resolves them."""
         from sglang.srt.model_executor import cuda_graph_config as engine
 
         given = arguments.cuda_graph_config or {}
@@ -96,7 +96,7 @@ class EngineMode:
 
 
 def _option(arguments: Any, phase: str, key: str) -> Any:
-    """Return the value of SGLang's flag for a key of a phase, or None if it is unset."""
+    """Return the value of SGLang's flag for a key of a phase, or None if the flag is unset."""
     value = getattr(arguments, f"cuda_graph_{key}_{phase}", None)
     off = ("disable_cuda_graph", f"disable_{phase}_cuda_graph")
     if value is None and key == "backend" and any(getattr(arguments, name, 0) for name in off):
@@ -113,7 +113,7 @@ def _resolved(arguments: Any) -> Any:
 
 
 def engine_mode(text: str, backend: str) -> EngineMode:
-    """Translate a mode configuration into SGLang's options. Unset keys keep SGLang's own values."""
+    """Translate a mode configuration into SGLang's options. Unset keys keep SGLang's values."""
     config = DeviceGraphConfig.from_json(text).for_backend(backend)
     phases = {"decode": config.decode, "prefill": config.prefill}
     budgets = (value.executable_budget for value in phases.values())
@@ -146,16 +146,16 @@ _here = Installed("SGLang", SGLANG_VARIABLE)
 
 
 def install(*, mode: str | None = None, strict: bool = True) -> None:
-    """Replace SGLang's full and breakable backends with those of devgraph.
+    """Replace SGLang's full and breakable backends with backends of devgraph.
 
     Call ``install`` in each process before the engine is created, or set DEVGRAPH_SGLANG=1.
-    Idempotent. On devices for which SGLang has special backends, SGLang still uses these backends.
+    Idempotent. On devices with special backends in SGLang, SGLang still uses these backends.
 
     Args:
-        mode: mode configuration as JSON; None means DEVGRAPH_MODE of the environment. Without
-            either, SGLang's own options apply.
-        strict: raise if this SGLang lacks an attribute that devgraph replaces. Otherwise, log a
-            warning and leave SGLang unchanged.
+        mode: mode configuration as JSON; None reads the variable DEVGRAPH_MODE. Without either,
+            SGLang's own options apply.
+        strict: raise an error if this SGLang lacks an attribute that devgraph replaces. Otherwise,
+            log a warning and leave SGLang unchanged.
 
     Raises:
         ConfigError: the mode is invalid or unknown to SGLang, or devgraph is already installed with
@@ -179,7 +179,7 @@ def _change(changes: Changes, mode: str | None, strict: bool) -> None:
     changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
     radix = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
     marked = getattr(radix, "_eager_attention", None)
-    if marked is not None:  # SGLang 0.5.17 lacks this method, so its prefill is not updated.
+    if marked is not None:  # SGLang 0.5.17 lacks this method, so prefill is not updated.
         changes.change(radix, "_eager_attention", with_region(marked))
     saver = importlib.import_module(SAVER)
     for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
@@ -201,14 +201,14 @@ def _change(changes: Changes, mode: str | None, strict: bool) -> None:
 
 
 def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> None:
-    """Call ``ours`` after a method of SGLang's memory saver if ``tag`` means graph memory."""
+    """After a method of SGLang's memory saver, call ``ours`` if ``tag`` includes graph memory."""
     if tag == importlib.import_module("sglang.srt.constants").GPU_MEMORY_TYPE_CUDA_GRAPH:
         ours(shared().memory)
 
 
 def _put_mode(changes: Changes, mode: EngineMode) -> None:
     arguments = importlib.import_module("sglang.srt.server_args").ServerArgs
-    # Since 0.5.18, SGLang resolves arguments once, in one process, after their creation.
+    # Since 0.5.18, SGLang resolves the arguments after their creation, once and in one process.
     name = "resolve_once" if hasattr(arguments, "resolve_once") else "__post_init__"
 
     def put(self: Any, *_: Any, **__: Any) -> None:
@@ -220,15 +220,15 @@ def _put_mode(changes: Changes, mode: EngineMode) -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install``; new engines use SGLang's own backends. Idempotent.
+    """Undo ``install``, so that new engines use SGLang's own backends. Idempotent.
 
-    If the engine has released graph memory, the memory is restored first.
+    Graph memory that the engine has released is restored first.
     """
     _here.take_out(shared().memory)
 
 
 def plugin() -> None:
-    """Install devgraph if DEVGRAPH_SGLANG is on; entry point of ``sglang.srt.plugins``.
+    """Install devgraph if DEVGRAPH_SGLANG is on. Entry point for ``sglang.srt.plugins``.
 
     Raises:
         SystemExit: DEVGRAPH_SGLANG or DEVGRAPH_MODE is invalid, or, with ``strict``, installation
@@ -248,17 +248,17 @@ def platform_class() -> Any:
     interface: Any = importlib.import_module("sglang.srt.platforms.interface")
 
     class DeviceGraphPlatform(interface.SRTPlatform):  # type: ignore[misc]
-        """A platform of SGLang that captures and replays with devgraph.
+        """An SGLang platform that captures and replays with devgraph.
 
-        A subclass defines the device, its memory and its attention backend, like any platform of
-        SGLang. The graph runners are SGLang's own and use the devgraph backend of the device.
+        Like any platform of SGLang, a subclass defines the device, its memory and its attention
+        backend. The graph runners are SGLang's own, and use devgraph's backend for the device.
         """
 
         _enum = interface.PlatformEnum.OOT
         capabilities = interface.PlatformCapabilities(graph_capture=True)
 
         def init_backend(self) -> None:
-            """Install devgraph; SGLang calls this in each worker before captures."""
+            """Install devgraph. SGLang calls this method in each worker before captures."""
             install()
 
         def get_graph_runner_cls(self) -> Any:

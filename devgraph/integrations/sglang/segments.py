@@ -1,4 +1,4 @@
-"""SGLang's breakable capture, whose segments are graphs of devgraph."""
+"""SGLang's breakable capture with graphs of devgraph as segments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
 
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
-"""SGLang's module for marks and breakable captures."""
+"""SGLang's module of marks and breakable captures."""
 
 
 def undifferentiated() -> contextlib.AbstractContextManager[Any]:
-    """Dispatch below autograd in the block if gradients are off.
+    """Skip autograd in the dispatch of operations in the block if gradients are off.
 
-    Dispatch through autograd takes a sixth of the time of a small operation. Warm-up runs also
-    dispatch below autograd, because compiled code depends on the dispatch.
+    Dispatch through autograd takes 17% of the time of a small operation. Warm-up runs need this
+    context too, because compiled code depends on the dispatch.
     """
     if torch.is_grad_enabled():
         return contextlib.nullcontext()
@@ -35,10 +35,10 @@ def undifferentiated() -> contextlib.AbstractContextManager[Any]:
 
 
 def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
-    """Return ``body``, or the function that it wraps if that function returned None at capture.
+    """Return ``body``, or the function in ``body`` if that function returned None at capture.
 
-    ``body`` is a break of SGLang. In each replay it would check the type of the result, which takes
-    longer than a graph launch.
+    ``body`` is a break of SGLang that would check the type of the result in each replay. The check
+    takes longer than a graph launch.
     """
     held = inspect.getclosurevars(body).nonlocals
     if held.get("captured_output", body) is not None:
@@ -48,7 +48,7 @@ def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _Break:
-    """An eager body of SGLang, which writes its result to the inputs of later segments."""
+    """An eager body of SGLang that writes its result into the inputs of later segments."""
 
     def __init__(self, body: Callable[[], Any]) -> None:
         self._body = _called_directly(body)
@@ -69,7 +69,7 @@ def segment_classes() -> tuple[Any, Any]:
     engine: Any = importlib.import_module(BREAKS)
 
     class Segments(engine.BreakableCUDAGraph):  # type: ignore[misc]
-        """SGLang's list of segments and eager bodies as a plan of devgraph."""
+        """SGLang's list of segments and eager bodies, as a plan of devgraph."""
 
         def __init__(self, pool: Pool, count: ModeCount) -> None:
             super().__init__(None)
@@ -79,7 +79,7 @@ def segment_classes() -> tuple[Any, Any]:
             self.seconds = 0.0
 
         def _append_segment(self, graph: Any, needs_instantiate: bool) -> None:
-            # SGLang's marks have appended the bodies that run before this segment.
+            # SGLang's marks appended the bodies that run before this segment.
             self.plan.segments += map(_Break, self._break_fns)
             self._break_fns.clear()
             if graph.graph.recorded_nothing:
@@ -110,7 +110,7 @@ def segment_classes() -> tuple[Any, Any]:
             self.plan.segments.clear()
 
     class SegmentCapture(engine.BreakableCUDAGraphCapture):  # type: ignore[misc]
-        """The capture of SGLang's marks; enter it inside ``session``, on the current stream."""
+        """The capture for SGLang's marks. Enter it inside ``session``, on the current stream."""
 
         def __init__(
             self,
@@ -130,7 +130,7 @@ def segment_classes() -> tuple[Any, Any]:
             return super().__exit__(*error)
 
         def run_eagerly(self, body: Callable[[], Any]) -> Any:
-            """Add ``body`` as a break that runs now and in each replay."""
+            """Run ``body`` now, and as a break in each replay."""
             self._end_current_segment()
             output = body()
             self.cuda_graph._break_fns.append(body)
@@ -140,13 +140,13 @@ def segment_classes() -> tuple[Any, Any]:
         def _begin_new_segment(self) -> None:
             graph = new_graph(self._backend, self._session.pool)
             self._session.begin(graph)
-            # SGLang ends a recording with this method.
+            # SGLang calls ``capture_end`` to end a recording.
             end = functools.partial(self._session.end, allow_empty=True)
             self._current_graph = types.SimpleNamespace(graph=graph, capture_end=end)
             self._current_graph_needs_instantiate = False
 
         def _end_current_segment(self) -> None:
-            if self._current_graph is not None:  # None if a body between two segments raised.
+            if self._current_graph is not None:  # None after a failed body
                 super()._end_current_segment()
 
     return Segments, SegmentCapture

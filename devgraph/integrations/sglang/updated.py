@@ -1,7 +1,7 @@
-"""Prefill of SGLang as one updated graph; see docs/sglang.md.
+"""SGLang's prefill as one graph that is updated for each batch; see docs/sglang.md.
 
-Torch-native attention slices its tensors by lengths on the host, so SGLang breaks its graphs at
-attention. Here attention is a region whose key contains the lengths of the batch. All other code
+Torch-native attention slices its tensors by lengths on the host, so SGLang breaks graphs at
+attention. Here, attention is a region whose key contains the lengths of the batch. All other code
 comes from SGLang's breakable prefill.
 """
 
@@ -24,7 +24,7 @@ from devgraph.integrations.sglang.segments import BREAKS
 
 
 def is_torch_native(model_runner: Any) -> bool:
-    """Whether the prefill attention is torch-native, without overridden methods for prefill."""
+    """Whether prefill uses torch-native attention whose prefill methods are not overridden."""
     chosen = getattr(model_runner, "attn_backend", None)
     attention = type(getattr(chosen, "prefill_backend", chosen))
     loaded = sys.modules.get("sglang.srt.layers.attention.torch_native_backend")
@@ -34,7 +34,7 @@ def is_torch_native(model_runner: Any) -> bool:
 
 
 def require_updatable(model_runner: Any) -> None:
-    """Raise CapabilityError with the reason if the attention cannot be updated."""
+    """Raise CapabilityError with the reason if attention cannot be updated."""
     window = getattr(model_runner.attn_backend, "use_sliding_window_kv_pool", False)
     for applies, reason in (
         (several_ranks(), "several ranks would have to capture together while serving"),
@@ -50,7 +50,7 @@ def require_updatable(model_runner: Any) -> None:
 
 
 class _Lengths(tuple[int, ...]):
-    """Host integers that replace a tensor whose elements attention reads."""
+    """Host integers in place of a tensor whose elements attention reads."""
 
     @property
     def shape(self) -> tuple[int]:
@@ -63,12 +63,12 @@ _ON_HOST = {
     "extend_prefix_lens": "extend_prefix_lens_cpu",
     "extend_seq_lens": "extend_seq_lens_cpu",
 }
-"""Attributes that attention indexes by request, and the attributes with their host values."""
+"""Attributes that attention indexes by request, with the attributes of their host values."""
 
 
 @attrs.frozen
 class _Step:
-    """The batch of one prefill, and its host lengths, which form the key."""
+    """The batch of one prefill, and the batch's host lengths, which form the key."""
 
     requests: tuple[_Lengths, ...]
     tokens: int
@@ -76,7 +76,7 @@ class _Step:
 
 
 def _current() -> Any:
-    """Return the context variable with the capture that SGLang's marks use."""
+    """Return the context variable that contains the capture for SGLang's marks."""
     return importlib.import_module(BREAKS)._current_capture_var
 
 
@@ -100,13 +100,13 @@ def _step() -> _Step:
 
 
 class WholeCapture:
-    """A replacement for SGLang's capture while a step is captured as one graph."""
+    """A stand-in for SGLang's capture while a step is captured as one graph."""
 
     step: _Step
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make this object the capture that SGLang's marks use inside the block."""
+        """Make this object the capture for SGLang's marks inside the block."""
         token = _current().set(self)
         try:
             yield
@@ -116,13 +116,13 @@ class WholeCapture:
     def _end_current_segment(self) -> None:
         raise CapabilityError(
             "SGLang runs more than attention between graphs of this model (eager_on_graph). In one "
-            "graph of the whole prefill, each replay would repeat that work with the values of the "
-            "capture. Choose breakable."
+            "graph of the whole prefill, each replay would repeat that work with captured values. "
+            "Choose breakable."
         )
 
 
 def with_region(marked: Any) -> Any:
-    """Return a wrapper of ``_eager_attention`` that calls it as a region in a ``WholeCapture``."""
+    """Wrap ``_eager_attention`` so that it is a region inside a ``WholeCapture``."""
     from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
     from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 

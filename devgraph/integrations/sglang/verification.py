@@ -1,6 +1,6 @@
-"""The check at start in SGLang: graphs and eager runs are compared on batches for the runners.
+"""The check at start in SGLang, which compares graphs with eager runs on batches of its own.
 
-The runners load the batches as they do while serving. The batches use cache slots without owners.
+SGLang's runners load these batches as while serving. The batches use unowned cache slots.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from devgraph.integrations.sglang.segments import undifferentiated
 from devgraph.runners.inputs import Staging
 
 _CONTEXTS = (5, 23)
-"""Context lengths of the requests in the two batches of each shape."""
+"""Context lengths of the requests in the two batches per shape."""
 
 
 class _Replays:
-    """The ``replay`` of a backend in a check at start, and afterwards if the check dropped graphs.
+    """A backend's ``replay`` during the check at start, and after it if the check dropped graphs.
 
-    A dropped graph is replaced by an eager run on the static buffers that the runner has filled.
+    An eager run on the static buffers that the runner has filled replaces each dropped graph.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -65,7 +65,7 @@ class _Replays:
         set_lengths()
         if self._body is None:
             return forward()
-        # During a step, SGLang has replaced the forward method of the layers by the replay.
+        # During a step, SGLang replaces the forward method of the layers with the replay.
         runner, module = self._runner, sys.modules[type(self._runner).__module__]
         positions = runner._get_layer_model_positions(batch)
         kwargs = module._build_layer_model_forward_kwargs(runner.layer_model, batch, None)
@@ -75,12 +75,12 @@ class _Replays:
 
 
 def _first_slot(model_runner: Any) -> int:
-    """Return the first slot of the cache after the page for padding."""
+    """Return the first cache slot after the padding page."""
     return max(getattr(model_runner.token_to_kv_pool, "page_size", 1), 1)
 
 
 def _batch(runner: Any, prefixes: list[int], news: list[int] | None) -> Any:
-    """Return a batch of requests with prefixes: a decode step, or a prefill of ``news`` tokens."""
+    """Return requests with prefixes, for a decode step or a prefill of ``news`` tokens."""
     engine: Any = importlib.import_module(f"{MODEL}.forward_batch_info")
     model = runner.model_runner
     table = model.req_to_token_pool.req_to_token
@@ -106,7 +106,7 @@ def _batch(runner: Any, prefixes: list[int], news: list[int] | None) -> Any:
             of_prefill = torch.tensor([news, prefixes, starts], dtype=torch.int32)
             names = ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc")
             host.update(zip(names, of_prefill, strict=True))
-    # Separate copies and a loop over requests would take more time than the step.
+    # Separate copies and a loop over requests would take longer than the step.
     staging = Staging(shared().memory.backend, table.device)
     transfer = staging.transfer([(tensor.shape, tensor.dtype) for tensor in host.values()])
     sent = dict(zip(host, transfer([*host.values()]), strict=True))
@@ -146,7 +146,7 @@ def _run(runner: Any, prefixes: list[int], news: list[int] | None) -> None:
 
 
 def _prefills(tokens: int, room: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield prefixes and numbers of new tokens: few long requests, and up to ``most`` requests."""
+    """Yield prefixes and new token counts for few long requests, then for up to ``most``."""
     few = -(-tokens // room)
     for context, wanted in zip(_CONTEXTS, (few, min(tokens, most)), strict=True):
         count = max(wanted, few)
@@ -156,7 +156,7 @@ def _prefills(tokens: int, room: int, most: int) -> Iterator[tuple[list[int], li
 
 
 def check_at_start(phase: str, runner: Any, *_: Any, **__: Any) -> None:
-    """Compare the graphs of a runner of ``phase`` with eager runs after their first capture."""
+    """After a runner's first capture for ``phase``, compare its graphs with eager runs."""
     layer, backend, model = shared(), runner.backend, runner.model_runner
     check, decode = layer.check, phase == "decode"
     if type(runner).__name__ != f"{phase.title()}CudaGraphRunner" or phase in layer.checked:
@@ -174,7 +174,7 @@ def check_at_start(phase: str, runner: Any, *_: Any, **__: Any) -> None:
             check.skip(reason)
             return
     room = model.model_config.context_len - 2 * _CONTEXTS[1]
-    # An updated graph needs a topology copy for each number of requests, so use one number.
+    # An updated graph needs a topology copy for each request count, so use only one count.
     most = 1 if hasattr(backend, "_whole") else 4
     sizes = sorted(runner.capture_bs if decode else runner.capture_num_tokens, reverse=True)
     buckets: list[list[tuple[list[int], list[int] | None]]] = [

@@ -1,4 +1,4 @@
-"""The graph layer of vLLM on devgraph; see docs/vllm.md.
+"""devgraph as the graph layer of vLLM; see docs/vllm.md.
 
 Call ``install()`` before the engine is created, or set ``DEVGRAPH_VLLM=1`` in the environment of an
 unmodified ``vllm serve``. ``stats()`` returns the counters. An out-of-tree platform returns
@@ -19,13 +19,13 @@ __all__ = ["DeviceGraphWrapper", "InstallError", "install", "plugin", "stats", "
 
 
 def stats() -> dict[str, Any]:
-    """Return the counters of the graph layer of this process.
+    """Return the counters of this process's graph layer.
 
     Keys: ``installed`` (replaced attributes of vLLM), ``backend``, ``checks`` and ``failed_checks``
-    of the check at start, ``pool_bytes`` and ``modes``. For "piecewise", "full" and "breakable",
-    ``modes`` has captures, replays, live graphs, segments, regions, bytes of graphs, capture
-    seconds, and ``eager``: calls without a graph, by reason. In mode piecewise, each piece of a
-    model counts as one call.
+    of the check at start, ``pool_bytes`` and ``modes``. ``modes`` has entries for "piecewise",
+    "full" and "breakable", each with captures, replays, live graphs, segments, regions, bytes of
+    graphs, capture seconds, and ``eager``: calls without a graph, by reason. In mode piecewise,
+    each piece of a model counts as one call.
     """
     places = [] if here.changes is None else list(here.changes.places)
     layer = current_layer()

@@ -1,8 +1,8 @@
-"""Regions for vLLM's attention: its attention ops, and the functions that it marks as breaks.
+"""Regions for vLLM's attention ops, and for functions that vLLM marks as breaks.
 
-During a capture, a torch function mode replaces each call of an attention op with that of a region,
-and marked functions become regions too. Each replay runs the region, which reads the metadata of
-the current batch from vLLM's forward context. Outside a capture, vLLM calls its ops directly.
+During a capture, a torch function mode turns each call of an attention op into a region, and marked
+functions become regions too. In each replay, the region runs and reads the metadata of the current
+batch from vLLM's forward context. Outside captures, vLLM calls its ops directly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.marks.marks import is_capturing, region
 
 _CACHE_OPS = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
-"""Ops that vLLM excludes from its piecewise graphs, because metadata selects the rows to write."""
+"""Ops outside vLLM's piecewise graphs, because metadata selects the rows that they write."""
 
 
 def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
-    """Return a region for each registered attention op, by the op and by each of its overloads."""
+    """Return a region for each registered attention op, keyed by the op and by each overload."""
     names: Iterable[str] = dict.fromkeys(
         (*compilation_config._attention_ops, *(compilation_config.splitting_ops or ()), *_CACHE_OPS)
     )
@@ -29,7 +29,7 @@ def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
     for name in names:
         space, _, op = name.partition("::")
         packet = getattr(getattr(torch.ops, space), op, None)
-        if packet is None:  # The op's module is not imported, so no layer of this model uses it.
+        if packet is None:  # Its module is not imported, so the model does not use the op.
             continue
         marked = _region_of(packet, name)
         found[packet] = marked
@@ -39,7 +39,7 @@ def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def _marks() -> Any:
-    """Return vLLM's thread-local object, whose ``active`` is the current breakable capture."""
+    """Return vLLM's thread-local object whose ``active`` is the current breakable capture."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 
     return BreakableCUDAGraphCapture._tls
@@ -54,18 +54,18 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
 
 
 def _region(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``body`` as a region that also runs during a capture, when its inputs have no values.
+    """Return ``body`` as a region that also runs during a capture, on unset inputs.
 
-    vLLM's own breaks do the same, because computing the inputs would require running each segment.
+    To set the inputs, each segment would have to run. vLLM's own breaks also run on unset inputs.
     """
     return region(capture_stub=body)(body)
 
 
 class AttentionBreaks(TorchFunctionMode):
-    """A context that turns attention ops and vLLM's marked breaks into regions.
+    """A context manager that turns attention ops and vLLM's marked breaks into regions.
 
-    Inside the context, this object is the thread's breakable capture. Functions marked with
-    ``eager_break_during_capture`` call its methods.
+    In the context, this object is the thread's breakable capture, whose methods are called by
+    functions marked with ``eager_break_during_capture``.
     """
 
     is_devgraph_mode = True
@@ -74,7 +74,7 @@ class AttentionBreaks(TorchFunctionMode):
         super().__init__()
         self._regions = regions
         self.calls = 0
-        """Number of calls that became a region."""
+        """Number of calls that became regions."""
 
     def __enter__(self) -> Any:
         _marks().active = self
@@ -88,11 +88,11 @@ class AttentionBreaks(TorchFunctionMode):
 
     @property
     def _capturing(self) -> bool:
-        """Whether vLLM's marks break; false in warm-up runs and inside regions of listed ops."""
+        """Whether vLLM's marks break the step: not in warm-up runs or inside other regions."""
         return is_capturing()
 
     def add_eager(self, body: Callable[[], Any]) -> Any:
-        """Run ``body`` now, and in each replay between graphs. vLLM's marks call this method."""
+        """Run ``body`` now, and between graphs in each replay. vLLM's marks call this method."""
         self.calls += 1
         return _region(body)()
 
@@ -110,9 +110,9 @@ class AttentionBreaks(TorchFunctionMode):
         return marked(*args, **(kwargs or {}))
 
     def require_calls(self, layers: Iterable[str]) -> None:
-        """Raise CaptureError if a model with attention layers called none of the ops.
+        """Raise CaptureError if the model has attention layers but called none of the ops.
 
-        The graphs of such a model would contain attention without metadata and give wrong results.
+        Graphs of such a model would contain attention without metadata and return wrong results.
         """
         names = list(layers)
         if names and not self.calls:

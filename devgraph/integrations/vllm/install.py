@@ -1,4 +1,4 @@
-"""Install devgraph in vLLM and remove it; all changes to vLLM are in this file."""
+"""Installation of devgraph in vLLM. All changes to vLLM are in this file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from devgraph.integrations.vllm.wrappers import graph_wrapper, step_wrapper
 WRAPPER = "devgraph.integrations.vllm.DeviceGraphWrapper"
 _BREAKABLE_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 MANAGERS = "vllm.v1.worker.gpu.cudagraph_utils"
-"""Module of the V2 runner's managers, which create graphs themselves."""
+"""Module of the V2 runner's managers, which create graphs without a wrapper."""
 MICROBATCHES = "vllm.v1.worker.gpu_ubatch_wrapper"
-"""Module of the V1 runner's micro-batches, whose threads launch on the capture stream."""
+"""Module of the V1 runner's micro-batches, which run in threads on the capture stream."""
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 
@@ -44,14 +44,14 @@ _SEEN = "_devgraph_mode"
 
 @attrs.frozen(kw_only=True)
 class EngineMode:
-    """A mode configuration as vLLM's graph mode."""
+    """A mode configuration, translated into vLLM's graph mode."""
 
     name: str
     """Name of a member of vLLM's ``CUDAGraphMode``."""
     breakable: bool
     """Whether prefill runs in segments around attention, without torch.compile."""
     text: str
-    """The original configuration, for messages."""
+    """The original configuration, for error messages."""
     checked: frozenset[str] = frozenset()
     """Phases whose graphs are checked at start."""
 
@@ -110,7 +110,7 @@ class Installation(Changes):
     """The changes to vLLM, in order."""
 
     mode: EngineMode | None = None
-    """The requested mode; with None, vLLM's own options apply."""
+    """The requested mode, or None if vLLM's own options apply."""
 
     def put(self, layer: Layer, mode: str | None, backend: str | None) -> None:
         """Change vLLM; see ``install`` for ``mode`` and ``backend``."""
@@ -128,7 +128,7 @@ class Installation(Changes):
     def _put_wrappers(self) -> None:
         platform = type(importlib.import_module("vllm.platforms").current_platform)
         self.require(platform, "get_global_graph_pool")
-        # Both runners resolve this name when vLLM compiles pieces for PIECEWISE.
+        # Both runners resolve this name when vLLM compiles the pieces for PIECEWISE.
         self.change(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
         # The V1 runner and micro-batches use this name for FULL.
         for name in (V1_RUNNER, MICROBATCHES):
@@ -154,7 +154,7 @@ class Installation(Changes):
 
     def _put_breaks(self) -> None:
         wrapper = step_wrapper()
-        # Models that are imported later import the wrapper from its original module.
+        # Models that are imported later get the wrapper from its original module.
         for name in ("vllm.compilation.breakable_cudagraph", V1_RUNNER):
             self.change(importlib.import_module(name), "BreakableCUDAGraphWrapper", wrapper)
         managers = importlib.import_module(MANAGERS)
@@ -166,19 +166,19 @@ class Installation(Changes):
             self.change(runner, "ModelCudaGraphManager", breaking)
 
     def _put_sleep(self, memory: GraphMemory) -> None:
-        """Release graph memory when vLLM sleeps at either level; restore it when vLLM wakes up."""
+        """Release graph memory when vLLM sleeps, at either level; restore it when vLLM wakes up."""
         worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
 
         def prepare(self: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
-            # Collectives register the physical memory of an address with other ranks, but sleep
-            # replaces that memory. vLLM's pool for sleeping graphs is not registered.
+            # Collectives register the physical memory behind an address with other ranks, but sleep
+            # replaces that memory. vLLM's own pool for sleep mode is not registered.
             alone = vllm_config.parallel_config.world_size_across_dp == 1
             registers = not (alone or getattr(vllm_config, "use_cumem_cudagraph_pool", False))
             memory.releasable = vllm_config.model_config.enable_sleep_mode and not registers
 
         self.around(worker, "__init__", before=prepare)
         self.around(worker, "sleep", after=lambda *_, **__: memory.release())
-        # Restore for all tags. If memory is short, vLLM stays asleep and can be woken later.
+        # Restore for all tags. If memory is short, vLLM stays asleep and can be woken up later.
         self.around(worker, "wake_up", before=lambda *_, **__: memory.restore())
 
     def _put_mode(self, mode: EngineMode) -> None:
@@ -199,8 +199,8 @@ class Installation(Changes):
         self.around(config.VllmConfig, "__post_init__", before=put_in, after=check)
         self.around(compilation, "resolve_cudagraph_mode_and_sizes", after=check_resolved)
         if "PIECEWISE" in mode.name:
-            # vLLM reads this variable when it creates a configuration. If it is set, PIECEWISE is
-            # allowed without compilation. For some models, vLLM sets the variable itself.
+            # vLLM reads this variable when it creates a configuration. If the variable is set, vLLM
+            # allows PIECEWISE without compilation. For some models, vLLM sets the variable itself.
             before = os.environ.get(_BREAKABLE_VARIABLE)
             if before is not None and (before == "1") is not mode.breakable:
                 raise ConfigError(
@@ -216,7 +216,7 @@ def _set_breakable(value: str | None) -> None:
         os.environ.pop(_BREAKABLE_VARIABLE, None)
     else:
         os.environ[_BREAKABLE_VARIABLE] = value
-    # vLLM may have cached the environment when it created its first engine.
+    # The first engine of the process may have made vLLM cache the environment.
     forget = getattr(importlib.import_module("vllm.envs"), "disable_envs_cache", None)
     if forget is not None:
         forget()
@@ -231,11 +231,11 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
     Idempotent. Nothing runs on the device until vLLM captures.
 
     Args:
-        mode: mode configuration as JSON; None means DEVGRAPH_MODE of the environment. Without
-            either, vLLM's own options apply.
+        mode: mode configuration as JSON; None reads the variable DEVGRAPH_MODE. Without either,
+            vLLM's own options apply.
         backend: name of the backend; None selects the backend of vLLM's platform.
-        strict: raise if this vLLM lacks an attribute that devgraph replaces, and later if a step
-            cannot use its graph. Otherwise, log one warning; vLLM keeps its own layer.
+        strict: raise an error if this vLLM lacks an attribute that devgraph replaces, and later if
+            a step cannot use its graph. Otherwise, log a warning, and vLLM keeps its own layer.
 
     Returns:
         Whether devgraph is the graph layer now.
@@ -254,9 +254,9 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
 
 
 def _platform_backend() -> str | None:
-    """Return the name of the platform's backend without creating it.
+    """Return the name of the platform's backend without creating the backend.
 
-    Creating the backend would initialize the device before vLLM forks its workers.
+    Its creation would initialize the device before vLLM forks its workers.
     """
     from vllm.platforms import current_platform
 
@@ -266,14 +266,14 @@ def _platform_backend() -> str | None:
 def uninstall() -> None:
     """Undo ``install``. Idempotent.
 
-    New engines use vLLM's own layer; existing wrappers remain in use. If the engine sleeps, the
-    memory of graphs is restored first.
+    New engines use vLLM's own layer, but existing wrappers remain in use. If the engine sleeps,
+    graph memory is restored first.
     """
     here.take_out(current_layer().memory)
 
 
 def plugin() -> None:
-    """Install devgraph if DEVGRAPH_VLLM is on; entry point of ``vllm.general_plugins``.
+    """Install devgraph if DEVGRAPH_VLLM is on. Entry point for ``vllm.general_plugins``.
 
     Raises:
         ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE is invalid.

@@ -1,4 +1,4 @@
-"""The graph layer of one process: memory, counters, and the setup of captures."""
+"""The graph layer of a process: memory, counters, and the setup of captures."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from devgraph.integrations.engine.verification import StartCheck
 logger = logging.getLogger(__name__)
 
 _NEVER = 2**31 - 1
-"""The largest threshold of the collector, which is never reached."""
+"""The largest threshold of the garbage collector, which is never reached."""
 
 
 class Round:
     """A round of captures on the V1 or V2 runner, with fewer warm-up runs than in vLLM.
 
     vLLM runs each step once before its capture, but most sizes share the work of a first run:
-    compiled code, loaded modules, workspaces. Therefore a round runs only the first step of each
-    kind. If a capture fails after a step was not run, the round is undone and repeated with a run
-    of every step.
+    compiled code, loaded modules, workspaces. A round therefore warms up only the first step of
+    each kind. If a capture fails although a warm-up run was skipped, the round is undone and
+    repeated with all warm-up runs.
     """
 
     def __init__(self, config: Any) -> None:
         compilation = config.compilation_config
         self._ends = [part.end for part in compilation.get_compile_ranges()]
         self._compiled_alone = frozenset(compilation.compile_sizes or ())
-        # A rank that repeats its round would wait forever for ranks that do not repeat it.
+        # With several ranks, a rank that repeats its round would wait forever for the others.
         self._all = config.parallel_config.world_size_across_dp > 1
         self._seen: set[Hashable] = set()
         self._skipped = False
@@ -50,7 +50,7 @@ class Round:
         self._counter = compilation_counter
 
     def wants_run(self, desc: Any) -> bool:
-        """Return whether the step of ``desc`` needs a warm-up run. Call it once for each step."""
+        """Return whether the step of ``desc`` needs a warm-up run. Call once per step."""
         kind = self._kind(desc)
         wanted = self._all or kind not in self._seen
         self._seen.add(kind)
@@ -61,9 +61,9 @@ class Round:
     def _kind(self, desc: Any) -> Hashable:
         """Return the kind of a step; steps of one kind share compiled code.
 
-        A kind is the descriptor without its size, and the properties of the size that determine the
-        compiled code: whether it is one or divisible by 16, its range, and whether vLLM compiles
-        code for this size only.
+        A kind consists of the descriptor without its size and the properties of the size that
+        determine the compiled code: whether it is one or divisible by 16, its range, and whether
+        vLLM compiles code for this size only.
         """
         sizes = tokens, _ = desc.num_tokens, desc.num_reqs
         shapes = tuple(size is not None and (size == 1, size % 16 == 0) for size in sizes)
@@ -76,10 +76,10 @@ class Round:
         self._undo.callback(undo, *args)
 
     def make(self, capture: Callable[[], Any]) -> Any:
-        """Return ``capture()``, which captures all steps of the round.
+        """Return the result of ``capture()``, which captures all steps of the round.
 
-        If ``capture`` fails, all captures of the round are undone. If some steps were not run
-        before, ``capture`` is called again.
+        If ``capture`` fails, all captures of the round are undone. If warm-up runs were skipped,
+        ``capture`` is then called again.
         """
         with no_full_collections():
             while True:
@@ -106,8 +106,8 @@ def no_full_collections() -> Iterator[None]:
 
     A full collection walks the whole heap (0.4 s in an engine of vLLM) and would happen several
     times in a round of captures. Explicit collections still run, and incremental collectors are not
-    affected. The heap is not frozen, because ``gc.unfreeze`` would also thaw the objects that the
-    program froze.
+    affected. ``gc.freeze`` is not used, because ``gc.unfreeze`` would also unfreeze objects that
+    the program froze.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], _NEVER)
@@ -118,7 +118,7 @@ def no_full_collections() -> Iterator[None]:
 
 
 class _Step:
-    """A step that is captured in pieces, and its open session."""
+    """A step that is captured in pieces, with its open session."""
 
     session: Session | None = None
 
@@ -137,14 +137,14 @@ class _Step:
 
 
 class _ThreadState(threading.local):
-    """The captures of this thread. Engines on other threads capture independently."""
+    """The captures of a thread. Engines on different threads capture independently."""
 
     step: _Step | None = None
     round: Round | None = None
 
 
 class Layer:
-    """The shared state of all graph wrappers of this process."""
+    """The state that all graph wrappers of this process share."""
 
     def __init__(self, *, backend: str | None = None, strict: bool = False) -> None:
         self.strict = strict
@@ -155,11 +155,11 @@ class Layer:
 
     @property
     def round(self) -> Round | None:
-        """The round of captures on this thread."""
+        """The current round of captures on this thread, or None."""
         return self._local.round
 
     def default_handle(self) -> Hashable:
-        """Return the platform's handle of graph memory, or a fixed one if it has none."""
+        """Return the platform's handle of graph memory, or a fixed handle if there is none."""
         from vllm.platforms import current_platform
 
         if getattr(current_platform, "graph_pool_handle", None) is None:
@@ -169,10 +169,10 @@ class Layer:
 
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
-        """Keep one session for all pieces of a step that are captured in the block.
+        """Use one session for all pieces of a step that are captured in the block.
 
-        The session holds the device lock and the capture stream. Opening it for each piece would
-        take longer than a small piece.
+        The session holds the capture lock and the capture stream. A session for each piece would
+        take longer to open than a small piece takes to capture.
         """
         with contextlib.ExitStack() as around:
             self._local.step = _Step(around)
@@ -197,10 +197,10 @@ class Layer:
 
     @contextlib.contextmanager
     def filling_caches(self, replay: Callable[[], object]) -> Iterator[None]:
-        """Capture a step in the block; call ``replay`` if it allocated without a warm-up run.
+        """Capture a step in the block. Then call ``replay`` if the step must fill new caches.
 
-        vLLM caches tensors by size. The first run of a step writes them, and later runs only read
-        them. A capture allocates the tensors without writing them.
+        vLLM caches tensors by size: the first run of a step writes them, and later runs only read
+        them. A capture only allocates the tensors.
         """
         if self.round is None or self.round.runs_step:
             yield
@@ -211,14 +211,14 @@ class Layer:
             replay()
 
     def within(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
-        """Return the session for a piece in ``pool``."""
+        """Return the session in which a piece is captured into ``pool``."""
         step = self._local.step
         if step is None or is_capturing():
             return engine_session(pool)
         return contextlib.nullcontext(step.enter(pool))
 
     def prepare(self, pool: Pool, *, settle: bool) -> Callable[[], None]:
-        """Prepare a capture in the same way as vLLM; return the function that must end it."""
+        """Prepare a capture as vLLM does; return the function to call after the capture."""
         from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
         from vllm.model_executor.offloader.base import get_offloader
 
@@ -226,7 +226,7 @@ class Layer:
             self.memory.settle()
         handle = getattr(pool, "handle", None)
         if handle is not None:
-            # Collectives that need registered memory allocate outside the graph's pool.
+            # Collectives allocate registered memory outside the graph's pool.
             set_graph_pool_id(handle)
         offloader = get_offloader()
         offloader.sync_prev_onload()
@@ -234,7 +234,7 @@ class Layer:
         return join
 
     def leave_step(self) -> None:
-        """Close the session of a step's pieces, for code that opens its own session."""
+        """Close the session of a step's pieces before other code opens its own session."""
         if self._local.step is not None:
             self._local.step.leave()
 
@@ -246,16 +246,16 @@ def _device_type() -> str:
 
 
 _layers: list[Layer | None] = [None]
-"""The layer of the process, created on demand."""
+"""The layer of this process, created on demand."""
 
 
 def current_layer() -> Layer:
-    """Return the layer of this process; create one with default settings if needed."""
+    """Return the layer of this process, which is created with default settings if necessary."""
     layer = _layers[0] = _layers[0] or Layer()
     return layer
 
 
 def reset_layer(layer: Layer | None) -> Layer | None:
-    """Replace the layer of the process and return the old one."""
+    """Replace the layer of this process and return the old layer."""
     before, _layers[0] = _layers[0], layer
     return before

@@ -1,9 +1,9 @@
-"""Graphs of devgraph for code of vLLM that creates graphs itself.
+"""Graphs of devgraph for vLLM code that creates graphs without a wrapper.
 
 The managers of the V2 runner (model, drafts, decoder replay), of encoders and of micro-batch pairs
 create a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``. In their modules,
-devgraph replaces these two names. vLLM still prepares and orders the captures, because that code
-differs between versions.
+devgraph replaces these two names. The code that prepares and orders captures remains vLLM's,
+because it differs between versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNNAMED = ("devgraph", "graphs without a pool")
 
 
 class EngineGraph:
-    """The ``CUDAGraph`` of vLLM's modules; empty until its recording ends."""
+    """The stand-in for ``CUDAGraph`` in vLLM's modules. It is empty until its recording ends."""
 
     __slots__ = ("__weakref__", "step")
 
@@ -36,7 +36,7 @@ class EngineGraph:
 
     def replay(self) -> None:
         if self.step is None:
-            raise StateError("vLLM replays a graph before its capture; capture it first")
+            raise StateError("vLLM replayed a graph before its capture; capture the graph first")
         self.step.replay()
 
 
@@ -64,10 +64,10 @@ def _is_current(stream: Any) -> bool:
 
 @contextlib.contextmanager
 def own_pool(pool: Any, config: Any) -> Iterator[Any]:
-    """Replace vLLM's ``capture_pool``, a separate pool for whole steps.
+    """Stand in for vLLM's ``capture_pool``, which provides a separate pool for whole steps.
 
-    With devgraph, whole steps and pieces share one pool, which sleep mode can release. Collectives
-    that need registered memory allocate in vLLM's pool until a capture of devgraph begins.
+    With devgraph, whole steps and pieces share one pool, which sleep mode can release. Until a
+    capture of devgraph begins, collectives allocate registered memory in vLLM's pool.
     """
     from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 
@@ -77,7 +77,7 @@ def own_pool(pool: Any, config: Any) -> Iterator[Any]:
 
 
 class _Overlay:
-    """A namespace with the names in ``names`` and the other names of ``base``."""
+    """A namespace with the entries of ``names`` and all other attributes of ``base``."""
 
     def __init__(self, base: Any, **names: Any) -> None:
         vars(self).update(names, _base=base)
@@ -87,15 +87,15 @@ class _Overlay:
 
 
 def graph_making_torch(base: Any, *, threads: bool = False) -> Any:
-    """Return a stand-in for torch whose ``cuda.CUDAGraph`` and ``cuda.graph`` are devgraph's."""
+    """Return a stand-in for torch with ``cuda.CUDAGraph`` and ``cuda.graph`` of devgraph."""
     graph = functools.partial(_recording, threads)
     return _Overlay(base, cuda=_Overlay(base.cuda, CUDAGraph=EngineGraph, graph=graph))
 
 
 def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``CudaGraphManager.capture`` of the V2 runner as a round of captures.
+    """Wrap ``CudaGraphManager.capture`` of the V2 runner in a round of captures.
 
-    The round drops the segments of earlier rounds, because they read other buffers.
+    The round drops segments of earlier rounds, because those segments read other buffers.
     """
     from vllm.config import CUDAGraphMode
 
@@ -106,20 +106,20 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         runner = getattr(self, "breakable_cg_runner", None)
         if self._graphs_captured and runner is not None:
             runner.clear_graphs()
-        if not hasattr(self, "graphs"):  # A manager of pieces only, made without __init__.
+        if not hasattr(self, "graphs"):  # It manages only pieces and skipped __init__.
             return capture(self, create_forward_fn, *args, **kwargs)
         before = set(self.graphs)
 
         def drop() -> None:
             for desc in self.graphs.keys() - before:
                 del self.graphs[desc]
-            # Drop vLLM's memory measurements of these captures.
+            # Discard vLLM's memory measurements of these captures.
             (getattr(self, "_capture_mem_samples", None) or []).clear()
 
         def capture_all(made: Round) -> Any:
             def create(desc: Any, *args: Any, **kwargs: Any) -> Any:
                 result = create_forward_fn(desc, *args, **kwargs)
-                # Up to vLLM 0.24, the result includes the attention state.
+                # Up to vLLM 0.24, the result also contains the attention state.
                 forward, *state = result if isinstance(result, tuple) else (result,)
                 if layer.check.phases:
                     vars(self).setdefault(FORWARDS, {})[desc] = forward
@@ -136,14 +136,14 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
             made.on_failure(drop)
             return capture(self, create, *args, **kwargs)
 
-        # vLLM has just collected its whole heap, so no collection is needed.
+        # No collection is needed here, because vLLM has just collected its whole heap.
         return layer.capture_round(self.vllm_config, capture_all)
 
     return capture_sparingly
 
 
 def sparing_round(capture_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_capture_cudagraphs`` of the V1 runner as a round of captures in one mode."""
+    """Wrap ``_capture_cudagraphs`` of the V1 runner in a round of captures in one mode."""
     layer = current_layer()
 
     @functools.wraps(capture_all)
@@ -156,7 +156,7 @@ def sparing_round(capture_all: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sparing_step(capture: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_warmup_and_capture`` of the V1 runner as a step of a round or of profiling."""
+    """Wrap ``_warmup_and_capture`` of the V1 runner as one step of a round or of profiling."""
     layer = current_layer()
 
     @functools.wraps(capture)
@@ -171,7 +171,7 @@ def sparing_step(capture: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def counting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``CudaGraphManager.dispatch`` with counters of steps without a graph, by reason."""
+    """Wrap ``CudaGraphManager.dispatch`` to count steps without a graph, by reason."""
     from vllm.config import CUDAGraphMode
 
     count = current_layer().counts["full"]
@@ -194,9 +194,9 @@ def _why(manager: Any, num_tokens: int) -> str:
 
 
 def breaking_manager(base: Any) -> Any:
-    """Return a subclass of a graph manager without a breakable mode (vLLM 0.22).
+    """Return a subclass of a graph manager that has no breakable mode (vLLM 0.22).
 
-    Under PIECEWISE, the model's forward captures segments around attention.
+    In the subclass, the model's forward captures segments around attention under PIECEWISE.
     """
 
     class Manager(base):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The check at start in vLLM: graphs and eager runs are compared on dummy steps of runner V2."""
+"""The check at start in vLLM, which compares graphs with eager runs in dummy steps of runner V2."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from devgraph.integrations.engine.steps import tensors
 from devgraph.integrations.vllm.layer import current_layer
 
 FORWARDS = "_devgraph_forwards"
-"""Attribute of a manager with the forward functions of its captures."""
+"""Attribute of a manager that contains the forward functions of its captures."""
 _CHECKED = "_devgraph_checked"
-"""Attribute of a runner whose first captures were checked."""
+"""Attribute of a runner that is set after its first captures were checked."""
 _CONTEXTS = (5, 70)
 """Context lengths of the two dummy batches."""
 
 
 def comparing_run(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``CudaGraphManager.run_fullgraph`` with a comparison during a check at start."""
+    """Wrap ``CudaGraphManager.run_fullgraph`` to compare with eager during the check at start."""
     from vllm.config import CUDAGraphMode
 
     check = current_layer().check
@@ -51,9 +51,9 @@ def comparing_run(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_at_start(runner: Any, *_: Any, profile_only: bool = False, **__: Any) -> None:
-    """Compare graphs of the V2 runner's first captures with eager runs; drop differing graphs.
+    """Compare the V2 runner's first graphs with eager runs; drop graphs that differ.
 
-    No request owns pages of the cache yet, so dummy batches use all of them.
+    No request owns cache pages yet, so dummy batches may use all pages.
     """
     check, manager = current_layer().check, runner.cudagraph_manager
     if profile_only or not vars(manager).get(FORWARDS) or hasattr(runner, _CHECKED):
@@ -85,12 +85,12 @@ def check_at_start(runner: Any, *_: Any, profile_only: bool = False, **__: Any) 
 
 
 def _decodes(desc: Any) -> bool:
-    """Whether steps of ``desc`` only decode. Without such steps, graphs serve both phases."""
+    """Whether steps of ``desc`` only decode. If no descriptor does, graphs serve both phases."""
     return desc.uniform_token_count is not None or getattr(desc, "max_query_len", None) is not None
 
 
 def _dummy_step(runner: Any, manager: Any, desc: Any, context: int) -> None:
-    """Run a dummy batch of ``desc``: few long requests for the first context, otherwise many."""
+    """Run a dummy batch of ``desc``: many requests, or few long ones for the first context."""
     tokens, requests = desc.num_tokens, desc.num_reqs
     if requests is None:
         few = -(-tokens // (runner.max_model_len - context))

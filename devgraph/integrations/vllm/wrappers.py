@@ -1,4 +1,4 @@
-"""Replacements for vLLM's graph wrappers, created after the import of vLLM.
+"""Replacements for vLLM's graph wrappers, whose classes are created after the import of vLLM.
 
 The replacements subclass vLLM's wrappers, so that ``isinstance`` checks, sets of instances and
 class-wide clears in vLLM keep working.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class _WrapperBase:
-    """The common base of both wrapper classes, which implements vLLM's protocol.
+    """The common base of both wrapper classes, which implements vLLM's wrapper protocol.
 
     * Without a forward context, or under another runtime mode, a call runs the code without graphs.
     * A call with a new key is captured and returns its output.
@@ -86,8 +86,8 @@ class _WrapperBase:
             if entry.inputs != addresses(args, kwargs):
                 self._count_moved(count, context.batch_descriptor)
                 return self.runnable(*args, **kwargs)
-            # An engine that passes static buffers once always passes them. Like vLLM, check again
-            # only under strict or when debugging.
+            # An engine that passes static buffers once always passes them. Like vLLM, repeat the
+            # check only under strict or when debugging.
             if not (self._layer.strict or self.is_debugging_mode):
                 entry.inputs = None
         self._offloader().sync_prev_onload()
@@ -96,7 +96,7 @@ class _WrapperBase:
         return entry.output
 
     def _compared(self, key: Hashable, entry: CapturedStep, args: Any, kwargs: Any) -> Any:
-        """Replay in a check at start; drop the graph if it differs from eager."""
+        """Replay in a check at start; drop the graph if its results differ from eager."""
 
         def replay() -> Any:
             entry.launch()
@@ -126,26 +126,26 @@ class _WrapperBase:
         if self._layer.round is not None:
             self._layer.round.on_failure(self._drop, key, entry)
         self._counter.num_cudagraph_captured += 1
-        # The live output keeps its memory while the next pieces are captured.
+        # The live output keeps its memory alive while the next pieces are captured.
         return output
 
     def _drop(self, key: Hashable, entry: CapturedStep) -> None:
-        if self.concrete_cudagraph_entries.get(key) is entry:  # vLLM may have cleared the steps.
+        if self.concrete_cudagraph_entries.get(key) is entry:  # vLLM may have cleared them.
             del self.concrete_cudagraph_entries[key]
         entry.reset()
 
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
-        """Return the key of a call; by default, this is its batch descriptor."""
+        """Return the key of a call: by default, the batch descriptor."""
         descriptor: Hashable = context.batch_descriptor
         return descriptor
 
     def _record(self, context: Any, /, *args: Any, **kwargs: Any) -> tuple[CapturedStep, Any]:
-        """Capture a call; return the captured step and its live output."""
+        """Capture a call; return the captured step and the live output."""
         raise NotImplementedError
 
     @property
     def graph_pool(self) -> Hashable:
-        """Handle of the graph memory for the next captures; vLLM changes it."""
+        """The handle of graph memory for the next captures, which vLLM changes."""
         return self._handle
 
     @graph_pool.setter
@@ -154,7 +154,7 @@ class _WrapperBase:
         self._pool: Any = None
 
     def clear_graphs(self) -> None:
-        """Free all graphs of this wrapper; the next step with a graph mode captures again."""
+        """Free all graphs of this wrapper. The next step with a graph mode captures again."""
         entries = list(self.concrete_cudagraph_entries.values())
         self.concrete_cudagraph_entries.clear()
         self._pool = None
@@ -168,7 +168,7 @@ class _WrapperBase:
 
     @property
     def cudagraph_wrapper(self) -> Any:
-        """The wrapper itself; vLLM reads this attribute of a wrapped model."""
+        """The wrapper itself. vLLM reads this attribute of a wrapped model."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -202,11 +202,11 @@ class _WrapperBase:
         return CapturedStep(graph, count, output if release else weak(pool, output)), output
 
     def _count_moved(self, count: ModeCount, descriptor: Any) -> None:
-        """Count a step with a moved input; raise under strict."""
+        """Count a step with a moved input; raise StateError under strict."""
         count.eager[EagerReason.INPUT_MOVED] += 1
         text = (
-            f"an input of the step for {descriptor} is not at the address that it had at capture, "
-            f"where a graph would read it"
+            f"an input of the step for {descriptor} has moved since the capture, but a graph would "
+            f"read the old address"
         )
         if self._layer.strict:
             raise StateError(f"{text}. Keep inputs in static buffers, or unset strict.")
@@ -216,12 +216,12 @@ class _WrapperBase:
 
 @functools.cache
 def graph_wrapper() -> Any:
-    """Return the class for a platform's ``get_static_graph_wrapper_cls``."""
+    """Return the wrapper class for a platform's ``get_static_graph_wrapper_cls``."""
     from vllm.compilation import cuda_graph
     from vllm.config import CUDAGraphMode
 
     class DeviceGraphWrapper(_WrapperBase, cuda_graph.CUDAGraphWrapper):  # type: ignore[misc]
-        """A runnable of vLLM with one graph for each batch descriptor."""
+        """A vLLM runnable with one graph per batch descriptor."""
 
         def __init__(
             self,
@@ -237,7 +237,7 @@ def graph_wrapper() -> Any:
             self.vllm_config = vllm_config
             self.runtime_mode = runtime_mode
             self.cudagraph_options = cudagraph_options or cuda_graph.CUDAGraphOptions()
-            # Only whole steps read the engine's buffers; pieces read results of earlier pieces.
+            # Check only whole steps: they read the engine's buffers, but pieces read results.
             self._prepare(
                 counts=dict.fromkeys((None, runtime_mode), runtime_mode.name.lower()),
                 checked=runtime_mode == CUDAGraphMode.FULL,
@@ -255,7 +255,7 @@ def graph_wrapper() -> Any:
 
 
 class BreakableStep(_WrapperBase):
-    """A model's forward: segments around attention under PIECEWISE, or one graph under FULL.
+    """A model's forward, as segments around attention under PIECEWISE or as one graph under FULL.
 
     Between the segments, attention runs eagerly on the metadata of the current batch.
     """
@@ -279,7 +279,7 @@ class BreakableStep(_WrapperBase):
 
     @property
     def entries(self) -> dict[Hashable, CapturedStep]:
-        """Captured steps by runtime mode, batch descriptor and key; the name is vLLM's."""
+        """Captured steps by runtime mode, batch descriptor and key, under vLLM's name."""
         return self.concrete_cudagraph_entries
 
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
@@ -300,8 +300,8 @@ class BreakableStep(_WrapperBase):
             join()
             return output
 
-        # The first capture needs another run, because the model compiles code for each mode, and a
-        # capture cannot contain a compilation.
+        # The first capture needs another warm-up run, because the model compiles code for each
+        # mode, and a capture cannot contain a compilation.
         warmup = 0 if self.concrete_cudagraph_entries else 1
         backend = self._layer.memory.backend
         captured = capture_under(
@@ -321,7 +321,7 @@ def step_wrapper() -> Any:
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 
     class BreakableStepWrapper(BreakableStep, BreakableCUDAGraphWrapper):  # type: ignore[misc]
-        """A ``BreakableStep`` that vLLM recognizes as one of its wrappers."""
+        """A ``BreakableStep`` that vLLM recognizes as its own wrapper."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             BreakableStep.__init__(self, *args, **kwargs)
