@@ -53,8 +53,8 @@ class Backend(Device):
     def fence(self, stream: Any = None) -> Callable[[], bool]:
         """Return a callable that reports, without blocking, whether the work so far has finished.
 
-        Only work on ``stream`` counts; None is the current stream. The base class has no streams:
-        all work has finished when a call returns.
+        Only work on ``stream`` counts; None means the current stream. The base class has no
+        streams: all work has finished when a call returns.
         """
         return lambda: True
 

@@ -143,7 +143,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         """Register tensors of the caller that graphs use in place, such as a KV cache.
 
         The tensors are kept alive. ``check`` raises if their memory moves, their layout changes, or
-        their container holds another tensor.
+        another tensor replaces them in their container.
 
         Args:
             name: name of the tree in errors.
@@ -201,7 +201,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
 
 class Bound:
-    """A check that tensors, and the attributes and containers that hold them, are unchanged.
+    """A check that tensors, and the attributes and containers that contain them, are unchanged.
 
     ``named`` are the tensors and their names for errors. ``owners`` are trees, modules and
     functions that return trees, by name. ``values`` adds the plain values in the owners to the
@@ -225,7 +225,7 @@ class Bound:
         self._sources = [(n, owners[n], tree, tensors_in(tree)) for n, tree in trees.items()]
         returned = {id(tensor) for *_, tensors in self._sources for tensor in tensors}
         split = [[t for t in self.tensors if (id(t) in returned) is kind] for kind in (False, True)]
-        self._placed = [*split[0], *split[1][:CHECKED]]  # the tensors whose addresses are compared
+        self._placed = [*split[0], *split[1][:CHECKED]]  # tensors whose addresses are compared
         self._places = [*map(torch.Tensor.data_ptr, self._placed)]
         held = {**owners, **trees}
         kept = (torch.Tensor, tuple, *PLAIN) if values else (torch.Tensor, tuple)
@@ -282,7 +282,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Places:
-    """A check that places hold the values of their entries."""
+    """A check that places still have the values of their entries."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries = [*entries]
@@ -321,7 +321,7 @@ def require_same(entries: Iterable[Entry]) -> None:
 
 
 def term_of(entry: Entry) -> Term:
-    """Return a guard term that is true while the place holds its value or an equal plain value.
+    """Return a guard term that is true while the place has its value or an equal plain value.
 
     Without a holder, the term compares the contents of the value.
     """

@@ -214,7 +214,7 @@ class Graphed:
         return getattr(vars(module).get("forward"), "__dict__", None) is vars(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function in a graph if its key has one."""
+        """Call the function, in a graph if there is a graph for the key of the call."""
         if _is_compiling():
             if self._is_method:  # torch.compile does not trace a new bound method
                 kind: Any = type(self._module)
@@ -372,7 +372,7 @@ class Graphed:
         return repeat
 
     def _weights_hold(self) -> bool:
-        """Return whether the weights are those of the captures; if not, drop the graphs."""
+        """Return whether the weights are unchanged since the captures; if not, drop the graphs."""
         try:
             if not self._guard.same():
                 self._guard.settle()
@@ -501,12 +501,12 @@ class Graphed:
             if with_gradients and entry.calls == 1:
                 entry.has_gradients = any(t.requires_grad for t in tensors_of(result))
             return result
-        if (graph := entry.graph) is not None:  # its replays are still being timed
+        if (graph := entry.graph) is not None:  # Its replays are still being timed.
             with graph.lock:
                 self._weights_hold()
         if entry.graph is None:
             lock = self._device().capture_lock
-            if lock.is_recording_here or lock.is_stream_capturing():  # other code captures
+            if lock.is_recording_here or lock.is_stream_capturing():  # Other code is capturing.
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
             try:
                 with self._capturing:
@@ -787,7 +787,7 @@ class _GraphedFunction(Graphed):
         if instance is None:
             return self
         if _is_compiling():
-            return functools.partial(self._given, instance)  # the tracer skips methods
+            return functools.partial(self._given, instance)  # The tracer skips bound methods.
         return self._method_of(instance, owner)
 
     def _method_of(self, instance: Any, owner: Any) -> Any:
@@ -801,7 +801,7 @@ class _GraphedFunction(Graphed):
         method = space.get(name)
         if method is None or method.instance is not instance:  # The instance may be a copy.
             method = _GraphedMethod(self._given.__get__(instance, owner), instance, self._options)
-            if isinstance(instance, type):  # a class method is bound to its class
+            if isinstance(instance, type):  # A class method is bound to its class.
                 setattr(instance, name, method)
             else:
                 space[name] = method
@@ -826,7 +826,7 @@ class _GraphedModule(Graphed):
     """A graphed module, whose calls run its hooks and then ``forward``."""
 
     def __init__(self, forward: Graphed) -> None:
-        self.__dict__ = vars(forward)  # one state for both
+        self.__dict__ = vars(forward)  # Both objects share one state.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
@@ -881,7 +881,7 @@ def _is_transformed() -> bool:
         _dispatch_modes()
         or _transform() is not None
         or forward_ad._current_level >= 0
-        or _saved_tensors_hooks(True) is not None  # set by a checkpoint around the call
+        or _saved_tensors_hooks(True) is not None  # A checkpoint around the call sets them.
     )
 
 
@@ -1006,7 +1006,7 @@ def graphed(
         own = getattr(type(fn_or_module), "forward", None)  # None for a scripted module
         step._is_method = own is not None and getattr(step._given, "__func__", None) is own
         fn_or_module.forward = step
-        step._watch_weights()  # after the assignment of ``forward``
+        step._watch_weights()  # The assignment of ``forward`` changed the watched state.
         return _GraphedModule(step)
     receiver = getattr(fn_or_module, "__self__", None)
     module = receiver if isinstance(receiver, torch.nn.Module) else None

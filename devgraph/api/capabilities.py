@@ -27,7 +27,7 @@ class Capabilities:
     async_update: bool = _optional("DeviceGraph._apply")
     """An update runs during its replay; each region waits for a signal from the update."""
     shared_pool: bool = _optional("Backend.make_pool", "Pool.alias")
-    """Graphs of one pool share memory, so many buckets cost little more than the largest."""
+    """Graphs of one pool share memory, so that many buckets need little more than the largest."""
     rng: bool = _optional("Backend.get_rng_state", "Backend.set_rng_state")
     """Random numbers drawn inside a graph advance with every replay."""
     refuses_host_reads: bool = _optional("DeviceGraph._begin", "Backend.is_host_read")
@@ -64,7 +64,7 @@ class Capabilities:
     On other backends a gate mark causes a break, so policy ``full`` refuses it.
     """
     max_streams: int | None = None
-    """Maximum number of streams that all captured graphs together can hold; None if unlimited."""
+    """Maximum number of streams that all captured graphs can use together; None if unlimited."""
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Capabilities):

@@ -56,9 +56,9 @@ class Captured:
     tensors. ``replay(*inputs, **host_args)``, or a call of the capture, first copies new inputs
     into the bound tensors. ``outputs`` are the same tensors in every replay. The next replay of
     this capture overwrites them; replays of other captures do not. An output that is a view of an
-    argument lies in the bound tensor, so new inputs of every capture that binds this tensor
-    overwrite the output. Only tensors in containers that are registered with torch's pytree are
-    outputs. An object of another class is returned as it was at capture, and replays of other
+    argument shares the memory of the bound tensor. New inputs of every capture that binds this
+    tensor overwrite the output. Only tensors in containers that are registered with torch's pytree
+    are outputs. An object of another class is returned as it was at capture, and replays of other
     captures may overwrite its tensors.
     """
 
@@ -69,7 +69,7 @@ class Captured:
         self.backend = job.backend
         self.pool = job.pool
         self.exact = not compiles(policy) or job.compiler in (None, "eager")
-        """Whether replays run the same kernels as eager, so results are bitwise equal."""
+        """Whether replays run the same kernels as eager runs, so that results are bitwise equal."""
         self.host_spec = job.spec
         self.settings = Settings.current()
         """torch's settings at the capture."""
@@ -121,7 +121,7 @@ class Captured:
 
         Args:
             *inputs: new data to copy into the bound arguments, in their order. Omitted arguments
-                keep their data. Shapes, dtypes and devices must equal the captured ones.
+                keep their data. Shapes, dtypes and devices must be those of the capture.
                 A changed argument without tensors needs a new capture; see ``recaptures`` of
                 ``capture``.
             **named: new data for bound arguments by name, and a value for each declared host

@@ -25,7 +25,7 @@ class CaptureLock:
         self.recording = False
         """Whether a session is open."""
         self.buried: list[object] = []
-        """Objects to free after a capture; freeing one during a capture would abort the process."""
+        """Objects to free after a capture, because freeing them earlier would abort the process."""
         self.is_stream_capturing: Callable[[], bool] = lambda: False
         """Return whether the current stream is being captured, by devgraph or by other code."""
 

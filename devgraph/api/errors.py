@@ -1,4 +1,4 @@
-"""Every error of devgraph, in one tree.
+"""The tree of devgraph's errors.
 
 ::
 
@@ -237,7 +237,7 @@ def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | No
 
 
 def counted(number: float | None, noun: str) -> str:
-    """Return a number with its noun, such as ``"1 graph"``; None is an unknown number."""
+    """Return a number with its noun, such as ``"1 graph"``; None means an unknown number."""
     plural = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
     return f"{'?' if number is None else number} {noun if number == 1 else plural}"
 

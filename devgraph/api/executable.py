@@ -148,7 +148,7 @@ class Recordings:
         self._seconds = 0.0
         self._items: dict[tuple[int, Hashable], _Item] = {}
         self.released = False
-        """Whether the pool's memory is released, so no executable can be made."""
+        """Whether the pool's memory is released, so that no executable can be made."""
 
     def __len__(self) -> int:
         return len(self.kept())
@@ -318,7 +318,7 @@ class Recordings:
     def _remove(self, place: tuple[int, Hashable]) -> None:
         item = self._items.get(place)
         if item is not None:
-            item.recording.shrink()  # before pop(): an interrupt must leave no uncounted memory
+            item.recording.shrink()  # Shrink first: an interrupt must leave no uncounted memory.
             self._items.pop(place, None)
             item.recording.close()
 
@@ -384,7 +384,7 @@ class EvictableExecutable(Recording):
 
     def _make_and_launch(self) -> None:
         graph, recordings = dereference(self._graph), self._recordings
-        recordings.drop_own(graph)  # An interrupted launch may have left one.
+        recordings.drop_own(graph)  # An interrupted launch may have left an executable.
         executable = recordings.make(self._make)
         recordings.put(graph, _OWN, self)
         self._executable = executable

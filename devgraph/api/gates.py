@@ -77,7 +77,7 @@ class GateChannel(Protocol):
         """
 
     def after(self, stream: Any) -> Fence:
-        """Return a fence after the work queued on ``stream``; None is the current stream."""
+        """Return a fence after the work queued on ``stream``; None means the current stream."""
 
     def source(self, stream: Any) -> int:
         """Return the handle of ``stream`` for ``behind``. The call may block."""
@@ -187,7 +187,7 @@ class Gate:
         """Open the gate when the work now queued on ``stream`` has finished; return the epoch.
 
         Args:
-            stream: a stream of the device; None is the current stream.
+            stream: a stream of the device; None means the current stream.
         """
         self._gates.require(self, "wait")
         return self._gates.open_after(self, stream)
@@ -195,8 +195,8 @@ class Gate:
     def wait(self, timeout: float | None = None, *, epoch: int | None = None) -> int:
         """Wait until the step has signalled, and return the epoch.
 
-        Without ``epoch``, each call waits for the replay after that of the previous call, but skips
-        finished replays except the most recent one.
+        Without ``epoch``, each call waits for the next replay. It skips finished replays except the
+        most recent.
 
         Args:
             timeout: maximum seconds to wait; by default ``gate_timeout`` of the capture or runner.

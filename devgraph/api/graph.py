@@ -395,7 +395,7 @@ class DeviceGraph(abc.ABC):
             self.ranges = self.names.begin(self._nodes_so_far)
 
     def end(self, *, allow_empty: bool = False) -> None:
-        """Finish the recording. An empty one raises EmptyCaptureError unless ``allow_empty``."""
+        """Finish the recording; raise EmptyCaptureError if it is empty, unless ``allow_empty``."""
         self._refuse_spoiled()
         names, self.names = self.names, None
         if names is not None:
@@ -521,7 +521,7 @@ class DeviceGraph(abc.ABC):
 
     def _clear(self, state: GraphState, free: Callable[[], None]) -> None:
         """Free the captured work. The caller must hold the pool's lock."""
-        self._leave_for(GraphState.DIRTY)  # after an interrupt, a second call must be possible
+        self._leave_for(GraphState.DIRTY)  # A second call must be possible after an interrupt.
         self.pool.recordings.drop(self)
         self.calls, self.ranges = [], []
         self.arguments, self.reached, self.generators = (), (), ()

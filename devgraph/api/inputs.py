@@ -301,7 +301,7 @@ def write(pairs: Sequence[Pair], outputs: Any, written: Collection[int] = ()) ->
             if memory_of(target) not in near:
                 continue
             if id(target) not in written and _window(target) in windows:
-                continue  # The caller passes a bound tensor, which holds the newest data.
+                continue  # The caller passes a bound tensor, which has the newest data.
             if any(has_place(t) and share_memory(target, t) for t in tensors_in(outputs)):
                 raise InputError(
                     f"the input {brief(sources[near.index(memory_of(target))])} shares memory with "
@@ -368,7 +368,7 @@ def _merged(bound: Any, value: Any) -> Any:
 
 
 def _is_plain(tree: Any) -> bool:
-    """Whether a tree holds only values that a graph can contain, such as numbers and strings."""
+    """Whether a tree contains only values that a graph can contain, such as numbers and strings."""
     return all(
         all(map(_is_plain, leaf))
         if isinstance(leaf, set | frozenset)

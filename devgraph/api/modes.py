@@ -103,7 +103,7 @@ class Stack:
             yield
             return
         below = list(itertools.takewhile(_is_own, before))
-        above = filter(_is_own, before[len(below) :])  # devgraph's modes see operations first
+        above = filter(_is_own, before[len(below) :])  # These modes must see operations first.
         self.rebuild([*below, *modes, *above])
         try:
             yield
@@ -209,7 +209,7 @@ class Settings:
     def named(self) -> dict[str, Any]:
         """Return the settings that user code may change, by the names of their getters."""
         named = {get.__name__: v for (get, _), v in zip(_SWITCHES, self.switches, strict=True)}
-        del named["_get_sdp_priority_order"]  # torch sets the order in its first attention
+        del named["_get_sdp_priority_order"]  # torch's first attention sets the order.
         return named
 
     def are_active(self) -> bool:

@@ -174,9 +174,9 @@ class Owned:
         """Yield the arguments for one run, with copies of the caller's containers.
 
         A run inside a capture must not rebind a tensor, except in eager bodies: it must not
-        replace, add or remove an entry or an attribute that holds a tensor. Runs before the capture
-        may do so, because many steps initialize themselves in their first run. No run may change
-        the containers in arguments.
+        replace, add or remove an entry or an attribute with a tensor. Runs before the capture may
+        do so, because many steps initialize themselves in their first run. No run may change the
+        containers in arguments.
 
         Args:
             strict: whether to refuse rebinding even in runs before the capture. The first run may
@@ -233,7 +233,7 @@ class Owned:
                 self.rewind()
                 self._first = _FirstRun(created, after, self._before)
             changes = [item for item in changes if strict and item.verb != "adds"]
-        elif not captured and not strict:  # this run checks a compiled step
+        elif not captured and not strict:  # This run checks a compiled step.
             changes = [item for item in changes if item.verb != "adds" or _is_written(item.tensors)]
         change = (changes[0].verb, changes[0].path) if changes else None
         for item in copies:
@@ -488,7 +488,7 @@ class _FirstRun:
                 continue
             if id(tensor) in self._before:
                 raise CaptureError(
-                    f"the step exchanges tensors: {name} holds another tensor after each run, as "
+                    f"the step exchanges tensors: {name} is another tensor after each run, as "
                     f"with two alternating buffers, but a replay always uses the captured "
                     f"tensor. Copy the new contents into one buffer with copy_()."
                 )
@@ -605,7 +605,7 @@ class Gradients:
             leaf.grad = None if id(leaf) in self._made else leaf.grad
 
     def check(self) -> None:
-        """Reinstall gradients that were set to None; raise StateError if one was replaced."""
+        """Reinstall gradients that were set to None; raise StateError if a tensor replaced one."""
         for leaf, gradient in self._held:
             if leaf.grad is None:
                 zero_gradient(gradient)

@@ -85,7 +85,7 @@ class Case:
     updated: bool = False
     """Whether host arguments have the values at capture again, after cases with other values."""
     filled: tuple[str, ...] = ()
-    """Slots whose real rows hold pad values, because no legal data is known for this size."""
+    """Slots whose real rows are pad values, because no legal data is known for this size."""
 
     def failure(self, where: str, message: str, kind: str = "graph", **lasting: bool) -> Failure:
         own: dict[str, Any] = {"host_args": self.host_args, "bucket": self.bucket, **lasting}
@@ -193,7 +193,8 @@ class Report:
             notes.append(f"within tolerance, like two eager runs: {', '.join(self.near)}")
         if self.ok:
             how = "bit for bit" if self.exact else "within tolerance"
-            return "; ".join([f"{counted(self.cases, 'case')}: graphs equal eager {how}", *notes])
+            cases = counted(self.cases, "case")
+            return "; ".join([f"{cases}: graphs equal eager runs {how}", *notes])
         failures = counted(len(self.failures), "failure")
         first = "; ".join([f"{failures} in {counted(self.cases, 'case')}", *notes])
         causes = (f"cause: {cause}" for cause in self.causes)
@@ -215,7 +216,7 @@ def _causes(report: Report) -> Iterator[str]:
     if sized := kinds["size"]:
         causes.append(
             f"{_where(sized)} of real rows depends on padding or on the size of the bucket, in "
-            f"{_count(sized)}; graphs equal eager on the padded batch"
+            f"{_count(sized)}; graphs equal eager runs of the padded batch"
         )
     wavering = {failure.where for failure in unstable}
     graphs = [failure for failure in kinds["graph"] if failure.where not in wavering]
@@ -317,7 +318,7 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
         return
     shape, cpu = tensor.shape, torch.device("cpu")
     with torch.inference_mode():
-        if tensor.dtype is torch.float4_e2m1fn_x2:  # without kernels; any bits are legal
+        if tensor.dtype is torch.float4_e2m1fn_x2:  # It has no kernels, and all bits are legal.
             bits = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device=cpu)
             tensor.view(torch.uint8).copy_(bits)
             return
@@ -439,7 +440,7 @@ class State:
     ) -> None:
         """Advance the default random generator, and prepare the first run of a case.
 
-        ``rows`` of large tensors are saved, and the rows ``disturbed`` get other values.
+        ``rows`` of large tensors are saved, and the rows ``disturbed`` are changed.
         """
         self._random = self._next_random
         self.snapshot.settle()
@@ -676,8 +677,7 @@ def host_sets(
 ) -> list[tuple[dict[str, Any], bool, bool]]:
     """Return host arguments, ``Case.changed`` and ``Case.updated`` for each case of a proof.
 
-    The host arguments are those in ``given``, or ``captured`` and those in ``further`` if ``given``
-    is None.
+    The host arguments come from ``given`` or, if it is None, from ``captured`` and ``further``.
     """
     if given is not None and not (
         isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)
@@ -769,7 +769,7 @@ class _Prover:
         self.state = State(job.backend, self._state, owned.roots, limit=limit + given)
 
     def not_varied(self) -> list[str]:
-        """Return the names of bound tensors that hold the same data in all cases."""
+        """Return the names of bound tensors whose data is the same in all cases."""
         rest = [path for path, _ in self._job.owned.in_objects]
         given = {f"argument {path}" for path, _ in self.inputs}
         rest += [name for name in self.state.constant if name not in given]

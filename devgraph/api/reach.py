@@ -86,7 +86,7 @@ class Entry(NamedTuple):
         return id(self.value if self.holder is None else self.holder), self.key
 
     def now(self) -> Any:
-        """Return the value that the place holds now."""
+        """Return the current value of the place."""
         return self.value if self.holder is None else _read(self.holder, self.key)
 
     def noted(self) -> Entry:
@@ -185,7 +185,7 @@ def optimizer_state(roots: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.T
 def walk(
     roots: Iterable[tuple[str, Any]], weights: bool, *, classes: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield ``roots`` and every object below them that can hold others, once each.
+    """Yield ``roots`` and every object below them that can contain other objects, once each.
 
     Without ``classes``, attributes and methods of classes are not searched.
     """
@@ -418,7 +418,7 @@ _STATE_OF = {
     "threading": ("_flag", "_value"),
     "torch.utils.data.dataloader": ("_num_yielded",),
 }
-"""The attributes that hold the state of library objects, by the module of their class."""
+"""The attributes with the state of library objects, by the module of their class."""
 
 _STATEFUL = frozenset({"argparse", "collections", "queue", "types", "weakref", "_weakrefset"})
 """Standard library modules; attributes of objects of their classes are searched."""
@@ -606,7 +606,7 @@ def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
         at, missing = end - 1, 1
         if step.opname != "BINARY_SUBSCR" and step.argrepr != "[]":
             continue
-        while at > 0 and missing > 0:  # find the instruction before the key
+        while at > 0 and missing > 0:  # Find the instruction before the key.
             missing -= dis.stack_effect(steps[at].opcode, steps[at].arg)
             at -= 1
         if steps[end - 1].opname != "LOAD_CONST" or at < end - 2:
@@ -907,7 +907,7 @@ _OF_LIBRARY = (
     *(ChainMap, UserDict, UserList),
     *(weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary),
 )
-"""Containers that hold their entries in attributes."""
+"""Containers that keep their entries in attributes."""
 
 _IMPLICIT = frozenset(
     """__call__ __get__ __getattr__ __getattribute__ __getitem__ __missing__ __iter__ __next__
@@ -957,9 +957,9 @@ class Change(NamedTuple):
     """``replaces``, ``adds`` or ``removes``."""
     path: str
     tensors: list[tuple[str, torch.Tensor]]
-    """The tensors that the place holds now, as pairs with their paths."""
+    """The current tensors of the place, as pairs with their paths."""
     before: list[torch.Tensor]
-    """The tensors that it held before."""
+    """The previous tensors of the place."""
 
 
 def rebinding(verb: str, path: str) -> str:

@@ -260,7 +260,7 @@ def register(name: str, factory: Callable[[], Backend], *, replace: bool = False
         replace: whether to replace a registered backend of that name.
 
     Raises:
-        InputError: the name is empty, reserved, taken, or not that of the backend.
+        InputError: the name is empty, reserved or taken, or differs from the backend's own name.
         InputTypeError: an argument has the wrong type.
     """
     if not isinstance(name, str) or not callable(factory):

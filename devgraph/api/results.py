@@ -73,7 +73,7 @@ class ResultCheck:
             self.refuse(describe(value), describe(target))
 
     def refuse(self, returned: str, expected: str) -> NoReturn:
-        """Raise the error for a result that differs from the earlier one."""
+        """Raise the error for a result that differs from the earlier result."""
         raise self.error(
             f"{self.function} returned {returned}{self.now and ' '}{self.now}; {self.before} "
             f"{expected}. Results are fixed in graphs, so their structure, dtype, layout and plain "

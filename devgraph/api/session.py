@@ -183,7 +183,7 @@ def explained(backend: Device) -> Iterator[None]:
         try:
             raise explanation from without_first_frame(error)
         finally:
-            del explanation  # its traceback holds this frame: a reference cycle
+            del explanation  # breaks a reference cycle: its traceback refers to this frame
 
 
 def supported_error_mode(backend: Device, mode: str) -> str:

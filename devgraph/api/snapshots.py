@@ -82,10 +82,10 @@ class Part(NamedTuple):
 
 
 class Snapshot:
-    """Saved contents of tensors, and states of random generators including the default ones.
+    """Saved contents of tensors, and states of random generators, including the defaults.
 
     ``limit`` is the maximum bytes of all copies; None means ``DEFAULT_LIMIT``. Small tensors are
-    saved first. Above the limit, ``named`` tensors are hashed, and ``optional`` ones are not saved.
+    saved first. Above the limit, ``named`` tensors are hashed and ``optional`` tensors are skipped.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Snapshot:
         """Save ``rows`` of each tensor above the limit, and discard rows saved earlier.
 
         A row number may index the first dimension, the largest dimension, or two adjacent
-        dimensions whose product is at least as large as the largest one (pages of slots). Rows of
+        dimensions whose product is not below the largest dimension (pages of slots). Rows of
         the last two kinds are not saved if they make up more than half of the tensor. Row numbers
         are distinct, and those out of range are ignored.
         """

@@ -231,7 +231,7 @@ class TrainingGraphs:
         """For each differentiable output, the ``id`` of each wanted tensor that it depends on."""
         self._weight_grads: list[tuple[int, torch.Tensor | None]] = []
         self._epoch = 0
-        """Number of forward replays, negated after the backward of the last one."""
+        """Number of forward replays, negated after the backward of the last replay."""
 
     # Capture, in a session.
 
@@ -579,14 +579,14 @@ def make_graphed_callables(
         leaves = [*leaves_of("sample_args", sample)]
         for path, leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
-                raise InputTypeError(f"{path} is {brief(leaf)}; sample_args hold tensors only")
+                raise InputTypeError(f"{path} is {brief(leaf)}; sample_args accepts only tensors")
         target = function
         if isinstance(function, torch.nn.Module):
             target = function.forward
             wrong = [name for name, b in function.named_buffers() if b.requires_grad]
             if wrong:
                 raise InputError(f"buffer {wrong[0]!r} requires gradients; make it a parameter")
-        if pool is None:  # the device of the first tensor decides the backend
+        if pool is None:  # The device of the first tensor determines the backend.
             backend = get_backend("auto")
             if leaves and leaves[0][1].device.type != backend.device.type:
                 backend = get_backend(leaves[0][1].device.type)

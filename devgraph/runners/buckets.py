@@ -22,7 +22,7 @@ from devgraph.runners.slots import Size
 Phase = Literal["decode", "prefill", "encoder"]
 """Kind of runner. Only the first two are phases of the mode configuration."""
 
-# (first, last, step) with an inclusive last; None is unbounded. Serving engines use similar steps:
+# (first, last, step), last inclusive; None means unbounded. Serving engines use similar steps:
 # buckets are dense where padding would be a large share of a step, and sparse where it is small.
 _RANGES: dict[Phase, tuple[tuple[int, int | None, int], ...]] = {
     "decode": ((1, 1, 1), (2, 2, 1), (4, 12, 4), (16, 256, 8), (272, 511, 16), (512, None, 32)),
@@ -155,7 +155,7 @@ class ByTokens:
         return Size(self.requests, bucket)
 
     def size(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:
-        """Return the size of a batch; a number that is None is derived from the other."""
+        """Return the size of a batch; if one number is None, it is derived from the other."""
         if tokens is None:
             raise InputError(f"{self.phase} needs the number of tokens: can_run(requests, tokens)")
         if requests is None:

@@ -102,13 +102,14 @@ class GraphChecks:
                 continue
             dropped.append(graph)
             self._graphs.counters.failed_checks += 1
-            text = "%s: dropped bucket %s, because its graph differs from eager: %s"
+            text = "%s: dropped bucket %s, because its graph differs from eager runs: %s"
             logger.warning(text, self._name, key, graph.detail)
         if dropped and self._step.options.config.strict:
             keys = ", ".join(str(graph.key) for graph in dropped)
             raise CaptureError(
-                f"{self._name}: graphs differ from eager in buckets {keys}: {dropped[0].detail}. "
-                f"Run prove() for all differences, or allow eager steps with strict=False"
+                f"{self._name}: graphs differ from eager runs in buckets {keys}: "
+                f"{dropped[0].detail}. Run prove() for all differences, or allow eager steps with "
+                f"strict=False"
             )
 
 

@@ -65,11 +65,11 @@ class Reason(str, enum.Enum):
     VOTED_EAGER = "voted_eager"
     """Another rank has to run this step eagerly."""
     VERIFY_FAILED = "verify_failed"
-    """A check found that the graph differs from eager; see the key ``verify``."""
+    """A check found that the graph differs from an eager run; see the key ``verify``."""
     INVALIDATED = "invalidated"
     """``invalidate`` was called and the bucket has not been captured since."""
     WEIGHTS_CHANGED = "weights_changed"
-    """The weights epoch differs from that of the capture."""
+    """The weights epoch differs from the epoch at capture."""
     EVICTED = "evicted"
     """The graph was closed in favor of another graph; see ``max_graphs``."""
     SUSPENDED = "suspended"
@@ -120,7 +120,7 @@ class Decision:
 
     @property
     def bucket(self) -> int | None:
-        """Rows of the graph; None if the batch runs eagerly."""
+        """Number of rows of the graph; None if the batch runs eagerly."""
         return self.key.bucket if self.key is not None and self.ok else None
 
 

@@ -21,7 +21,7 @@ class DecodeRunner(Runner):
     """A runner for decode steps: requests of ``width`` tokens each, in a graph for each bucket.
 
     Buckets count requests. In the graph of bucket b, slots have the rows of b requests and
-    b * width tokens; rows after the real ones contain pad values.
+    b * width tokens; rows after the real rows contain pad values.
 
     Args:
         forward: the step, which receives a ``Batch`` and returns tensors. It must not change state

@@ -56,8 +56,8 @@ class EncoderRunner(Runner):
     The items of a pack occupy adjacent rows, and attention must not cross their borders.
     ``batch.item_ids`` (int32) contains the item number of each row, and -1 in padding.
     ``batch.offsets`` (int32) contains the first row of each item and the end of the last item. A
-    graph has ``max_items + 1`` offsets; unused offsets repeat the last one. Items take the place of
-    requests: ``batch.requests`` is the number of items that a pack can hold.
+    graph has ``max_items + 1`` offsets; unused offsets repeat the last used offset. Items take the
+    place of requests: ``batch.requests`` is the maximum number of items in a pack.
 
     ``run`` packs by first fit, longest item first, and chooses the budget with the fewest padded
     rows. It never splits an item. An item above the largest budget runs alone and eagerly. To

@@ -263,7 +263,7 @@ def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[st
 
 
 class Staging:
-    """A block of memory on the host and one on the device, for transfers of host tensors.
+    """A block of memory on the host and a block on the device, for transfers of host tensors.
 
     Transfers may reuse the blocks: the device block is written and read in stream order, and the
     host block is copied into pinned memory before a transfer starts.

@@ -39,7 +39,7 @@ _HELD = InputSlot(
 padded again after each ``advance``, because a proof must not write real state."""
 
 LOOP_SLOTS = (_RUNNING, _HELD)
-"""Input slots that a loop adds to those of the engine."""
+"""Input slots that a loop adds to the engine's slots."""
 
 _MAX_LAYOUTS = 4096
 """Maximum number of cached output layouts. Eager batches may have any variant."""
@@ -70,8 +70,8 @@ class Loop:
 
     Args:
         steps: number of steps, at least 1.
-        advance: ``advance(batch, outputs)`` is called after every step, including the last one,
-            with the outputs of the step. It writes the inputs of the next step into
+        advance: ``advance(batch, outputs)`` is called after every step, including the last, with
+            the outputs of the step. It writes the inputs of the next step into
             ``batch.<slot>``, on the device and for all rows. Rows of finished requests are padded
             again afterwards. Mask other writes (to bound tensors) with ``batch.running``.
         done: ``done(batch, outputs)`` is called after ``advance`` and returns a bool tensor

@@ -78,9 +78,9 @@ class Options:
     host_args: Mapping[str, Any] | None = None
     """Host arguments and their values at capture (or ``HostSlot``s)."""
     facts: EngineFacts | None = None
-    """Facts about the engine; by default those of a plain engine. Compatibility rules replace
-    defaults that do not work with these facts, and refuse explicit choices that do not. A variant
-    of width n counts as n - 1 speculative tokens. The rules do not cover encoders."""
+    """Facts about the engine; by default, a plain engine. Compatibility rules replace defaults that
+    do not work with these facts, and refuse explicit choices that do not. A variant of width n
+    counts as n - 1 speculative tokens. The rules do not cover encoders."""
     backend: Backend
     """A backend or its name, ``"auto"`` by default."""
     pool: Pool | None = None
@@ -99,7 +99,7 @@ class Options:
     """Tensors that graphs use in place (KV caches, weights), by name: trees of tensors, modules,
     and functions that return trees (``lambda: model.cache``). The runner keeps the tensors alive. A
     run raises StateError if a tensor was replaced, has moved or has another layout. Captures and
-    proofs restore tensors within ``snapshot_limit`` and hash larger ones."""
+    proofs restore tensors within ``snapshot_limit`` and hash larger tensors."""
     weights_epoch: Callable[[], Hashable] | None = None
     """Callable whose result changes when weights are replaced. A graph is used only while the
     result equals the result at its capture."""
@@ -107,15 +107,15 @@ class Options:
     """State of fixed size that each request carries from step to step, as ``StateSlot`` objects.
     ``run`` then takes ``state_slots``, and steps read and write ``batch.state``."""
     state_rows: int | None = None
-    """Number of request slots of the state; ``max_requests`` by default. Additional slots hold the
-    state of waiting requests."""
+    """Number of request slots of the state; ``max_requests`` by default. Additional slots are for
+    the state of waiting requests."""
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None = None
     """Callable that plans a step on the host. Before every launch, warm-up run, capture and eager
     step, it receives the padded batch with all slots filled. It may write bound tensors and slots
     in place, and return host arguments, which callers of ``run`` then omit. Returned sequences must
     have the length of the bucket."""
     share: Any = None
-    """Runner whose pool and buffers this runner uses, for example that of the target model for a
+    """Runner whose pool and buffers this runner uses, for example a target model's runner for a
     draft model. Input slots with the same name, dtype and row shape, and outputs with the same
     dtype and row shape, use the same buffers, so a run of either runner overwrites the outputs of
     both. State slots with the same name use the same state."""

@@ -329,9 +329,9 @@ class _CaseRun:
             self._equalize()
             got, alone = compared.result_of(self._replay), compared.result_of(self._unpadded)
             sized = self._sized(alone, got, unused)
+        how = "compared with an eager run of the real batch"
         return failures + [
-            self.case.failure(where, f"compared with eager on the real batch {message}", "size")
-            for where, message in sized
+            self.case.failure(where, f"{how} {message}", "size") for where, message in sized
         ]
 
     def _of_other_requests(self, want: RunResult) -> Iterator[Failure]:
@@ -509,9 +509,9 @@ class _CaseRun:
     def _shared_values(self) -> tuple[list[_Pad], list[_Pad], list[_Pad]]:
         """Return three lists of pad values.
 
-        The first list contains the values that occur in several rows, and the second those of them
-        that no real row uses. The third contains the values that occur in several rows and the
-        values that no real row uses.
+        The first list contains each value that occurs in several rows. The second contains such a
+        value only if no real row uses it. The third contains each value that occurs in several rows
+        or that no real row uses.
         """
         shared, scratch, unused = list[_Pad](), list[_Pad](), list[_Pad]()
         for pad, data in self._pads():

@@ -52,7 +52,7 @@ roll call every ``_LOOK_S``."""
 
 _NEUTRAL = 2**31  # the vote of a rank without a preference
 
-_SPIN_S = 0.002  # seconds of polling without pauses: about one decode step of a small model
+_SPIN_S = 0.002  # polling without pauses, for about one decode step of a small model
 
 
 class PeerFailed(AgreementError):
@@ -68,7 +68,7 @@ class RankGroup:
         rank: this rank, from 0.
         size: number of ranks.
         timeout_s: maximum time that a rank waits for the others in one exchange. It must exceed
-            the slowest capture of a bucket.
+            the time of the slowest capture.
         vote: the engine's own function for votes, called for each step instead of the store. It
             receives a list of ints and returns their element-wise minimum over all ranks.
     """
@@ -117,7 +117,7 @@ class RankGroup:
         group must call this method.
 
         Args:
-            group: the process group; None is the default group.
+            group: the process group; None means the default group.
             timeout_s: maximum time that a rank waits for the others in one exchange.
             shared: whether to vote through shared memory. "auto" votes over the process group if a
                 host has no shared memory or if no host has several ranks. All ranks must pass the
@@ -398,8 +398,8 @@ class RankGroup:
             AgreementError: ranks differ in ``state``, or a rank did not vote.
         """
         code, ballot = zlib.crc32(state.encode()), _NEUTRAL if wanted is None else wanted
-        # The vote is as long as in ``agree``, so that a rank that calls ``agree`` by mistake gets
-        # an error about the tag.
+        # The vote is as long as in ``agree``, so that a rank that calls ``agree`` by mistake
+        # receives an error about the tag.
         able, number, low, high = self.minimum(f"{name}/idle", (int(ready), ballot, code, -code))
         if low != -high:
             raise AgreementError(
@@ -528,7 +528,7 @@ def _host_id() -> str:
 
 
 def store_of(group: ProcessGroup | None) -> Any:
-    """Return the store of a process group; None is the default group."""
+    """Return the store of a process group; None means the default group."""
     process_group = dist.group.WORLD if group is None else group
     assert process_group is not None
     if hasattr(process_group, "get_group_store"):

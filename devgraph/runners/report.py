@@ -221,7 +221,7 @@ class RunnerStats:
             ("real_rows_total", "counter", "Rows of real requests in buckets.", self.real_rows),
             ("padded_rows_total", "counter", "Padded rows in buckets.", self.padded_rows),
             ("captures_total", "counter", "Graphs captured.", self.captures),
-            ("checks_total", "counter", "Cases compared with eager.", self.checks),
+            ("checks_total", "counter", "Cases compared with eager runs.", self.checks),
             ("failed_checks_total", "counter", "Graphs that checks dropped.", self.failed_checks),
             ("capture_seconds_total", "counter", "Time spent capturing.", self.capture_seconds),
             ("graph_bytes", "gauge", "Device memory of the graphs.", self.graph_bytes),

@@ -410,7 +410,7 @@ class Runner:
     def _state_row(
         self, call: str, slot: int, *, used: bool = False
     ) -> Iterator[tuple[StateStore, int]]:
-        """Yield the state and a checked request slot, ordered after the pool's earlier work."""
+        """Yield the state and a checked request slot, between steps and after ``pool.order()``."""
         with self._between_steps(call):
             state = self._require_state(call)
             number = state.check(slot, used=used)
@@ -435,7 +435,7 @@ class Runner:
     # Capture.
 
     def capture(self, *, everything: bool = False, profile: str | None = None) -> None:
-        """Capture the buckets that are not captured yet, largest first, and retry failed ones.
+        """Capture the buckets that are not captured yet, largest first, and retry failed captures.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration, this only runs the step to
         allocate its outputs. Afterwards each call of ``idle`` captures one bucket, and ``run``
@@ -473,7 +473,7 @@ class Runner:
                 self._scheduler.learn_together()
 
     def idle(self, *, ready: bool = True) -> bool:
-        """Capture one bucket. If none is left, repeat one check of the key ``verify``.
+        """Capture one bucket. If all are captured, repeat one check of the key ``verify``.
 
         Call this while the engine is idle. With ``capture="lazy"``, the call captures a bucket only
         if enough batches have needed it. Otherwise it captures the largest remaining bucket.
@@ -713,7 +713,7 @@ class Runner:
         that the step reaches, and random generators. A replay must equal an eager run of the
         padded batch bit for bit, in outputs and state, even with poisoned padding. It must equal
         an eager run of the real batch within a tolerance, because kernels may depend on the number
-        of rows. If a compiler generated kernels of the graph, that tolerance applies to every
+        of rows. If a compiler generated kernels of the graph, this tolerance applies to every
         comparison. Padding must not write rows of state that real rows use. After the proof, the
         state is restored bit for bit. Outputs of earlier runs are overwritten.
 
@@ -724,9 +724,9 @@ class Runner:
         With several ranks, every rank must call this method.
 
         Args:
-            cases: number of batch sizes to try per bucket: the largest, the smallest, and others.
+            cases: number of batch sizes to try per bucket, beginning with the largest and smallest.
             host_args: sets of host arguments to try. The entries of a ``HostSlot`` are repeated
-                or cut to the size of the case. By default, the values at capture, those of the
+                or cut to the size of the case. By default, the values at capture, the values of the
                 last run, and the smallest and largest values that ``sample`` draws.
             sample: callables by name of a slot or host argument, in place of the samples of slots.
                 Each takes a shape and a ``torch.Generator`` and returns legal data on the host.
@@ -774,7 +774,7 @@ def _common_facts(runner: Runner) -> dict[str, Any]:
 
 
 def _buckets_of(options: Options, counting: ByTokens, capacity: int) -> Buckets:
-    """Return the buckets of a runner, and warn about sizes that none of them can hold."""
+    """Return the buckets of a runner, and warn about sizes without a suitable bucket."""
     config = options.config
     maximum = min(config.max_bs or capacity, capacity)
     if config.policy == "disabled":

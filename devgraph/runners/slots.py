@@ -1,7 +1,7 @@
 """Declarations of a runner's data: input slots, host slots, output slots, sizes and pad rules.
 
-Rows without a real request hold pad values: all rows in a capture, the rows after the real ones in
-a run (written by a ``CopyPlan``), and the rows of finished requests in a loop (``pad_rows``).
+Rows without a real request contain pad values: all rows in a capture, the rows after the real rows
+in a run (written by a ``CopyPlan``), and the rows of finished requests in a loop (``pad_rows``).
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class InputSlot:
         ):
             raise ConfigError(
                 f"input slot {self.name!r} marks real rows with {brief(self.real)}; this requires "
-                f"a named dim, Pad.fill(value) or Pad.zero(), and a dtype that can hold the mark"
+                f"a named dim, Pad.fill(value) or Pad.zero(), and a dtype that can represent it"
             )
         if self.low is not None or self.high is not None:
             self._check_range()
@@ -244,7 +244,7 @@ class InputSlot:
             )
         if not _fits(self.pad.value, self.dtype):
             raise ConfigError(
-                f"input slot {self.name!r} is {self.dtype} and cannot hold its pad value "
+                f"input slot {self.name!r} is {self.dtype} and cannot represent its pad value "
                 f"{self.pad.value!r}{_only_zero(self.dtype)}"
             )
 

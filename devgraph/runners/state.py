@@ -43,7 +43,7 @@ class StateSlot:
     Args:
         name: Attribute of ``batch.state``.
         shape: Shape of the state of one request.
-        dtype: Dtype of the state, which may differ from that of the weights.
+        dtype: Dtype of the state, which may differ from the dtype of the weights.
 
     Raises:
         ConfigError: A name, shape or dtype is invalid (a ValueError).
@@ -214,7 +214,7 @@ class StateStore:
             if len(set(rows)) < len(rows):
                 raise InputError(
                     f"state_slots {list(rows)} contains a request slot twice; each request of a "
-                    f"batch needs its own"
+                    f"batch needs its own slot"
                 )
             if len(self._cached) >= MOST_CACHED:
                 self._cached.clear()

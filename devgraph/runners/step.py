@@ -68,13 +68,13 @@ class Step:
     types_checked: set[Variant] = attrs.field(factory=set)
     """Captured variants in which no function read the exact type of a host argument."""
     last: GraphStep | None = None
-    """The step of the last replay, while the static buffers hold its inputs."""
+    """The step of the last replay, while its inputs are in the static buffers."""
     last_host: Mapping[str, Any] = attrs.field(factory=dict)
     """The host arguments that the caller passed to the last replay."""
     live: Live = attrs.field(factory=Live)
     """The current run, for eager bodies of graphs."""
     autocast: Autocast | None = None
-    """Autocast settings of captures and later runs; before a capture, those of the last step."""
+    """Autocast settings of captures and later runs; before a capture, settings of the last step."""
     captured: bool = False
     _saved: Snapshot | None = attrs.field(default=None, init=False)
     """Snapshot of the state before the outermost trial."""
@@ -300,7 +300,7 @@ class Step:
 
 
 class StaticBatch:
-    """The static views of one graph, filled with pad values; run slots hold one request."""
+    """The static views of one graph, filled with pad values; run slots have one request."""
 
     def __init__(self, step: Step, graph: BucketGraph) -> None:
         inputs = step.inputs

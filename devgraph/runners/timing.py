@@ -12,7 +12,7 @@ import attrs
 from devgraph.api.backend import Backend
 
 BOUNDS = tuple(base * 10.0**power for power in range(-5, 1) for base in (1, 2.5, 5))
-"""Upper bounds of the histogram bins in seconds, from 10 us to 5 s; one more bin is unbounded."""
+"""Upper bounds of the histogram bins in seconds, from 10 us to 5 s; the last bin is unbounded."""
 
 MAX_UNREAD = 64
 
@@ -24,7 +24,7 @@ class ReplayTimes:
     count: int
     seconds: float
     bins: tuple[int, ...]
-    """Number of replays in each bin, including the unbounded one."""
+    """Number of replays in each bin, including the unbounded bin."""
 
 
 class ReplayTimer:

@@ -3,7 +3,7 @@
 Each rank writes only its own row of words. A word contains the epoch of its vote and a value in
 eight aligned bytes, so a reader that finds the epoch also has the value, regardless of the order in
 which the processor executes stores. Votes alternate between two banks of rows. A rank overwrites a
-bank only after all ranks have posted to the other bank, and have therefore read the first one.
+bank only after all ranks have posted to the other bank, and have therefore read the first bank.
 """
 
 from __future__ import annotations

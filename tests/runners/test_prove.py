@@ -162,7 +162,7 @@ def test_prove_takes_host_arguments(policy):
 
 def test_repr_of_a_report_is_its_first_line():
     report = double_runner(config={"buckets": [2]}, max_requests=2).prove()
-    assert repr(report) == "<Report: 2 cases: graphs equal eager bit for bit>"
+    assert repr(report) == "<Report: 2 cases: graphs equal eager runs bit for bit>"
 
 
 def test_prove_without_graphs_is_not_ok():

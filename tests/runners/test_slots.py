@@ -82,7 +82,7 @@ def test_the_pad_rule_is_mandatory():
     ],
 )
 def test_a_pad_value_that_the_dtype_cannot_hold_is_refused(dtype, value):
-    with pytest.raises(dg.ConfigError, match="cannot hold its pad value"):
+    with pytest.raises(dg.ConfigError, match="cannot represent its pad value"):
         slot(dtype=dtype, pad=Pad.fill(value))
 
 

@@ -68,7 +68,7 @@ class EngineFacts:
     attention: str = _one_of(*reversed(ATTENTION))
     """The batches whose attention can be captured: all (``always``), batches whose requests have
     equal numbers of tokens (``uniform_batch``) or one token each (``single_token_decode``), or none
-    (``never``). With several attention implementations, the weakest one counts."""
+    (``never``). With several attention implementations, the weakest counts."""
     host_lengths: bool = _flag()
     """Attention takes lengths or plans from the host, as host arguments of regions."""
     recommended: Mapping[str, str] = attrs.field(

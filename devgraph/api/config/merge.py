@@ -45,7 +45,7 @@ _State = dict[Setting, _Entry]
 
 
 def merge(sources: Iterable[Source]) -> Source:
-    """Merge sources, given in ascending precedence, into one.
+    """Merge sources, given in ascending precedence, into a single source.
 
     The part for one backend overrides the general part of the same source and of weaker sources.
     The general part overrides the backend-specific parts of weaker sources. If ``buckets`` and

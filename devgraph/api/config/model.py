@@ -89,7 +89,7 @@ class DeviceGraphConfig:
             parts = {name: part[phase] for name, part in self.overlays.items() if phase in part}
             if parts != value.overlays:
                 object.__setattr__(self, phase, attrs.evolve(value, overlays=parts))
-        for backend in self.overlays:  # so that every node reports a contradiction
+        for backend in self.overlays:  # Every node must report a contradiction.
             self._under(backend)
 
     @classmethod

@@ -1,7 +1,7 @@
 """The graph flags of older engines, and their equivalents.
 
-The flags are those of SGLang and of its proposal for per-phase modes
-(https://github.com/sgl-project/sglang/issues/23004). If two flags set the same key, the later one
+The flags come from SGLang and from its proposal for per-phase modes
+(https://github.com/sgl-project/sglang/issues/23004). If two flags set the same key, the later flag
 in the table takes precedence, as in SGLang: a specific flag overrides a broad switch.
 """
 
@@ -105,7 +105,7 @@ def _phases_json(value: Any, flag: str) -> Source:
         for key, item in keys.items():
             if key in _JSON_IGNORED:
                 ignored.append(f"{phase}.{key}")
-            elif item is not None:  # null means that the user chose nothing
+            elif item is not None:  # With null, the user chose nothing.
                 name = _JSON_KEYS[key]
                 values[phase, name] = KEYS[name].read(item, f"{flag}: {phase}.{key}")
     return _source(values, flag, *ignored)

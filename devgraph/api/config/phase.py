@@ -406,7 +406,7 @@ class PhaseConfig:
     miss_budget: int | None = _key(
         optional(number(int, 0)),
         "Budget of new host-argument keys under `full`. A key that is recorded at its first step "
-        "takes one from the budget, and each step with a recorded key adds one, up to this value. "
+        "takes 1 from the budget, and each step with a recorded key adds 1, up to this value. "
         "While the budget is empty, the first step with a new key runs as under `breakable`, and "
         "its second step records the key. If null, the budget is 8, or unlimited on a backend "
         "with asynchronous updates.",
@@ -418,7 +418,7 @@ class PhaseConfig:
     kept: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
     """The preference rules about which ``resolve`` has already warned."""
     overlays: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, eq=False, repr=False)
-    """The backend-specific parts of the mode. Runners apply one with ``for_backend``."""
+    """The backend-specific parts of the mode, which runners apply with ``for_backend``."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in KEYS.items():

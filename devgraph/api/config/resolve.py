@@ -2,9 +2,9 @@
 
 ``resolve`` merges the part for the backend into the general part, sets the policies that the
 backend recommends for phases without a chosen policy, and applies the compatibility rules. A rule
-may change a default. An explicit choice that violates a safety rule is an error; one that violates
-a preference rule is kept, with a warning. A scope rule disables a phase that never runs on the
-node.
+may change a default. An explicit choice that violates a safety rule is an error. A choice that
+violates a preference rule is kept, with a warning. A scope rule disables a phase that never runs on
+the node.
 """
 
 from __future__ import annotations
@@ -206,13 +206,13 @@ def _apply(
                 continue
             before, after = getattr(config, rule.key), rule.result(facts, config)
             if after in WEAKER and before in WEAKER[WEAKER.index(after) :]:
-                continue  # the policy is already weak enough
+                continue  # The policy is already weak enough.
             done.add(rule.name)
             if rule.kind == "scope" or rule.key not in chosen:
                 outcome = "ignored" if rule.kind == "scope" else "changed"
                 fired.append(_fired(phase, rule, outcome, before, after))
                 config = config.with_checked({rule.key: after}, config.explicit | {rule.key})
-                changed = True  # earlier rules may apply to the new value
+                changed = True  # Earlier rules may apply to the new value.
                 break
             if rule.kind == "safety":
                 conflicts.append(

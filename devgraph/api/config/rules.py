@@ -179,7 +179,7 @@ RULES: tuple[Rule, ...] = (
         "prefill",
         when=lambda facts, _: facts.pipeline_parallel > 1,
         explanation="with pipeline stages, graphs speed up only small prefills; large prefills "
-        "can be slower than eager",
+        "can be slower than eager runs",
         source=f"{_SGLANG}/pull/36248",
     ),
     _safety(

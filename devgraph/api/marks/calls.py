@@ -282,7 +282,7 @@ class MarkedCall:
                     else copy
                     for copy, result in zip(copies, results, strict=True)
                 ]
-            one: dict[int, torch.Tensor] = {}  # a tensor that is returned twice stays one tensor
+            one: dict[int, torch.Tensor] = {}  # A tensor that is returned twice stays one tensor.
             for index, kept, copy in zip(members, results, copies, strict=True):
                 out[index] = one.setdefault(id(kept), copy)
             del results, kept, one

@@ -213,7 +213,7 @@ def capture_segments(
 ) -> BreakablePlan:
     """Capture ``job.fn`` in segments. After a failure, all segments are freed.
 
-    ``host`` contains the host keyword arguments by mark, if they differ from those of the job.
+    ``host`` contains the host keyword arguments by mark, if they differ from the job's arguments.
     ``finish`` is called with the outputs before the last segment ends. If it is given, the capture
     also runs all segments, and uses no capture stubs. ``scope_type`` decides the effect of marks.
     """

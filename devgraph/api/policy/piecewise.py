@@ -383,7 +383,8 @@ _MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
 def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
     """Split ``graph`` into parts at marked functions and where modes change.
 
-    A part must not switch modes, because parts run separately and an exception may end one early.
+    A part must not switch modes, because parts run separately, and an exception may end a part
+    early.
     Return the split graph, and the modes of each part by the number in the part's name.
     """
     parts: dict[Node, int] = {}
@@ -603,7 +604,7 @@ class _CompiledStep:
             self()
         except Exception as error:
             if self.entry is not None:
-                raise  # the step's own error: compilation has succeeded
+                raise  # Compilation has succeeded, so the error is the step's own.
             failure = error
         if failure is not None:
             # An eager run may raise the step's own exception, or report the line of a host read.
@@ -719,7 +720,7 @@ class _Piecewise(Policy):
         for other, (_, held) in [*self._compilers.items()]:
             if any(hook() is None for hook in held):  # a new hook may reuse its id
                 del self._compilers[other]
-        if job.again:  # The tracer does not guard all state, such as that of a ChainMap.
+        if job.again:  # The tracer does not guard all state, for example not in a ChainMap.
             self._compilers.pop(key, None)
         return self._compilers.setdefault(key, (_Compiler(name), [*map(weakref.ref, hooks)]))[0]
 

@@ -434,7 +434,7 @@ class TorchBackend(Backend):
         self._device = torch.device(self.device_type, self.namespace.current_device())
         self.current_stream_id: Callable[[], int] = self._make_current_stream_id()
         self._capture_stream: Any = None
-        # A forked child gets a lock without this query, which would initialize the device.
+        # The lock of a forked child lacks this query, which would initialize the device.
         self.capture_lock.is_stream_capturing = self.namespace.is_current_stream_capturing
 
     @property

@@ -60,7 +60,7 @@ class FlagGates:
     word: ClassVar[Any] = c_uint32
     """The ctypes type of a word."""
     handle: ClassVar[str]
-    """Attribute of a torch stream that holds the driver's handle."""
+    """Attribute of a torch stream with the driver's handle."""
 
     def __init__(self, backend: TorchBackend) -> None:
         if backend.namespace.is_current_stream_capturing():
@@ -86,7 +86,7 @@ class FlagGates:
         """Openers that are not in use."""
         self._make_openers()
         self._openers: dict[Any, Any] = {None: self._spares.pop(0)}
-        """Opener streams, by the stream passed to ``open_after``; None is the key for ``open``."""
+        """Opener streams, by the stream passed to ``open_after``; the key None is for ``open``."""
         self._fences: dict[int, _After] = {}
         """The last fence of each stream. When it has finished, all earlier fences have finished
         too."""
@@ -96,7 +96,7 @@ class FlagGates:
 
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
         stream = self.current()
-        if stream != self._launch_stream:  # keep the flags until this stream has used them
+        if stream != self._launch_stream:  # Keep the flags until this stream has used them.
             self._backend.hold(self._flags, self._current_stream())
             self._launch_stream = stream
         if self._dirty:

@@ -44,7 +44,7 @@ class Update(NamedTuple):
     source: int
     """The node from which the parameters were read."""
     exact: bool
-    """Whether an existing executable accepts the parameters. Otherwise a new one is needed."""
+    """Whether an existing executable accepts the parameters; if not, a new executable is needed."""
 
 
 Capture = tuple[int, int, list[int]]

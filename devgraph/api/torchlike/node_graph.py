@@ -46,11 +46,11 @@ from devgraph.api.torchlike.recording import (
 logger = logging.getLogger(__name__)
 
 _USES_WITH_ROOM = 2
-"""Number of uses at which a recording gets a separate executable if the budget has room. A key that
-is used twice tends to be used again, and later uses then need no update."""
+"""Number of uses at which a recording receives a separate executable if the budget has room. A key
+that is used twice tends to be used again, and later uses then need no update."""
 
 _USES_WHEN_FULL = 16
-"""Number of uses at which a recording gets a separate executable if another must be evicted first.
+"""Number of uses at which a recording receives a separate executable if another must be evicted.
 Creating an executable costs the host time of about 12 updates (docs/benchmarks.md)."""
 
 
@@ -244,16 +244,16 @@ class NodeGraph(TorchGraph):
         own = self._own
         assert own is not None and own.raw is not None
         self._nodes = runtime.count(own.raw.graph) + self._repeated
-        if self._repeated:  # the driver refuses unsupported loops only at instantiation
+        if self._repeated:  # The driver refuses unsupported loops only at instantiation.
             try:
                 runtime.destroy_executable(runtime.instantiate(own.raw.graph))
             except RuntimeCallError as error:
                 raise LoopError("failed", f"a loop has no executable: {error}") from error
         if self._nodes and self.backend.draws_random(self._native, self.pool, self.generators):
-            if self._repeated:  # all iterations would draw equal numbers
+            if self._repeated:  # All iterations would draw equal numbers.
                 raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
-        else:  # torch's empty graph is not needed
+        else:  # torch's empty graph is not needed.
             native, self._native = self._native, None
             native.reset()
         if self._nodes and self.calls:
@@ -512,7 +512,7 @@ class NodeBackend(TorchBackend):
     update_strategy_type: Callable[[], UpdateStrategy] = UpdateStrategy
     """Factory of the update strategy of a graph."""
     stream_handle_name: str = ""
-    """Attribute of a torch stream that holds the driver's handle."""
+    """Attribute of a torch stream with the driver's handle."""
     runtime: NodeRuntime | None = None
 
     def use_runtime(self, runtime: NodeRuntime | None) -> None:
@@ -610,7 +610,7 @@ class _Refusing(OwnMode):
 
 
 def _replay_calls_operations(native: Any) -> bool:
-    """Whether a replay of ``native`` calls a torch operation. The first one ends the replay."""
+    """Whether a replay of ``native`` calls a torch operation, which ends the replay."""
     refusing = _Refusing()
     try:
         with refusing:
