@@ -7,9 +7,9 @@
  Paris.
 
 A model runs unmodified if its whole state is a cache of keys and values, of recurrent state, or of
-both. Kernels of this package compute attention that goes through the attention-function registry of
-transformers; other models keep their own attention. ``docs/models.md`` lists the exceptions.
-``Engine`` raises ``UnsupportedModelError`` for models that cannot run unmodified.
+both. If a model calls attention through the attention-function registry of transformers, kernels of
+this package compute it; other models keep their own attention. ``docs/models.md`` lists the
+exceptions. ``Engine`` raises ``UnsupportedModelError`` for models that cannot run unmodified.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 >>> model = accelerate(model, max_requests=8)                           # doctest: +SKIP
 >>> model.generate(**inputs, max_new_tokens=64)                         # doctest: +SKIP
 
-The loop of ``generate`` remains that of transformers, with its logits processors, stopping
-criteria, streamers, scores and random numbers. When the loop creates the cache of a request, the
-cache is seated in the slots of an engine (see ``seat``). A forward that receives a seated cache
-runs in the engine's runners. Before a forward that the runners do not support, the cache leaves its
-slots, and the model's own forward continues.
+transformers' own loop of ``generate`` still runs, with its logits processors, stopping criteria,
+streamers, scores and random numbers. When the loop creates the cache of a request, the cache is
+seated in the slots of an engine (see ``seat``). Forwards with a seated cache run in the engine's
+runners. If the runners do not support a forward, the cache leaves its slots, and the model's own
+forward continues.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from devgraph.runners.decode import DecodeRunner
 logger = logging.getLogger(__name__)
 
 _WIDTHS = (1, 2, 4, 8, 12, 16)
-"""Sizes of graphs for steps that check proposed tokens, in tokens. Other sizes are padded."""
+"""Numbers of tokens for which there are graphs that check proposed tokens. Others are padded."""
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
 class Fallback(str, enum.Enum):
-    """Reason why a request ran transformers' own code."""
+    """Reasons why a request ran transformers' own code."""
 
     def __new__(cls, value: str, text: str) -> Fallback:
         member = str.__new__(cls, value)
@@ -73,7 +73,7 @@ class Fallback(str, enum.Enum):
         return member
 
     text: str
-    """Property of the request that graphs do not support, for messages."""
+    """The property of the request that graphs do not support, for messages."""
 
     MODE = "generation_mode", "a mode other than greedy and sampling, such as beam search"
     OUTPUTS = "outputs", "attentions or hidden states as outputs, or a tuple"
@@ -98,11 +98,11 @@ class GenerateStats:
     fallbacks: dict[str, int]
     """Number of requests that ran or continued in transformers' own code, by reason."""
     engine: Engine = attrs.field(repr=False)
-    """Engine of the runners; ``engine.decode.stats()`` counts its graphs."""
+    """The engine of the model; ``engine.decode.stats()`` counts its graphs."""
 
 
 class _Hook:
-    """A replacement of a method; copies and pickles of the module get the original method."""
+    """A replacement for a method. Copies and pickles of the module have the original method."""
 
     def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
         self.acceleration: _Acceleration = call.__self__  # type: ignore[attr-defined]
@@ -118,18 +118,18 @@ class _Hook:
 
 
 class _Deferral:
-    """A patch that enables the deferred stop check of transformers for seated caches.
+    """A patch that enables transformers' deferred stop check for seated caches.
 
     Normally, the loop of ``generate`` checks in every step whether to stop, so that host and device
-    wait for each other. The deferred check runs one step later, and the loop undoes the additional
-    step. transformers supports this on one type of device only. The patch supports it for caches
-    whose slots can undo a step, unless the additional step would draw random numbers.
+    wait for each other. The deferred check runs one step later, and the loop undoes the extra step.
+    transformers supports deferral only on one type of device. The patch supports it for all caches
+    whose slots can undo a step, unless the extra step would draw random numbers.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        # Older versions of transformers do not have the deferred check.
+        # None in older versions of transformers, which have no deferred check.
         self._own: Any = getattr(utils, "DeferredStopCheck", None)
 
     def __enter__(self) -> None:
@@ -150,7 +150,7 @@ class _Deferral:
     def _supported(self, device: torch.device, cache: Any, *args: Any, **kwargs: Any) -> bool:
         seat = seat_of(cache)
         if seat is not None and seat.can_defer and device.type != "cpu":
-            # Stopping criteria of an assistant have state, which a deferred check would change.
+            # Do not defer checks of an assistant, because they change its stopping criteria.
             return not kwargs.get("is_assistant")
         return bool(self._own.is_supported(device, cache, *args, **kwargs))
 
@@ -159,7 +159,7 @@ _deferral = _Deferral()
 
 
 class _Acceleration:
-    """The engine of one model, the hooks in the model, and the seated cache."""
+    """The engine of a model, the hooks in the model, and the seated cache."""
 
     def __init__(self, model: PreTrainedModel, make: Callable[[], Engine]) -> None:
         self.model = model
@@ -182,8 +182,8 @@ class _Acceleration:
         self._body_hook = self._hook(body, "forward", self._body_forward)
         self._is_stateful: bool = getattr(model, "_is_stateful", False)
         if self.engine.model.states and CACHES[0] in parameters_of(body):
-            # transformers cannot undo rejected tokens in recurrent state, but state slots can.
-            # Its loop finds a cache only under the first of ``CACHES``.
+            # transformers cannot undo rejected tokens in recurrent state, but state slots can. The
+            # loop of transformers finds a cache only under the first name in ``CACHES``.
             self._changes.change(model, "_is_stateful", False)
         self._fingerprint = _fingerprint(model)
 
@@ -210,7 +210,7 @@ class _Acceleration:
     # -- requests --------------------------------------------------------------------------------
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        # One cache is seated at a time, so a second thread waits.
+        # Only one cache is seated at a time, so a second thread waits.
         with self._lock, _deferral:
             self._depth += 1
             try:
@@ -285,7 +285,7 @@ class _Acceleration:
         return ""
 
     def _fall_back(self, reason: Fallback, cache: Any = None, *, assisted: bool = False) -> None:
-        """Count a request that runs transformers' own code; refuse it if the mode is strict."""
+        """Count a request that falls back to transformers' own code; refuse it under strict."""
         seat = seat_of(cache)
         if seat is not None:
             assisted |= seat.assisted
@@ -319,7 +319,7 @@ class _Acceleration:
                     return MambaCausalLMOutput(logits=logits, **{CACHES[-1]: cache})
                 return CausalLMOutputWithPast(logits=logits, **{CACHES[0]: cache})
             self._fall_back(reason, cache)
-        # A step of another thread may have replaced attributes of the model.
+        # Steps on other threads replace attributes of the model under this lock.
         with model_lock:
             return self._forward_hook.own(*args, **kwargs)
 
@@ -328,7 +328,7 @@ class _Acceleration:
             return self._body_hook.own(*args, **kwargs)
 
     def _run(self, seat: Seat, inputs: dict[str, Any]) -> tuple[Fallback | None, Tensor | None]:
-        """Run a forward over a seated cache; return its logits, or the reason for a fallback."""
+        """Run a forward on a seated cache; return the reason for a fallback, or the logits."""
         if (
             inputs.get("output_attentions")
             or inputs.get("output_hidden_states")
@@ -339,19 +339,19 @@ class _Acceleration:
         others = inputs.keys() - _INPUTS - _LOOP_ARGS
         if any(inputs[name] is not None for name in others) or ids is None or not ids.numel():
             return Fallback.INPUTS, None
-        if ids.is_floating_point():  # An embedding refuses these; a static buffer would round them.
+        if ids.is_floating_point():  # Embeddings refuse floats, but static buffers round.
             return Fallback.INPUTS, None
         count = ids.shape[1]
         if seat.length + count - min(seat.pads) > self.engine.model.positions:
             return Fallback.LENGTH, None
-        # Without a mask, attention sees padding in every step, but recurrent layers only in steps
-        # that run padding.
+        # Without a mask, attention reads padding in every step, but recurrent layers read padding
+        # only in steps that run it.
         sees = self.engine.model.shape.attention or seat.length < max(seat.pads)
         if any(seat.pads) and inputs.get("attention_mask") is None and sees:
             return Fallback.MASK, None
-        # Only the checking runner keeps versions of recurrent state, to undo rejected tokens.
+        # Rejected tokens can be undone only in the checking runner, which keeps state versions.
         checks = count == 1 and seat.assisted and bool(self.engine.model.states)
-        # A row with only padding so far has no token to decode.
+        # A row that contains only padding so far has no token to decode.
         if count == 1 and seat.length >= max(seat.pads) and not checks:
             return None, seat.decode(ids, self.engine.decode)
         if not seat.are_next(inputs.get("position_ids"), count):
@@ -366,10 +366,10 @@ class _Acceleration:
         return None, seat.decode(ids[:, -keep:], self._checker(), _WIDTHS)
 
     def _checker(self) -> DecodeRunner:
-        """Return the runner for steps that check several tokens of one request."""
+        """Return the runner for steps that check several proposed tokens of one request."""
         if self._checking is None:
             phase = self.engine.config.decode
-            # Requests use few of the widths, so capture lazily.
+            # Capture lazily, because requests use few of the widths.
             capture = phase.capture if phase.strict else "lazy"
             self._checking = self.engine.make_decode(
                 attrs.evolve(phase, buckets=(1,), capture=capture),
@@ -445,7 +445,7 @@ class _Acceleration:
 _INPUTS = frozenset({"attention_mask", "input_ids", "logits_to_keep", "position_ids"})
 _INPUTS |= frozenset(CACHES)
 _LOOP_ARGS = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
-"""Further arguments that the loop passes to every forward."""
+"""Additional arguments that the loop passes to every forward."""
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -457,10 +457,10 @@ _SIMPLE = (bool, int, float, str, type(None))
 
 
 def _fingerprint(model: PreTrainedModel) -> list[Any]:
-    """Return a list that stays equal as long as graphs of ``model`` stay valid.
+    """Return a list that stays equal as long as the graphs of ``model`` are valid.
 
-    It holds the modules, the addresses of their tensors, and their attributes, because an attribute
-    may switch an adapter on or off.
+    The list contains the modules, the addresses of their tensors, and their attributes, because an
+    attribute may switch an adapter on or off.
     """
     items: list[Any] = []
     for module in model.modules():
@@ -470,14 +470,14 @@ def _fingerprint(model: PreTrainedModel) -> list[Any]:
                 if tensor is not None:
                     items += tensor.data_ptr(), tensor.dtype, tensor.shape
         if module is model:
-            continue  # The loop sets and deletes attributes of the model.
+            continue  # The loop changes the model's attributes.
         for name, value in vars(module).items():
             if name in _MODULE_ATTRIBUTES:
                 continue
             if isinstance(value, _SIMPLE) or callable(value):
                 items += name, value
             elif _is_simple(value):
-                items += name, repr(value)  # The value may be changed in place.
+                items += name, repr(value)  # Values may change in place.
     return items
 
 
@@ -490,7 +490,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _pads_of(inputs: Mapping[str, Any], batch: int) -> list[int] | None:
-    """Return the number of left padding tokens of each row; None for other masks."""
+    """Return the number of left padding tokens per row, or None if the mask is not left padding."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     pads = [0] * batch
     if mask is not None:
@@ -521,29 +521,29 @@ def accelerate(
     max_step_tokens: int = 512,
     fuse: bool = True,
 ) -> Any:
-    """Make ``model.generate`` and ``model.generate_batch`` use device graphs; return the model.
+    """Run ``model.generate`` and ``model.generate_batch`` in device graphs; return the model.
 
-    ``fuse=True``, the default, changes the model: weights of layers that receive the same tensor
-    become views of one larger matrix, and remain views after ``unaccelerate``. Their values do not
-    change. One large product rounds differently from several small ones, so the last bit of the
-    logits may differ. Therefore a token may change if its two best candidates are nearly equal.
-    ``fuse=False`` leaves the weights in place.
+    By default (``fuse=True``), the model is changed: weights of layers that receive the same tensor
+    become views of one larger matrix, and remain views after ``unaccelerate``. The values of the
+    weights do not change. However, one large product rounds differently from several small
+    products, so the last bits of the logits may differ, and a token whose two best candidates are
+    nearly equal may change. ``fuse=False`` leaves the weights in place.
 
-    The loop of transformers still runs, with its scores, streams and random numbers. Only the
+    transformers' own loop still runs, with its scores, streams and random numbers. Only the
     forwards of a generation are replaced. The first request captures the graphs. A request that
     graphs cannot serve runs transformers' own code. ``generate_stats`` counts such requests by
-    reason, the first one of each reason logs a warning, and a decode mode with ``strict`` refuses
-    them. In a returned cache, rows of padding are zero, whereas transformers stores keys in these
-    rows and hides them with its masks.
+    reason, the first request per reason logs a warning, and a decode mode with ``strict`` refuses
+    them. In a returned cache, padded rows are zero, whereas transformers stores keys there and
+    hides them with its masks.
 
-    ``generate_batch`` draws from one random stream for each request. Threads that run the same
+    ``generate_batch`` uses a separate random stream for each request. Threads that run the same
     model, or models that share layers, wait for each other.
 
     Args:
         model: a causal language model in evaluation mode, on the device of ``backend``.
-        mode: mode of each phase, as a configuration, its dictionary or its JSON text.
+        mode: the mode of each phase, as a configuration, a dictionary or JSON text.
         backend: as for ``Engine``.
-        max_requests: rows of the largest batch, and number of running requests in
+        max_requests: number of rows in the largest batch, and maximum number of running requests in
             ``generate_batch``.
         max_len: as for ``Engine``.
         max_step_tokens: as for ``Engine``.
@@ -566,14 +566,14 @@ def accelerate(
         max_step_tokens=max_step_tokens,
         eos_token_ids=(),
         fuse=fuse,
-        facts=EngineFacts(),  # Hooks are checked at each request.
+        facts=EngineFacts(),  # Each request checks for hooks.
     )
     _Acceleration(model, make)
     return model
 
 
 def unaccelerate(model: PreTrainedModel) -> Any:
-    """Restore the methods of the model, free the graphs and return the model.
+    """Restore the methods of the model, free the graphs, and return the model.
 
     Returned caches keep their contents. A model that is not accelerated is returned unchanged.
 

@@ -1,17 +1,17 @@
-"""A cache at fixed addresses, and attention functions on it for captures.
+"""A key-value cache at fixed addresses, and attention functions on that cache for captures.
 
-Each layer has one tensor of keys ``[kv_heads, slots * max_len + 1, head_dim]`` and one of values. A
-request owns the rows of its slot. Therefore one number, ``slot * max_len + position``, addresses a
+Each layer has one tensor of keys, ``[kv_heads, slots * max_len + 1, head_dim]``, and one of values.
+A request owns the rows of its slot, so one number, ``slot * max_len + position``, addresses a
 token. Graphs read this number from a device tensor. Padded tokens write to the last row, the
-scratch row, which is never read. The rows of one request and head are contiguous, because the CPU
+scratch row, which is never read. The rows of a request in one head are contiguous, because the CPU
 reads contiguous rows faster.
 
-Decode steps call ``decode_bounded``, and packed steps call ``packed_exact``; both take lengths as
-host arguments. If the device has a fused kernel for the dtype and head size, ``varlen_*`` replace
-them and take lengths in device tensors.
+Decode steps call ``decode_bounded``, and packed steps call ``packed_exact``. Both functions take
+lengths as host arguments. If the device has a fused kernel for the dtype and head size, the
+functions ``varlen_*`` replace them and read lengths from device tensors.
 
-A row that no request wrote never affects a result. ``packed_exact`` and ``varlen_*`` do not read
-such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared.
+Rows that no request has written never affect a result. ``packed_exact`` and ``varlen_*`` do not
+read such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SlotAttention(Protocol):
     """
 
     row_multiple: int
-    """A divisor of the number of rows in a slot."""
+    """The number of rows in a slot is a multiple of this number."""
 
     def attend(
         self,
@@ -53,14 +53,14 @@ class SlotAttention(Protocol):
         scale: float,
         spans: tuple[int, ...],
     ) -> None:
-        """Compute causal attention of the packed tokens of each request over the request's rows.
+        """Compute causal attention for the packed tokens of each request over its rows.
 
         Args:
-            query: ``[tokens, heads, dim]``, requests one after another, followed by padding.
+            query: ``[tokens, heads, dim]``: the requests in sequence, followed by padding.
             keys: ``[slots * rows, kv_heads, dim]``, contiguous.
             values: like ``keys``.
             out: output, ``[tokens, heads, dim]``; zero for padding.
-            scale: factor of the scores.
+            scale: factor by which the scores are multiplied.
             spans: host argument, as for ``packed_exact``, in ascending order of slots.
         """
 
@@ -69,11 +69,11 @@ BLOCK_ROWS = 256
 """Maximum number of query rows per mask in ``packed_exact``."""
 
 _WINDOW_STEP = 64
-"""Granularity of the first row that a windowed layer reads, so that few distinct views occur."""
+"""Granularity of the first row that a windowed layer reads, which limits the number of views."""
 
 Scoring = tuple[float, float | None, int | None, bool]
 """Scale, softcap and window of a layer (the last two may be None), and whether to call torch's
-fused attention, which not every device can capture."""
+fused attention, which some devices cannot capture."""
 
 
 @attrs.frozen(kw_only=True)
@@ -85,9 +85,9 @@ class LayerShape:
     key_dim: int
     value_dim: int
     window: int | None = None
-    """Number of rows that a token attends to, including its own; None means all."""
+    """Number of rows that a token attends to, including its own row; None means all rows."""
     softcap: float | None = None
-    """Bound of the scores, enforced by a tanh; None means unbounded."""
+    """Bound on the scores, enforced by a tanh; None means unbounded."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -95,7 +95,7 @@ class LayerShape:
 
 
 class CacheLayer:
-    """Keys and values of one layer; ``KVCache`` writes them.
+    """The keys and values of one layer, which ``KVCache`` writes.
 
     Attributes:
         keys, values: ``[kv_heads, slots * max_len + 1, dim]``.
@@ -118,7 +118,7 @@ class CacheLayer:
         self.keys_by_row, self.values_by_row = keys.transpose(0, 1), values.transpose(0, 1)
 
     def read(self, slots: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the first ``slots`` slots, or of the slots in a tensor."""
+        """Return the keys and values of the first ``slots`` slots, or of the slots in a tensor."""
         if isinstance(slots, int):
             return self.keys_by_slot[:slots], self.values_by_slot[:slots]
         return self.keys_by_slot.index_select(0, slots), self.values_by_slot.index_select(0, slots)
@@ -127,10 +127,10 @@ class CacheLayer:
 class KVCache(Cache):  # type: ignore[misc]
     """The cache of all layers, with ``slots`` request slots of ``max_len`` rows.
 
-    ``shapes`` has None for a layer without attention. ``rows_first`` lays memory out by rows
-    instead of by heads, for a backend's own attention. ``answers`` reports a length to a model that
-    asks for one, instead of raising an error; the probe has verified that the length does not
-    change the results.
+    ``shapes`` contains None for each layer without attention. With ``rows_first``, memory is laid
+    out by rows instead of by heads, as a backend's own attention needs. With ``answers``, a model
+    that reads the length gets one instead of an error, because the probe has verified that the
+    length does not affect the results.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self.max_len = max_len
 
         self._blocks: list[Tensor] = []
-        """Keys and values, ``[tensors, kv_heads, rows, dim]``. Neighbors share a block, so that one
-        operation copies many."""
+        """Keys and values, ``[tensors, kv_heads, rows, dim]``. Adjacent layers share a block, so
+        that one operation copies several tensors."""
 
         def block(tensors: int, heads: int, dim: int) -> tuple[Tensor, ...]:
             rows = slots * max_len + 1
@@ -181,7 +181,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._length = 0
         self._written: CacheLayer | None = None
         self.signals = False
-        """Whether the step signals the gate ``kv.LAYER`` after each write of a layer."""
+        """Whether the step signals the gate ``kv.LAYER`` after the write of each layer."""
 
     @property
     def scratch_row(self) -> int:
@@ -191,16 +191,16 @@ class KVCache(Cache):  # type: ignore[misc]
     def aim(
         self, rows: Tensor | None, shown: int | Tensor | None = None, *, width: int = 0
     ) -> None:
-        """Set the row that the next forward writes for each token, int64 ``[tokens]``.
+        """Set the target rows of the next forward.
 
         Args:
-            rows: target rows; None ends the step.
-            shown: slots that ``update`` returns whole, one for each request of ``width`` tokens
-                (see ``CacheLayer.read``). With None, attention obtains the layer from ``take``.
-            width: tokens of each request.
+            rows: the target row of each token, int64 ``[tokens]``; None ends the step.
+            shown: slots that ``update`` returns as a whole (see ``CacheLayer.read``), one per
+                request of ``width`` tokens. With None, attention gets the layer from ``take``.
+            width: number of tokens per request.
         """
         self._target, self._shown = rows, shown
-        # Masks must cover whole slots, so the new tokens count as the last ones of full slots.
+        # Masks must cover whole slots, so the new tokens count as the last tokens of full slots.
         self._length = 0 if shown is None else self.max_len - width
         self._written = None
 
@@ -222,7 +222,7 @@ class KVCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def take(self) -> CacheLayer:
-        """Return the layer of the last write. Each write can be taken once."""
+        """Return the layer that was written last. Each write can be taken only once."""
         layer, self._written = self._written, None
         if layer is None:
             raise StateError("attention was called without a preceding write to the cache")
@@ -237,7 +237,7 @@ class KVCache(Cache):  # type: ignore[misc]
         )
 
     def has_previous_state(self, *args: Any) -> bool:
-        """Return True, as in the middle of a text, so that models skip their padding masks."""
+        """Return True, so that models skip their padding masks as in the middle of a text."""
         return True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -250,7 +250,7 @@ class KVCache(Cache):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
     def prepare(self, slot: int, length: int, upto: int) -> None:
-        """Clear the rows of ``slot`` from ``length`` to ``upto`` that are not clean yet."""
+        """Clear the rows of ``slot`` between ``length`` and ``upto`` that are not yet clean."""
         first = max(length, self._clean[slot])
         if first < upto:
             start = slot * self.max_len
@@ -263,7 +263,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._clean[slot] = 0
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` rows of ``source`` to ``target`` and release ``source``."""
+        """Copy the first ``length`` rows of ``source`` to ``target``, and release ``source``."""
         for block in self._blocks if length else ():
             new, old = (block[:, :, s * self.max_len :][:, :, :length] for s in (target, source))
             new.copy_(old)
@@ -274,9 +274,9 @@ class KVCache(Cache):  # type: ignore[misc]
 def decode_mask(
     positions: Tensor, rows: Tensor, width: int, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``[requests, 1, width, rows]``: 0 where a token may read a row, -inf elsewhere.
+    """Return a mask ``[requests, 1, width, rows]``: 0 where a token may read a row, otherwise -inf.
 
-    ``positions`` contains the position of each token; ``rows`` is ``arange(max_len)`` on the
+    ``positions`` contains the position of each token. ``rows`` is ``arange(max_len)`` on the
     device.
     """
     at = positions.view(-1, 1, width, 1)
@@ -322,8 +322,8 @@ def _decode(
 ) -> None:
     requests, _, width, _ = mask.shape
     kv_heads, value_dim = keys.shape[1], values.shape[-1]
-    # Query heads that share a key head become query rows. Therefore one pass over the keys is
-    # enough, keys are not repeated, and the fused kernels need no grouped mode.
+    # Query heads that share a key head become query rows. One pass over the keys is then enough,
+    # keys are not repeated, and fused kernels need no grouped mode.
     grouped = query[0].view(kv_heads, -1, requests, width, query.shape[-1])
     group = grouped.shape[1]
     rows = grouped.permute(2, 0, 1, 3, 4).flatten(2, 3)
@@ -348,7 +348,7 @@ def decode_bounded(
     kv_len: int,
     kv_from: int,
 ) -> None:
-    """Compute attention of ``width`` tokens of each request over ``kv_len`` rows of its slot.
+    """Compute attention for ``width`` tokens per request over ``kv_len`` rows of its slot.
 
     The mask hides all rows that a token may not read, so the host arguments only bound the work.
 
@@ -360,7 +360,7 @@ def decode_bounded(
         out: output, ``[1, requests * width, heads, value_dim]``.
         scoring: scoring of the layer.
         kv_len: upper bound of the lengths, including the new tokens.
-        kv_from: lower bound of the positions; layers with a window skip the rows far below it.
+        kv_from: lower bound of the positions. Layers with a window skip the rows far below it.
     """
     low, window = 0, scoring[2]
     if window is not None:
@@ -387,14 +387,14 @@ def packed_exact(
     *,
     spans: tuple[int, ...],
 ) -> None:
-    """Compute attention of the packed tokens of each request over the rows of its slot.
+    """Compute attention for the packed tokens of each request over the rows of its slot.
 
     Args:
-        query: ``[1, heads, tokens, head_dim]``, requests one after another, followed by padding.
+        query: ``[1, heads, tokens, head_dim]``: the requests in sequence, followed by padding.
         keys: ``[slots, kv_heads, max_len, dim]``.
         values: as ``keys``.
         rows: ``arange(max_len)`` on the device.
-        out: output, ``[1, tokens, heads, value_dim]``; rows of padding are not written.
+        out: output, ``[1, tokens, heads, value_dim]``; padded rows are not written.
         scoring: scoring of the layer.
         spans: slot, number of cached tokens and number of new tokens of each request.
     """
@@ -405,7 +405,7 @@ def packed_exact(
     targets = out[0].view(tokens, *group, values.shape[-1]).permute(1, 2, 0, 3)
     first = 0
     for slot, cached, new in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-        # The causal mode of kernels is correct only for a prompt without a cached prefix.
+        # The causal mode of the kernels is correct only for prompts without a cached prefix.
         plain = fused and cached == 0 and softcap is None and (window is None or new <= window)
         step = new if plain else BLOCK_ROWS
         for begin in range(0, new, step):
@@ -416,7 +416,7 @@ def packed_exact(
             mask = None
             if not plain and count > 1:
                 mask = decode_mask(rows[at:high], rows[low:high], count, window, query.dtype)
-            # The heads of a group share keys and values through expand, without a copy.
+            # Expanded views let the heads of a group share keys and values without a copy.
             k, v = (t[slot, :, None, low:high].expand(*group, -1, -1) for t in (keys, values))
             block = (slice(None), slice(None), slice(first + begin, first + begin + count))
             result = _score(grouped[block], k, v, mask, scoring, causal=plain and count > 1)
@@ -438,9 +438,9 @@ def varlen_decode(
     """Return the attention of a decode step, ``[1, tokens, heads, value_dim]``.
 
     ``query`` is ``[1, heads, requests * width, head_dim]``. The ``keys`` and ``values`` of all
-    slots are ``[kv_heads, rows, dim]``. ``spans`` has three int32 tensors on the device: the first
-    token and the first cache row of each request, ``[requests + 1]`` each, and the number of rows
-    that each request reads, including its new tokens, ``[requests]``.
+    slots are ``[kv_heads, rows, dim]``. ``spans`` contains three int32 tensors on the device: the
+    first token and the first cache row of each request, both ``[requests + 1]``, and the number of
+    rows that each request reads, including its new tokens, ``[requests]``.
     """
     starts, row_starts, lengths = spans
     causal = width > 1
@@ -475,14 +475,14 @@ def varlen_packed(
 ) -> Tensor:
     """Run ``packed_exact`` with lengths in device tensors.
 
-    The region reads ``query_starts``, ``row_starts`` and ``lengths`` from the batch. Their sizes
-    depend on the number of requests, and graphs depend only on the number of tokens. Outputs of
-    padding are zero.
+    The region reads ``query_starts``, ``row_starts`` and ``lengths`` from the batch, because their
+    sizes depend on the number of requests, but graphs depend only on the number of tokens. Padded
+    rows of the output are zero.
     """
     spans = (batch.query_starts, batch.row_starts, batch.lengths)
     result = varlen_decode(query, keys, values, spans, scale, window, query.shape[2], max_len)
     tokens = torch.arange(query.shape[2], device=query.device)
-    # The kernel does not write rows of padding, so their memory may hold any numbers.
+    # The kernel does not write padded rows, so their memory may contain any values.
     return result.masked_fill_((tokens >= batch.query_starts[-1])[:, None, None], 0)
 
 

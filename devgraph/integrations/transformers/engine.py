@@ -68,9 +68,9 @@ class TokenEvent:
     request_id: int
     token: int
     text: str
-    """Text that became final with this token; empty without a tokenizer."""
+    """The text that became final with this token; empty without a tokenizer."""
     finish_reason: FinishReason | None
-    """Reason why the request ended; None before its last event."""
+    """The reason why the request ended, in its last event; otherwise None."""
 
 
 @attrs.frozen(kw_only=True)
@@ -78,7 +78,7 @@ class Completion:
     """The result of one prompt."""
 
     token_ids: tuple[int, ...]
-    """Generated tokens, including the one that ended the request."""
+    """The generated tokens, including the token that ended the request."""
     text: str
     finish_reason: FinishReason
 
@@ -92,46 +92,46 @@ class Completion:
 
 @attrs.define(kw_only=True)
 class EngineStats:
-    """Time and tokens since the engine was created or ``reset_stats`` was called.
+    """Times and token counts since the engine was created or ``reset_stats`` was called.
 
     ``engine.decode.stats()`` and ``engine.prefill.stats()`` count steps, graphs and fallbacks.
     """
 
     seconds: float = 0.0
-    """Seconds inside ``step``."""
+    """Time inside ``step`` in seconds."""
     decode_seconds: float = 0.0
     decode_tokens: int = 0
 
 
 class Engine:
-    """A prefill runner and a decode runner that share a pool and serve requests.
+    """A prefill runner and a decode runner that share a pool and process requests.
 
     Requests join and leave between steps. By default, graphs are captured when batches need them,
-    so that no prompt waits for unused graphs; ``capture`` captures all graphs in advance. With the
+    so that no prompt waits for unused graphs. ``capture`` captures all graphs in advance. With the
     policy ``disabled``, the same steps and kernels run eagerly. Autocast is refused because steps
     compute in the dtype of the model. An engine belongs to one thread.
 
     Args:
         model: a causal language model of transformers in evaluation mode, on the device of
             ``backend``.
-        tokenizer: converts text to ids and tokens to text; without one, prompts must be ids.
-        config: mode of each phase, as a configuration, its dictionary or its JSON text; None means
+        tokenizer: converts text to ids and tokens to text; if there is none, prompts must be ids.
+        config: the mode of each phase, as a configuration, a dictionary or JSON text; None means
             the default.
         backend: a backend or its name.
         max_requests: maximum number of running requests.
-        max_len: maximum number of tokens of a request, including its prompt; None means the limit
-            of the model, but at most 2048.
+        max_len: maximum number of tokens per request, including its prompt; None means the limit of
+            the model, but at most 2048.
         max_step_tokens: maximum number of tokens in a packed step; longer prompts run in chunks. A
             model that runs its own attention (see ``engine.model.own``) runs one prompt at a time.
         eos_token_ids: tokens that end a request; None means the tokens of the model.
         steps_per_launch: number of decode steps in a launch while all running requests are greedy
             and one of them needs at least half of these steps (and at least two). Other launches
-            have one step. Tokens of a launch are returned together; waiting requests join after it.
+            have one step. A launch returns its tokens together, and waiting requests join after it.
         fuse: whether to replace operations with fewer, larger kernels (see ``fusion``). This moves
             weights in memory and may change a token whose two best candidates are nearly equal.
             ``engine.model.fusion`` reports the replacements.
-        layerwise: whether prompts signal each layer, so that ``export(layerwise=True)`` can send a
-            layer while later layers are computed.
+        layerwise: whether prompts signal each finished layer, so that ``export(layerwise=True)``
+            can send it while later layers are computed.
         facts: facts for the compatibility rules; by default, only whether the model has hooks.
             ``traceable`` is always set to false, because steps replace attributes of the model.
 
@@ -165,7 +165,7 @@ class Engine:
             raise InputTypeError(f"tokenizer has no method decode: {brief(tokenizer)}")
         if not isinstance(fuse, bool):
             raise InputTypeError(f"fuse must be true or false, got {brief(fuse)}")
-        # A launch of several steps cannot change lengths that come from the host.
+        # Within a launch of several steps, the host cannot change lengths.
         single = self.steps_per_launch == 1
         self.model = CausalModel(
             model,
@@ -192,7 +192,7 @@ class Engine:
         self._next_id = 0
         self._stats = EngineStats()
         self._events: list[TokenEvent] = []
-        """Events that ``step`` has not returned yet."""
+        """Events that ``step`` has not yet returned."""
         self.closed = False
         self._captured = False
         facts = EngineFacts(debug_hooks=has_hooks(model)) if facts is None else facts
@@ -238,9 +238,9 @@ class Engine:
             self.runners.append(self.several)
 
     def make_decode(self, config: PhaseConfig, steps: int = 1, **options: Any) -> DecodeRunner:
-        """Return a runner for decode steps, or for launches of several steps that return tokens.
+        """Return a runner for decode steps, or for launches of ``steps`` that return tokens.
 
-        The caller must append the runner to ``runners``, so that the engine closes and suspends it.
+        The caller must append the runner to ``runners``, so that the engine suspends and closes it.
         """
         model = self.model
         return DecodeRunner(
@@ -275,7 +275,7 @@ class Engine:
         Args:
             prompt: text (with a tokenizer) or token ids.
             max_new_tokens: maximum number of tokens to generate.
-            sampling: sampling parameters; None is greedy.
+            sampling: sampling parameters; None means greedy.
             stop_token_ids: tokens that end the request, in addition to end-of-sequence tokens.
 
         Raises:
@@ -333,7 +333,7 @@ class Engine:
             )
 
     def cancel(self, request_id: int) -> None:
-        """End a request and discard its events that ``step`` has not returned."""
+        """End a request, and discard those of its events that ``step`` has not returned."""
         self._check_open()
         self._drop(self._scheduler.find(request_id))
 
@@ -347,27 +347,27 @@ class Engine:
     def export(
         self, request_id: int, layerwise: bool = False, *, timeout_s: float = 60.0
     ) -> Handoff:
-        """Return the state of a running request, and hold the request.
+        """Hold a running request and return its state.
 
-        The request must have its first token. A held request takes part in no step. It counts
+        The request must have its first token. A held request takes part in no step, but counts
         against ``max_requests`` until it is cancelled, or released by ``release`` or a transport. A
         second call returns the same handoff.
 
-        With ``layerwise``, the prompt must not have run. The step that completes the prompt fills
-        the handoff layer by layer and then holds the request. Transports send each layer when it is
-        ready, and the receiver gets the handoff with the first token.
+        With ``layerwise``, the prompt must not have run yet. The step that completes the prompt
+        fills the handoff layer by layer and then holds the request. Transports send each layer when
+        it is ready, and the receiver gets the complete handoff with the first token.
 
         Args:
             request_id: id of the request.
             layerwise: whether to export before the prompt has run; the engine must have been
                 created with ``layerwise``.
-            timeout_s: seconds after which an unreleased request ends. A warning in the log names
-                the request and the process that fetched the handoff.
+            timeout_s: time in seconds after which an unreleased request ends. A warning in the log
+                then names the request and the process that fetched the handoff.
 
         Raises:
-            StateError: the prompt has not run (with ``layerwise``: has already run), or the engine
-                was created without ``layerwise``.
-            InputError: no such request exists.
+            StateError: the prompt has not run (with ``layerwise``: it has already run), or the
+                engine was created without ``layerwise``.
+            InputError: there is no such request.
         """
         self._check_open()
         request = self._scheduler.find(request_id)
@@ -398,7 +398,7 @@ class Engine:
         return request.handoff  # type: ignore[no-any-return]
 
     def _hold(self, request: Request) -> None:
-        """Complete the handoff of a running request, and hold the request."""
+        """Hold a running request, and complete its handoff."""
         handoff: Handoff = request.handoff
         assert request.slot is not None
         source = self.model.slot_tensors(request.slot, handoff.cached)
@@ -428,21 +428,21 @@ class Engine:
             yield
 
     def admit(self, handoff: Handoff, convert: bool = False, *, wait: bool = True) -> int:
-        """Continue the request of another engine, and return its request id in this engine.
+        """Continue a request of another engine, and return its request id in this engine.
 
-        The request takes a free slot immediately, or waits for one. Its events begin with the token
-        after those of the handoff. On the same backend, a sampled request continues the random
-        stream of the exporter. On another backend, it starts a new stream.
+        The request takes a free slot immediately or waits for one. Its first event is the first
+        token after the tokens in the handoff. On the same backend, a sampled request continues the
+        random stream of the exporter. On another backend, it starts a new stream.
 
         Args:
-            handoff: the handoff. Its tensors must not change before the request has its slot.
-            convert: whether to accept another dtype and convert the tensors. The weights of both
-                engines are then not compared.
+            handoff: the handoff. Its tensors must not change before the request has a slot.
+            convert: whether to accept another dtype and convert the tensors. If so, the weights of
+                the engines are not compared.
             wait: whether the request may wait for a slot.
 
         Raises:
-            HandoffError: the header does not fit this model (``fields`` names each difference), or
-                no slot is free (``retriable``).
+            HandoffError: the header does not match this model (``fields`` names each difference),
+                or no slot is free (``retriable``).
         """
         self._check_open()
         if not isinstance(handoff, Handoff):
@@ -500,12 +500,12 @@ class Engine:
                     fields=("random_state",),
                 ) from error
         if request.stream is not None:
-            for token in request.generated:  # The exporter has already returned their text.
+            for token in request.generated:  # already returned by the exporter
                 request.stream.push(token)
         return request
 
     def release(self, request_id: int) -> None:
-        """Free the slot of an exported request, which another engine continues.
+        """Free the slot of an exported request that another engine continues.
 
         Raises:
             InputError: the request is not held, for example because its timeout has passed.
@@ -521,7 +521,7 @@ class Engine:
         self._leave(request)
 
     def _expire(self) -> None:
-        """Free the slots of held requests that a transport released or whose timeout passed."""
+        """Free the slots of held requests that were released by a transport or have timed out."""
         for request in list(self._scheduler.held.values()):
             progress = request.handoff.progress
             if progress.ended is None and time.monotonic() > progress.deadline:
@@ -535,7 +535,7 @@ class Engine:
                 self._leave(request)
 
     def _join(self) -> None:
-        """Give free slots to waiting requests."""
+        """Assign free slots to waiting requests."""
         self._expire()
         for request in self._scheduler.admit():
             assert request.slot is not None
@@ -553,7 +553,7 @@ class Engine:
 
     def _fill(self, slot: int, handoff: Handoff) -> None:
         """Copy a handoff into a slot, from any device and dtype."""
-        # One transfer of the buffer is faster than a transfer for each tensor.
+        # One transfer of the whole buffer is faster than a transfer per tensor.
         layers = handoff.by_layer(handoff.data.to(self.model.device))
         with self.pool.lock:
             copy_layers(self.model.slot_tensors(slot, handoff.cached), layers)
@@ -567,11 +567,11 @@ class Engine:
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
-        """Run one step over all running requests and return its events.
+        """Run one step of all running requests, and return its events.
 
-        Waiting requests join first. If the step raises an error, no request has advanced, and the
-        next call repeats the step. If the tokenizer raises an error, the request is cancelled and
-        named in a note on the error, and the next call returns the events of all requests.
+        Waiting requests join first. If the step raises an error, no request advances, and the next
+        call repeats the step. If the tokenizer raises an error, its request is cancelled and named
+        in a note on the error, and the next call returns the events of all requests.
         """
         self._check_able()
         begin = time.perf_counter()
@@ -587,7 +587,7 @@ class Engine:
         if decode and self._launch_pays(chunks):
             steps = self._launch(chunks)
         else:
-            # Request i of a decode step has slot i because the scheduler closed the gaps.
+            # Request i of a decode step has slot i, because the scheduler has closed the gaps.
             runner: Runner = self.decode if decode else self.prefill
             data = self.model.decode_data(chunks) if decode else self.model.packed_data(chunks)
             with self._streamed(chunks):
@@ -618,12 +618,12 @@ class Engine:
         return not any(chunk.request.sampler or chunk.request.is_exported for chunk in chunks)
 
     def _launch(self, chunks: Sequence[Chunk]) -> list[list[tuple[Request, int]]]:
-        """Run one launch of several decode steps; return the tokens of each step."""
+        """Run several decode steps in one launch; return the tokens of each step."""
         assert self.several is not None
         left = [chunk.request.wanted for chunk in chunks]
         data = self.model.decode_data(chunks, left, steps=self.steps_per_launch)
         out = self.several.run(**data)
-        # Read both tensors in one transfer.
+        # Use one transfer for both tensors.
         *tokens, taken = torch.cat([out.outputs, out.taken[None]]).tolist()
         for chunk, count in zip(chunks, taken, strict=True):
             chunk.request.cached += count
@@ -648,12 +648,12 @@ class Engine:
         for chunk in chunks:
             chunk.request.cached += chunk.count
         if not any(chunk.completes for chunk in chunks):
-            return []  # No token is needed, so do not wait for the device.
+            return []  # Do not wait for unneeded tokens.
         tokens = zip(chunks, best.tolist(), strict=True)
         return [(chunk.request, token) for chunk, token in tokens if chunk.completes]
 
     def _accept(self, tokens: Sequence[tuple[Request, int]]) -> Exception | None:
-        """Append tokens to requests that have not ended; return the first tokenizer error."""
+        """Append tokens to the requests that have not ended; return the first tokenizer error."""
         failed: Exception | None = None
         for request, token in tokens:
             if request.finish_reason is not None:
@@ -695,20 +695,20 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
-        """Complete all ``prompts`` and return their completions in order.
+        """Complete all ``prompts``, and return the completions in the same order.
 
-        Prompts wait until a slot is free. Any error, including one raised by ``on_event``, cancels
-        all prompts.
+        Prompts wait for free slots. Any error, including an error in ``on_event``, cancels all
+        prompts.
 
         Args:
             prompts: texts or lists of token ids.
             max_new_tokens: as for ``add_request``.
-            sampling: sampling parameters for all prompts, or a list with one entry for each prompt.
+            sampling: sampling parameters for all prompts, or a list with one entry per prompt.
             stop_token_ids: as for ``add_request``.
-            on_event: function that receives every event.
+            on_event: a function that is called with every event.
 
         Raises:
-            StateError: other requests are waiting or running; ``step`` must finish them first.
+            StateError: other requests are waiting or running. Call ``step`` until they have ended.
         """
         self._check_able()
         if self.has_work:
@@ -739,7 +739,7 @@ class Engine:
                     if on_event is not None:
                         on_event(event)
         except BaseException:
-            # The caller does not know the request ids and cannot cancel the requests.
+            # The caller cannot cancel the requests, because it does not know their ids.
             for request in (*self._scheduler.running, *self._scheduler.waiting):
                 self._drop(request)
             self._events = []
@@ -751,7 +751,7 @@ class Engine:
     def ready(self) -> None:
         """Capture the graphs that must exist before the first step.
 
-        Do nothing if they exist, or if their memory was released.
+        The call does nothing if they exist or if their memory is released.
         """
         if not self._captured and not self.pool.recordings.released:
             for runner in self.runners:
@@ -773,9 +773,9 @@ class Engine:
         return any(runner.idle() for runner in reversed(self.runners))
 
     def invalidate(self, reason: str) -> None:
-        """Close all graphs, for example because weights were replaced; ``capture`` makes new ones.
+        """Close all graphs, for example because weights were replaced. ``capture`` captures again.
 
-        Graphs read weights in place, so overwritten weights need no call.
+        Graphs read weights in place, so weights that were overwritten in place need no call.
         """
         self._check_open()
         for runner in reversed(self.runners):
@@ -790,7 +790,7 @@ class Engine:
             runner.suspend(release=release)
 
     def resume(self) -> None:
-        """Use the graphs again. Errors are those of ``Runner.resume``."""
+        """Use the graphs again. Raises the errors of ``Runner.resume``."""
         self._check_open()
         for runner in self.runners:
             runner.resume()
@@ -800,7 +800,7 @@ class Engine:
         return attrs.evolve(self._stats)
 
     def reset_stats(self) -> None:
-        """Set the engine's counters to zero, but not those of the runners."""
+        """Reset the engine's counters to zero, but not the counters of the runners."""
         self._stats = EngineStats()
 
     def close(self) -> None:
@@ -836,7 +836,7 @@ class Engine:
 
 
 def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> DeviceGraphConfig:
-    """Return a configuration from an object, a dictionary, JSON text, or None for the default."""
+    """Return the configuration in an object, a dictionary or JSON text; None is the default."""
     if given is None or isinstance(given, DeviceGraphConfig):
         return given or DeviceGraphConfig()
     if isinstance(given, str):
@@ -845,7 +845,7 @@ def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> Devi
 
 
 def has_hooks(model: PreTrainedModel) -> bool:
-    """Whether forwards of ``model`` call hooks that transformers and torch did not register."""
+    """Whether forwards of ``model`` call hooks other than hooks of transformers and torch."""
     return any(
         not str(getattr(hook, "__module__", "")).startswith(("transformers.", "torch."))
         for module in model.modules()
@@ -855,10 +855,10 @@ def has_hooks(model: PreTrainedModel) -> bool:
 
 
 def _with_defaults(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
-    """Return ``phase`` with the engine's defaults for keys that were not set explicitly.
+    """Return ``phase`` with the engine's defaults for all keys that are not set explicitly.
 
-    Graphs are captured lazily. If all modules are classes of transformers or torch, captures have
-    no warm-up runs, because such modules cache nothing in a first run (``tests/zoo`` tests this).
+    By default, graphs are captured lazily. If all modules are classes of transformers or torch,
+    there are no warm-up runs, because such modules cache nothing in a first run.
     """
     changes: dict[str, Any] = {}
     if not (phase.strict or phase.explicit & {"capture", "buckets", "max_bs"}):
@@ -873,7 +873,7 @@ def _with_defaults(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
 
 
 def _header_of(request: Request) -> dict[str, Any]:
-    """Return the header's fields that depend on the request."""
+    """Return the header fields that depend on the request."""
     sampler = request.sampler
     return {
         "token_ids": tuple(request.tokens),

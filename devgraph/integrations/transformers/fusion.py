@@ -1,19 +1,18 @@
-"""Fusion of a model's operations into fewer, larger kernels, for the steps of an engine.
+"""Fusion of a model's operations into fewer and larger kernels, for the steps of an engine.
 
-A decode step of a small model runs hundreds of kernels that each move a few kilobytes. Their number
-determines the speed of the step, even in a graph. Three replacements work for all model families:
+A decode step of a small model runs hundreds of kernels that each move a few kilobytes. Even in a
+graph, the number of kernels determines its speed. Three replacements work for all model families:
 
-* *norms*: one call of ``torch.nn.functional.rms_norm`` instead of eight kernels;
-* *projections*: one matrix product for consecutive linear layers with the same input (query, key
-  and value, or gate and up). Their weights become views of one matrix, so that no weight is stored
-  twice;
-* *rotary embeddings*: query and key are rotated together. The table of sines contains the signs, so
-  the halves of query and key are only swapped.
+* *norms*: one call of ``torch.nn.functional.rms_norm`` instead of eight kernels; * *projections*:
+one matrix product for consecutive linear layers with the same input (query, key and value, or gate
+and up). The weights become views of one matrix, so that no weight is stored twice; * *rotary
+embeddings*: one rotation of query and key together. The table of sines contains the signs, so the
+halves of query and key are merely swapped.
 
-Each replacement is verified first. ``OperationTrace`` records the shapes while the model runs. For
-random data of these shapes, the results of the original and of the replacement must agree. All
-other operations run unchanged, and ``Fusion.unfused`` counts the reasons. Outside of steps, the
-model runs its own code.
+Each replacement is verified first. ``OperationTrace`` records shapes while the model runs. On
+random data of these shapes, the original and the replacement must agree. All other operations run
+unchanged, and ``Fusion.unfused`` counts them by reason. Outside of steps, the model runs its own
+code.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 class _FairLock:
-    """A reentrant lock that prefers waiting threads to the thread that released it."""
+    """A reentrant lock that prefers waiting threads over the thread that has just released it."""
 
     def __init__(self) -> None:
         self._queue, self._lock = threading.Lock(), threading.Lock()
@@ -64,9 +63,9 @@ class _FairLock:
 
 
 model_lock = _FairLock()
-"""Lock for code that runs models with replaced attributes or must not see the replacements.
+"""A lock for code that runs models with replaced attributes, or must not see the replacements.
 
-One lock serves all models: they may share layers, and rotary functions belong to Python modules.
+All models need one lock: they may share layers, and rotary functions belong to Python modules.
 """
 
 
@@ -83,14 +82,14 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         finally:
             for owner, name, value, own in saved:
                 object.__setattr__(owner, name, value)
-                if not own:  # The value belongs to the class.
+                if not own:  # the class has the value
                     vars(owner).pop(name, None)
 
 
 def _rotary_changes(
     rotations: Mapping[ModuleType, Callable[..., Any]],
 ) -> list[tuple[Any, str, Any]]:
-    """Return changes of rotary functions; each rotation gets the original as its first argument."""
+    """Return changes of rotary functions. Each rotation gets the original as first argument."""
     return [
         (home, _ROTARY, functools.partial(rotate, getattr(home, _ROTARY)))
         for home, rotate in rotations.items()
@@ -102,9 +101,9 @@ class OperationTrace:
 
     def __init__(self, model: nn.Module) -> None:
         self.norms: dict[nn.Module, torch.Size | None] = {}
-        """Input shape of each RMS norm; None if a norm has several inputs or input shapes."""
+        """Input shape of each RMS norm, or None if a norm has several inputs or input shapes."""
         self.rotary: dict[ModuleType, dict[_Form, functools.partial[Any]]] = {}
-        """First call of each form of a rotary function, by the function's Python module."""
+        """The first call of each form of a rotary function, by the function's Python module."""
         self._calls: list[tuple[nn.Module, nn.Linear, Tensor]] = []
         self._model = model
 
@@ -134,7 +133,7 @@ class OperationTrace:
             self.norms[norm] = None
 
     def _record_linear(self, parent: nn.Module, child: nn.Linear, args: tuple[Any, ...]) -> None:
-        # The list must keep the tensor alive, or a later input could have the same id.
+        # Keep the tensor alive, or a later input could have the same id.
         self._calls.append((parent, child, args[0]))
 
     def _record_rotary(
@@ -155,7 +154,7 @@ class OperationTrace:
 
 
 _Form = tuple[Any, ...]
-"""Properties of a rotary function's arguments that determine its computation."""
+"""Properties of the arguments that determine the computation of a rotary function."""
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
@@ -181,7 +180,7 @@ def _compatible(group: list[nn.Linear]) -> bool:
 
 
 class _Projections:
-    """A group of linear layers that one matrix product computes."""
+    """A group of linear layers that are computed by one matrix product."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers = layers
@@ -192,8 +191,8 @@ class _Projections:
         self.join()
 
     def refresh(self) -> None:
-        """Join the weights again if any weight is no longer a view of the joined matrix."""
-        # Every eager step checks every layer, so the check reads the parameters directly.
+        """Join the weights again if one of them is no longer a view of the joined matrix."""
+        # Read the parameters directly, because every eager step checks every layer.
         if any(own["weight"].data_ptr() != address for own, address in self._addresses):
             if is_capturing():
                 raise CaptureError(
@@ -205,9 +204,9 @@ class _Projections:
     @torch.inference_mode(False)  # Inference tensors cannot be written outside of that mode.
     @torch.no_grad()
     def join(self) -> None:
-        """Concatenate the weights and make the layers' weights views of the result.
+        """Concatenate the weights, and turn the layers' weights into views of the result.
 
-        Weights that are already adjacent stay in place, because graphs may read them there.
+        Weights that are already adjacent are not moved, because graphs may read them there.
         """
         self.weight = _concatenated([layer.weight for layer in self.layers])
         biases = [layer.bias for layer in self.layers]
@@ -217,7 +216,7 @@ class _Projections:
         ]
 
     def _forward(self, index: int, given: Tensor) -> Tensor:
-        """Return the output of one layer; the call for the first layer computes all outputs."""
+        """Return the output of one layer. The call for the first layer computes all outputs."""
         if index == 0:
             self._given = given
             joined = F.linear(given, self.weight, self.bias)
@@ -247,7 +246,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Fusion:
-    """The verified replacements for one model; joined weights stay adjacent after ``close``."""
+    """The verified replacements for one model. Joined weights stay joined after ``close``."""
 
     def __init__(self, trace: OperationTrace) -> None:
         self.unfused: Counter[str] = Counter()
@@ -276,7 +275,7 @@ class Fusion:
             if all(_near(w, g) for w, g in zip(want, got, strict=True)):
                 yield group
             else:
-                self.unfused["projections: one product gives different results"] += 1
+                self.unfused["projections: the results of one product differ"] += 1
 
     def _norms(self, trace: OperationTrace) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         for norm, shape in trace.norms.items():
@@ -295,7 +294,7 @@ class Fusion:
                 yield home, calls.keys() - reasons.keys()
 
     def _mismatch(self, call: functools.partial[Any]) -> str | None:
-        """Return the reason why ``_rotate`` cannot replace the function of ``call``, or None."""
+        """Return the reason why ``_rotate`` cannot replace the function in ``call``, or None."""
         try:
             with torch.no_grad():
                 noisy = [_noise(a.shape, a) if isinstance(a, Tensor) else a for a in call.args]
@@ -314,7 +313,7 @@ class Fusion:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of replaced operations of each kind."""
+        """Number of replaced operations, by kind."""
         joined = sum(len(group.layers) for group in self._projections)
         return {
             "projections": joined,
@@ -343,7 +342,7 @@ class Fusion:
     def _rotate(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        # All layers receive the same tables, so prepare them once per step.
+        # Prepare tables once per step, because all layers receive the same tables.
         tables = self._tables.get(id(sin))
         if tables is None or tables[0] is not sin:
             low, high = sin.chunk(2, -1)
@@ -399,10 +398,10 @@ def _rotate_together(
 
 
 def _joined_heads(q: Tensor, k: Tensor, dim: int) -> Tensor:
-    """Concatenate along ``dim``; outputs of one joined projection are adjacent in memory."""
+    """Concatenate along ``dim``, without a copy if both outputs are adjacent in memory."""
     step = (q if q.shape[dim] > 1 else k).stride(dim)
     if (
-        # The stride of a dimension of size one carries no information.
+        # The strides of dimensions of size one have no meaning.
         all(q.shape[d] == 1 or q.stride(d) == k.stride(d) for d in range(q.dim()) if d != dim)
         and (k.shape[dim] == 1 or k.stride(dim) == step)
         and k.storage_offset() == q.storage_offset() + q.shape[dim] * step
@@ -424,7 +423,7 @@ def _noise(shape: torch.Size, like: Tensor) -> Tensor:
 def _close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False
-    # Allow a few rounding errors of the dtype, but at least those of float32.
+    # Allow a few rounding errors of the dtype, or of float32 if these are larger.
     limit = 8 * max(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps)
     is_near = torch.allclose(a.float(), b.float(), atol=limit, rtol=limit)
     return is_near and math.isfinite(float(a.float().sum()))

@@ -1,8 +1,8 @@
-"""The state of one request, in a form that every backend can write and read.
+"""The state of a request in a format that every backend can write and read.
 
-A handoff is a header and the tensors of each layer. Backends lay out their caches differently, so
-keys and values travel as ``[tokens, kv_heads, head_dim]``. All tensors are views of one buffer of
-bytes, which a transport sends without knowing its content.
+A handoff consists of a header and the tensors of each layer. Because cache layouts differ between
+backends, keys and values are sent as ``[tokens, kv_heads, head_dim]``. All tensors are views of one
+buffer of bytes, which a transport sends as it is.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.requests import SamplingParams
 
 VERSION = 1
-"""Version of the header and of the layout of the buffer."""
+"""Version of the header and of the buffer layout."""
 
 _ALIGNMENT = 64
 """Alignment of the tensors in the buffer, in bytes."""
 
 _SAMPLES = 16
-"""Number of elements of each weight in the digest."""
+"""Number of elements per weight in the digest."""
 
 _VOLATILE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache"})
-"""Keys of a model's configuration that do not describe its computation."""
+"""Configuration keys that do not affect the computation of a model."""
 
 Numbers = tuple[int | None, ...]
-"""One number for each layer; None for a layer without attention."""
+"""One number per layer; None for layers without attention."""
 
 States = tuple[dict[str, tuple[str, tuple[int, ...]]], ...]
-"""Dtype and shape of each recurrent state, by name, for each layer."""
+"""Dtypes and shapes of the recurrent states, by name, for each layer."""
 
 
 class Progress:
-    """The progress of a handoff, shared by its engine and its transport.
+    """The progress of a handoff, shared by the engine and the transport.
 
     Attributes:
         ended: reason why the tensors must no longer be read, or None.
-        receiver: name of the process that fetches the handoff, for messages; may be empty.
+        receiver: name of the process that fetches the handoff, for messages, or "".
         ready: number of leading layers whose tensors are complete.
-        ready_at: time at which each of these layers was complete, in seconds (monotonic clock).
-        deadline: time at which an unreleased export ends, in seconds (monotonic clock).
-        handoff: the complete handoff; None until it is complete.
+        ready_at: times at which these layers were complete, in seconds (monotonic clock).
+        deadline: time at which the export ends if it is not released, in seconds (monotonic clock).
+        handoff: the complete handoff, or None until then.
     """
 
     def __init__(self, ready: int = 0, *, deadline: float = math.inf) -> None:
@@ -80,12 +80,12 @@ class Progress:
             self.changed.notify_all()
 
     def complete(self, handoff: Handoff, settled: Callable[[], bool]) -> None:
-        """Set the complete handoff; ``settled`` returns whether the device has written it."""
+        """Set the complete handoff. ``settled`` returns whether the device has written it."""
         self.handoff, self._settled = handoff, settled
         self.advance(handoff.layers)
 
     def end(self, reason: str) -> None:
-        """End the handoff, for example with "released". Later reasons are ignored."""
+        """End the handoff for a reason, such as "released". Later reasons are ignored."""
         with self.changed:
             callbacks, self._callbacks = self._callbacks, []
             self.ended = self.ended or reason
@@ -102,7 +102,7 @@ class Progress:
         callback()
 
     def wait(self, layers: int, timeout_s: float) -> int:
-        """Wait until ``ready`` exceeds ``layers`` or the handoff has ended; return ``ready``."""
+        """Wait until ``ready`` exceeds ``layers`` or the handoff ends; return ``ready``."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.ready > layers or self.ended, timeout_s):
                 raise HandoffError(f"layer {layers} is not ready after {timeout_s:g} s")
@@ -113,7 +113,7 @@ class Progress:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Convert a JSON value to the type of a field of the header."""
+    """Convert a JSON value to the type of a header field."""
     origin, kinds = typing.get_origin(kind), typing.get_args(kind)
     if kind is SamplingParams:
         return SamplingParams(**value)
@@ -141,32 +141,32 @@ class Handoff:
     backend: str
     """Backend of the exporter."""
     model: str
-    """Digest of the architecture, a hyphen, and the digest of the weights."""
+    """Digest of the architecture and digest of the weights, joined by a hyphen."""
     dtype: str
     """Dtype of keys and values, such as "float32"."""
     layers: int
     kv_heads: Numbers
     head_dim: Numbers
     value_dim: Numbers
-    """Size of a value head; it differs from ``head_dim`` only in models with latent attention."""
+    """Size of a value head. Only in models with latent attention, it differs from ``head_dim``."""
     windows: Numbers
-    """Number of rows that a token attends to; None means all."""
+    """Number of rows that a token attends to; None means all rows."""
     states: States
     cached: int
     """Number of leading tokens whose keys and values are in ``data``."""
     token_ids: tuple[int, ...]
-    """Tokens of the prompt and of the continuation; the last one is not cached yet."""
+    """Tokens of the prompt and of the continuation. The last token is not cached yet."""
     prompt_length: int
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     sampling: SamplingParams
     draws: int
-    """Number of tokens that were drawn from the random stream."""
+    """Number of tokens drawn from the random stream."""
     random_state: str = attrs.field(default="", repr=False)
-    """State of the exporter's generator in hexadecimal digits; empty for a greedy request."""
+    """State of the exporter's generator in hexadecimal; empty for greedy requests."""
     data: Tensor = attrs.field(repr=False)
-    """The buffer of all tensors, uint8."""
+    """The uint8 buffer of all tensors."""
     progress: Progress = attrs.field(repr=False)
 
     @progress.default
@@ -175,12 +175,12 @@ class Handoff:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors in bytes, with their alignment."""
+        """Size of all tensors in bytes, including alignment."""
         return int(self.data.nbytes)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the header contains the first token; a layer-wise handoff gets it last."""
+        """Whether the header contains the first token, which a layer-wise handoff receives last."""
         return len(self.token_ids) > self.cached
 
     @property
@@ -190,10 +190,10 @@ class Handoff:
         return {f"{index}.{name}": view for index, views in layers for name, view in views.items()}
 
     def by_layer(self, data: Tensor) -> list[dict[str, Tensor]]:
-        """Return the tensors of each layer, as views of ``data`` or of a copy of it."""
+        """Return the tensors of each layer as views of ``data``, the buffer or a copy."""
         layers: list[dict[str, Tensor]] = [{} for _ in range(self.layers)]
         start = 0
-        # One operation makes the views of consecutive equal tensors.
+        # One operation creates the views of consecutive equal tensors.
         for (size, dtype, shape), run in itertools.groupby(
             self._layout, key=operator.itemgetter(2, 3, 4)
         ):
@@ -211,7 +211,7 @@ class Handoff:
 
     @property
     def layer_ends(self) -> list[int]:
-        """Numbers of bytes that hold the first 0, 1, 2, ... layers."""
+        """Sizes in bytes of the first 0, 1, 2, ... layers."""
         sizes = [0] * self.layers
         for layer, _, size, *_ in self._layout:
             sizes[layer] += size
@@ -219,7 +219,7 @@ class Handoff:
 
     @functools.cached_property
     def _layout(self) -> list[tuple[int, str, int, torch.dtype, tuple[int, ...]]]:
-        """Layer, name, aligned size, dtype and shape of each tensor, in their order."""
+        """Layer, name, aligned size, dtype and shape of each tensor, in the order of the buffer."""
         layout = []
         columns = (self.kv_heads, self.head_dim, self.value_dim, self.states)
         kinds = enumerate(zip(*columns, strict=True))
@@ -252,7 +252,7 @@ class Handoff:
 
     @classmethod
     def from_json(cls, text: str | bytes, device: torch.device | str = "cpu") -> Handoff:
-        """Read a header; allocate the buffer on ``device``, for a transport to fill.
+        """Parse a header, and allocate an empty buffer on ``device`` for a transport.
 
         Raises:
             HandoffError: the text is not a header of this version.
@@ -296,7 +296,7 @@ class Handoff:
 
     @property
     def _end(self) -> Tensor:
-        """The last bytes of the last floating-point tensor on the host; empty if there is none."""
+        """The last bytes of the last floating-point tensor, on the host; empty if there is none."""
         first = end = stop = 0
         for _, _, size, dtype, shape in self._layout if self.data.is_cpu else ():
             if dtype.is_floating_point and 0 not in shape:
@@ -314,9 +314,9 @@ class Handoff:
             )
 
     def stream_for(self, backend: str) -> tuple[int, int, Tensor | None]:
-        """Return seed, number of draws and generator state for a continuation on ``backend``.
+        """Return the seed, number of draws and generator state to continue on ``backend``.
 
-        The state fits only generators of the exporter's backend. On other backends, the stream
+        The generator state is valid only on the exporter's backend. On other backends, a new stream
         starts from a seed that is derived from the exporter's seed and the number of draws.
         """
         if backend == self.backend:
@@ -327,17 +327,17 @@ class Handoff:
 
 
 _UNSET = 255
-"""Value of the last bytes of a buffer before the tensors arrive, a NaN that no model computes."""
+"""Value of the last bytes of a buffer before the tensors arrive: a NaN that no model computes."""
 
 _HINTS = typing.get_type_hints(Handoff)
 _FIELDS = {f.name: _HINTS[f.name] for f in attrs.fields(Handoff)[:-2]}
-"""Types of the fields of the header; ``data`` and ``progress`` do not belong to it."""
+"""Types of the header fields, without ``data`` and ``progress``."""
 
 GEOMETRY = ("dtype", "layers", "kv_heads", "head_dim", "value_dim", "windows", "states")
 
 
 def geometry_of(model: CausalModel) -> dict[str, Any]:
-    """Return the header's fields that depend on the model alone."""
+    """Return the header fields that depend only on the model."""
     layers = len(model.cache.layers)
     columns: dict[str, list[Any]] = {name: [None] * layers for name in GEOMETRY[2:-1]}
     states: list[dict[str, Any]] = [{} for _ in range(layers)]
@@ -362,7 +362,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _digest(model: PreTrainedModel) -> str:
-    """Return digests of the architecture and of samples of the weights."""
+    """Return digests of the architecture and of sampled elements of the weights."""
     architecture, weights = hashlib.sha256(), hashlib.sha256()
     items = model.config.to_dict().items()
     config = {k: v for k, v in items if v and k not in _VOLATILE and k[0] != "_"}
@@ -381,10 +381,10 @@ def _digest(model: PreTrainedModel) -> str:
 def check_fit(
     handoff: Handoff, geometry: Mapping[str, Any], *, positions: int, convert: bool
 ) -> None:
-    """Raise HandoffError if fields of the header differ from the receiver's, with a line for each.
+    """Raise HandoffError with one line per header field that differs from the receiver's.
 
-    With ``convert``, the dtypes may differ, and then the digests of weights are not compared. A
-    buffer whose size differs from that in the header is refused as well.
+    With ``convert``, the dtypes may differ, and the digests of weights are not compared then. A
+    buffer whose size does not match the header is refused as well.
     """
 
     def comparable(name: str, value: Any, converts: bool) -> Any:
@@ -427,7 +427,7 @@ def check_fit(
 
 
 def _differing(name: str, there: Any, here: Any) -> str:
-    """Return a text with two unequal values; if they are columns, with the first unequal layer."""
+    """Describe two unequal values; if they are lists by layer, name the first unequal layer."""
     where = ""
     if name == "model":
         is_same = there.split("-")[0] == here.split("-")[0]
@@ -440,11 +440,11 @@ def _differing(name: str, there: Any, here: Any) -> str:
 
 
 class LayerStream:
-    """A thread that fills handoffs layer by layer while a step computes.
+    """A thread that fills handoffs layer by layer while a step runs.
 
     The thread waits for the signal ``kv.LAYER`` of each layer, and stops at the first layer with
     recurrent state. The last layer is copied after the step, with the first token. ``exports``
-    contains each handoff and the tensors of its slot by layer.
+    contains each handoff with the tensors of its slot, by layer.
     """
 
     def __init__(
@@ -464,7 +464,7 @@ class LayerStream:
     def _run(self) -> None:
         first, device = self._exports[0][0], self._exports[0][0].data.device
         pairs = [(handoff.by_layer(handoff.data), layers) for handoff, layers in self._exports]
-        # The current stream is busy with the step.
+        # Use another stream, because the current stream is busy with the step.
         stream = torch.Stream(device=device) if device.type != "cpu" else None
         for layer in range(first.layers - 1):
             if first.states[layer] or first.kv_heads[layer] is None or not self._reached(layer):
@@ -478,7 +478,7 @@ class LayerStream:
                 handoff.progress.advance(layer + 1)
 
     def _reached(self, layer: int) -> bool:
-        """Wait for the signal of a layer; return False if the step ended without it."""
+        """Wait for the signal of a layer; return False if the step ended without the signal."""
         while not self._stops:
             try:
                 self._gates[f"kv.{layer}"].wait(0.1, epoch=self._epoch)
@@ -493,9 +493,9 @@ class LayerStream:
 def copy_layers(
     target: Sequence[Mapping[str, Tensor]], source: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Copy tensors by layer and name; ``source`` may have more names.
+    """Copy tensors by layer and name. ``source`` may contain additional names.
 
-    One operation copies all consecutive tensors at equal distances in memory.
+    Consecutive tensors at equal distances in memory are copied by one operation.
     """
     pairs = [
         (tensor, there[name])

