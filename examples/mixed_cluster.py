@@ -360,7 +360,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="compare the tokens with an eager run in one process"
     )
-    parser.add_argument("--ray", action="store_true", help="run both ranks as Ray tasks")
+    parser.add_argument("--ray", action="store_true", help="run both ranks as Ray actors")
     dg.add_cli_args(parser)
     args = parser.parse_args()
     if not args.ray and os.environ.get("WORLD_SIZE") != "2":
@@ -399,7 +399,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def main_ray(args: argparse.Namespace) -> int:
-    """Run both ranks as Ray tasks, and the scheduler in this process."""
+    """Run both ranks as Ray actors, and the scheduler in this process."""
     import ray
 
     ray.init(log_to_driver=True)
@@ -408,16 +408,21 @@ def main_ray(args: argparse.Namespace) -> int:
     store = dist.TCPStore(address, 0, is_master=True, timeout=limit)
 
     @ray.remote
-    def run(rank: int, folder: str, port: int, args: argparse.Namespace) -> None:
-        sys.path.insert(0, folder)  # Ray would pickle the functions of a script.
-        module = importlib.import_module("mixed_cluster")
-        node = module.serve(rank, args, dist.TCPStore(address, port, timeout=limit))
-        dist.barrier()
-        node.close()
+    class Rank:
+        def run(self, rank: int, folder: str, port: int, args: argparse.Namespace) -> None:
+            sys.path.insert(0, folder)  # Ray would pickle the functions of a script.
+            module = importlib.import_module("mixed_cluster")
+            store = dist.TCPStore(address, port, timeout=limit)
+            node = module.serve(rank, args, store, lambda: store.set(f"ready {rank}", ""))
+            dist.barrier()
+            node.close()
 
     folder = os.path.dirname(os.path.abspath(__file__))
-    done = [run.remote(rank, folder, store.port, args) for rank in range(2)]
+    ranks = [Rank.remote() for _ in range(2)]
+    done = [actor.run.remote(rank, folder, store.port, args) for rank, actor in enumerate(ranks)]
     scheduler = Scheduler(dist.PrefixStore("messages", store).clone(), prompts_of(args))
+    while not store.check([f"ready {rank}" for rank in range(2)]):
+        ray.get(ray.wait(done, timeout=0.1)[0])  # raises the error of a rank
     scheduler.run(abort=2)
     ray.get(done)
     scheduler.print_table()
