@@ -1,7 +1,7 @@
-"""The step functions of a causal language model for the runners.
+"""The step functions that runners call for a causal language model.
 
-The model itself stays unchanged. Inside a step, its configuration names the attention function of
-this adapter and, for mixtures of experts, an implementation without data-dependent shapes.
+The model is not changed. Inside a step, its configuration selects this adapter's attention function
+and, for mixtures of experts, an implementation without data-dependent shapes.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
 ROW_MULTIPLE = 64
-"""Granularity of slots and of ``kv_len``, so that graphs need an update only once in 64 steps."""
+"""Granularity of slots and of ``kv_len``, so that graphs need an update only every 64 steps."""
 
 
 class _Step:
-    """The data of one forward that its attention and mixers read."""
+    """The data that attention and mixers read in one forward."""
 
     def __init__(self, batch: Batch, *, decode: bool, max_len: int) -> None:
         self.batch = batch
@@ -71,29 +71,29 @@ class _Step:
         self.lengths: Tensor | None = None
         self.tokens = int(batch.input_ids.shape[0])
         self.width = (batch.width or 1) if decode else self.tokens
-        # The scratch row belongs to the slot after the last one.
+        # The scratch row is in the slot after the last slot.
         self.slots = batch.slot_mapping[:: self.width] // max_len
 
 
 class CausalModel:
     """The steps of ``model`` over ``max_requests`` slots of at least ``max_len`` rows.
 
-    A *decode* step runs ``width`` tokens of each request, and request ``i`` has slot ``i``. A
-    *packed* step runs any number of tokens of each request, in any slot: whole prompts, chunks of
-    prompts, and single tokens of decoding requests.
+    A *decode* step runs ``width`` tokens per request, and request ``i`` has slot ``i``. A *packed*
+    step runs any number of tokens per request, in any slot: whole prompts, chunks of prompts, and
+    single tokens of decoding requests.
 
-    A model with its own attention (``own`` gives the reason) runs it on whole slots, with a mask
-    computed on the device. Its steps need no host arguments, and a packed step has the tokens of
-    one request. Mixers keep recurrent state in the state slots of the runners (see ``state``). Both
-    kinds of model must first reproduce the logits of the unchanged model.
+    A model with its own attention (``own`` is the reason) runs it on whole slots, with a mask that
+    is computed on the device. Its steps need no host arguments, and a packed step contains the
+    tokens of one request. Mixers keep recurrent state in the state slots of the runners (see
+    ``state``). In both cases, steps must first reproduce the logits of the unchanged model.
 
-    Further arguments and errors are those of ``Engine``.
+    For the other arguments and the errors, see ``Engine``.
 
     Args:
         updatable: whether graphs of the backend accept new host arguments
-            (``capabilities.region_update``). If not, decode attends to whole slots.
-        slot_attention: the backend's extension ``slot_attention``, used if it fits the model.
-        pin: function that pins host memory for asynchronous copies; None copies synchronously.
+            (``capabilities.region_update``). Otherwise, decode attends to whole slots.
+        slot_attention: the backend's extension ``slot_attention``, used if it supports the model.
+        pin: a function that pins host memory for asynchronous copies; None copies synchronously.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class CausalModel:
         self.bounded = updatable and self.own is None and bool(attention)
         offered = slot_attention if self.bounded else None
         self.slotted = offered and self._choose_slotted(offered)
-        # A backend that has its own attention neither updates nor captures other attention.
+        # A backend with its own attention can neither update nor capture other attention.
         self.fused = offered is None
         self.bounded = self.bounded and (self.fused or self.slotted is not None)
         multiple = self.slotted.row_multiple if self.slotted else ROW_MULTIPLE
@@ -152,7 +152,7 @@ class CausalModel:
         overrides = self.shape.overrides | {"_attn_implementation": self._name}
         self._overriding = overriding(model, **overrides)
         self.ignores_padding = True
-        """Whether left padding changes results of the unchanged model by rounding at most."""
+        """Whether left padding changes the results of the unchanged model at most by rounding."""
         if self.own is not None or self.states:
             with ordinary_device():
                 self._verify()
@@ -161,7 +161,7 @@ class CausalModel:
     def _choose_slotted(self, offered: Callable[..., SlotAttention | None]) -> SlotAttention | None:
         shapes = set(self.shape.attention)
         if len(shapes) > 1:
-            return None  # One extension object serves all layers.
+            return None  # One object must fit all layers.
         shape = shapes.pop()
         if shape.window or shape.softcap or shape.key_dim != shape.value_dim:
             return None
@@ -186,7 +186,7 @@ class CausalModel:
     # -- inputs of the runners -------------------------------------------------------------------
 
     def decode_inputs(self, steps: int = 1) -> list[InputSlot]:
-        """Return the input slots of a decode step, or of a launch of several steps."""
+        """Return the input slots for a decode step, or for a launch of several steps."""
 
         def numbers(high: int, low: int = 0) -> dict[str, Any]:
             draw = functools.partial(torch.randint, low, high)
@@ -197,7 +197,7 @@ class CausalModel:
         slots = [
             InputSlot("input_ids", ("tokens",), torch.int64, **numbers(self.shape.vocabulary)),
             InputSlot("position_ids", ("tokens",), torch.int64, **numbers(highest)),
-            # Without a sample, a proof writes to the scratch row and not to live requests.
+            # No sample, so that proofs write to the scratch row instead of live requests.
             InputSlot("slot_mapping", ("tokens",), torch.int64, pad=scratch),
         ]
         if steps > 1:
@@ -206,7 +206,7 @@ class CausalModel:
         return slots
 
     def packed_inputs(self) -> list[InputSlot]:
-        """Return the input slots of a packed step."""
+        """Return the input slots for a packed step."""
         slots = self.decode_inputs()
         if self.varlen:
             slots += [
@@ -234,9 +234,9 @@ class CausalModel:
     def decode_host_values(
         self, positions: list[int], width: int = 1, *, longest: int | None = None
     ) -> dict[str, Any]:
-        """Return the host arguments of a decode step, and clear the rows that become readable.
+        """Return the host arguments for a decode step, and clear the rows that become readable.
 
-        The values are rounded so that few distinct values occur. ``positions`` contains the
+        The values are rounded, so that few distinct values occur. ``positions`` contains the
         position of each request's first new token. For a launch of several steps, ``longest`` is
         the length of the longest sequence after the launch.
         """
@@ -259,8 +259,8 @@ class CausalModel:
     ) -> dict[str, Any]:
         """Return the arguments of ``Runner.run`` for a decode step; piece ``i`` has slot ``i``.
 
-        For a launch of ``steps``, ``left`` is the number of tokens that each request may still
-        generate.
+        For a launch of ``steps``, ``left`` contains the number of tokens that each request may
+        still generate.
         """
         positions = [piece.cached for piece in pieces]
         counts = [min(steps, count) for count in left or [1] * len(pieces)]
@@ -303,7 +303,7 @@ class CausalModel:
         return data | ({"state_slots": [piece.slot for piece in pieces]} if self.states else {})
 
     def slot_tensors(self, slot: int, length: int) -> list[dict[str, Tensor]]:
-        """Return views of the first ``length`` keys and values of a slot, for each layer."""
+        """Return views of the first ``length`` keys and values of a slot, by layer."""
         first = slot * self.max_len
         rows = slice(first, first + length)
         return [
@@ -322,7 +322,7 @@ class CausalModel:
 
     @torch.no_grad()
     def decode(self, batch: Batch) -> dict[str, Tensor]:
-        """Run one decode step; return logits ``[tokens, vocabulary]`` and tokens ``[tokens]``."""
+        """Run a decode step; return logits, ``[tokens, vocabulary]``, and tokens, ``[tokens]``."""
         step = _Step(batch, decode=True, max_len=self.max_len)
         width = step.width
         if self.varlen:
@@ -357,7 +357,7 @@ class CausalModel:
 
     @torch.no_grad()
     def packed(self, batch: Batch) -> Tensor:
-        """Run one packed step; return the last hidden states, ``[tokens, hidden]``."""
+        """Run a packed step; return the last hidden states, ``[tokens, hidden]``."""
         step = _Step(batch, decode=False, max_len=self.max_len)
         with self._running(step):
             output = self.shape.body(**self._inputs(step))
@@ -365,10 +365,10 @@ class CausalModel:
 
     @torch.no_grad()
     def tail(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the outputs of ``decode`` for the last token of each request of a packed step.
+        """Return the outputs of ``decode`` for the last token of each request in a packed step.
 
-        A model may scale or cap its logits. Therefore the whole forward of the model runs, with a
-        body that returns ``hidden``, ``[tokens, hidden]``.
+        The whole forward of the model runs, because it may scale or cap the logits, but its body is
+        replaced and returns ``hidden``, ``[tokens, hidden]``.
         """
         hidden = hidden.index_select(0, batch.last_tokens)
         output = self.shape.output_type(last_hidden_state=hidden[None])
@@ -377,7 +377,7 @@ class CausalModel:
         def computed(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
                 return output
-            with model_lock:  # Other threads wait and run the body's own forward.
+            with model_lock:  # Other threads wait, then run the original.
                 return body(*args, **kwargs)
 
         with replaced([(body, "forward", computed)]):
@@ -416,7 +416,7 @@ class CausalModel:
                 self.cache.aim(rows)
             else:
                 slots: int | Tensor = rows.shape[0] // step.width
-                if not step.decode:  # Padding has the scratch row, which belongs to no slot.
+                if not step.decode:  # Padding uses the scratch row, which is in no slot.
                     slots = step.slots.clamp(max=self.max_requests - 1)
                 self.cache.aim(rows, slots, width=step.width)
             try:
@@ -427,7 +427,7 @@ class CausalModel:
                 self._step = None
 
     def _mix(self, step: _Step, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
-        """Run a mixer in a step; in a decode step, it receives one row for each request."""
+        """Run a mixer in a step. In a decode step, the mixer receives one row per request."""
         if step.decode:
             rows = (step.tokens // step.width, step.width)
             layout = (1, step.tokens) if self.own is None else rows
@@ -445,10 +445,10 @@ class CausalModel:
         return output
 
     def _verify(self) -> None:
-        """Refuse the model unless its steps give the logits of the unchanged model.
+        """Refuse the model unless its steps reproduce the logits of the unchanged model.
 
-        Each text runs in two packed steps, and all texts in one decode step. If mixers cannot
-        continue a state with several tokens at once, they continue with one token at a time.
+        Each text runs in two packed steps, and all texts run in one decode step. Mixers that cannot
+        continue a state with several tokens at once continue with one token at a time.
         """
         own = f"{self.own}; and its own attention" if self.own else "its code for recurrent layers"
         generator = torch.Generator().manual_seed(0)
@@ -472,8 +472,8 @@ class CausalModel:
                 failure, cause = "gives different logits on whole slots", None
             except Exception as error:
                 failure, cause = f"fails on whole slots ({error})", error
-        # Rounding in half precision changes all logits of a deep model by a few percent, and a
-        # mixer that drops the state of a chunk changes them by several times as much.
+        # Half-precision rounding changes all logits of a deep model by a few percent. A mixer that
+        # drops the state of a chunk changes the logits several times as much.
         self.states.carries = differences[True] <= 2 * differences[False]
         if exact or not differences[self.states.carries] <= 0.1:
             raise refusal(self.model, f"{own} {failure}") from cause
@@ -485,15 +485,15 @@ class CausalModel:
             with replaced(overriding(self.model, pad_token_id=None)):
                 want, padded = (self._alone(ids, pads=pads).float() for pads in (0, 3))
         except Exception:
-            return False  # The model takes no mask.
+            return False  # It takes no mask.
         limit = max(1e-3, 4 * torch.finfo(self.dtype).eps)
         spread = (want - want.mean(-1, keepdim=True)).norm()
         return bool((padded - want).norm() <= limit * spread)
 
     def _alone(self, ids: Tensor, *, pads: int = 0) -> Tensor:
-        """Return the logits of the last two tokens of a text from the unchanged model.
+        """Return the logits that the unchanged model computes for the last two tokens of a text.
 
-        With ``pads``, the text is padded on the left, and the arguments are those of ``generate``.
+        With ``pads``, the text is padded on the left and run with the arguments of ``generate``.
         """
         positions = torch.arange(-pads, ids.shape[1], device=self.device)[None]
         ids, mask = F.pad(ids, (pads, 0)), (positions >= 0).long()
@@ -502,7 +502,7 @@ class CausalModel:
             given = {"attention_mask": mask, "position_ids": positions} if pads else {}
             given = {n: t for n, t in given.items() if n in parameters_of(self.model)}
             return self.model(input_ids=ids, use_cache=False, **given).logits[0, -2:]  # type: ignore[no-any-return]
-        # A scan may round differently from a step of one token, so split as generate does.
+        # A scan may round differently from a single-token step, so split the text as generate does.
         cache, logits = new_cache(self.model), []
         for part in (slice(-1), slice(-1, None)):
             inputs = body_inputs(self.model, ids[:, part], positions[:, part], cache)
@@ -512,7 +512,7 @@ class CausalModel:
         return torch.cat(logits)
 
     def _logits(self, texts: list[list[int]]) -> Tensor:
-        """Return the logits of the last two tokens of each text, from steps."""
+        """Return the logits that steps compute for the last two tokens of each text."""
         logits = []
         state = self.states.zeros(len(texts) + 1, self.device)
         for slot, text in enumerate(texts):
@@ -566,7 +566,7 @@ class CausalModel:
         if self.varlen:
             return self._attend_varlen(step, layer, query, scale), None
         shape = (1, query.shape[2], query.shape[1], layer.shape.value_dim)
-        # Results of padding must not vary, so rows that the kernel does not write are zero.
+        # Results for padding must be constant, so rows that the kernel does not write are zero.
         out = query.new_empty(shape) if step.decode else query.new_zeros(shape)
         scoring = (scale, softcap, window, self.fused)
         keys, values = layer.keys_by_slot, layer.values_by_slot
@@ -606,7 +606,7 @@ class CausalModel:
 
 
 def _reshaped(tree: Any, before: tuple[int, int], after: tuple[int, int]) -> Any:
-    """Return ``tree`` with tensors of shape ``[*before, ...]`` reshaped to ``[*after, ...]``."""
+    """Reshape the tensors in ``tree`` from ``[*before, ...]`` to ``[*after, ...]``."""
 
     def fitted(leaf: Tensor) -> Tensor:
         return leaf.reshape(*after, *leaf.shape[2:]) if leaf.shape[:2] == before else leaf
@@ -615,7 +615,7 @@ def _reshaped(tree: Any, before: tuple[int, int], after: tuple[int, int]) -> Any
 
 
 def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., Tensor]:
-    """Return a forward of an embedding that takes the positions of ``step``."""
+    """Return a forward for an embedding that uses the positions of ``step``."""
     own = module.forward
     signature = inspect.signature(own)
 

@@ -16,13 +16,13 @@ from devgraph.integrations.transformers.transport import Transport, owner_of
 
 
 class NixlTransport(Transport):
-    """A transport whose receivers read registered memory of the exporter.
+    """A transport in which receivers read registered memory of the exporter.
 
-    The exporter takes no part in a transfer. Device tensors are copied through host memory.
+    The exporter does not take part in transfers. Device tensors are copied through host memory.
 
     Args:
-        group: as for ``TorchTransport``; its store holds the headers.
-        timeout_s: seconds to wait for another rank.
+        group: as for ``TorchTransport``; the group's store contains the headers.
+        timeout_s: maximum time to wait for another rank, in seconds.
 
     Raises:
         ImportError: NIXL is not installed.
@@ -47,7 +47,7 @@ class NixlTransport(Transport):
                 self._agent.add_remote_agent(base64.b64decode(entry["agent"]))
                 there = [(entry["address"], handoff.nbytes, 0)]
                 self._read(handoff.data, self._agent.get_xfer_descs(there, "DRAM"), owner)
-            # If the offer ended during the read, its memory may have been overwritten.
+            # If the offer ended during the read, the memory may have been overwritten.
             if not self._store.check([offer_id]):
                 raise HandoffError(
                     f"rank {rank} ended the handoff {offer_id!r} during its transfer"
@@ -79,7 +79,7 @@ class NixlTransport(Transport):
         handoff = handoff.progress.handoff or handoff
         if not handoff.is_complete:
             raise HandoffError(
-                "NIXL sends complete handoffs only: offer this one after its prompt has run"
+                "NIXL sends only complete handoffs: offer this handoff after its prompt has run"
             )
         handoff.progress.wait(handoff.layers - 1, self.timeout_s)
         data = handoff.data.cpu()

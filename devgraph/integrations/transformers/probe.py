@@ -1,16 +1,16 @@
-"""Requirements of a model, determined by running it on three tokens.
+"""The requirements of a model, determined by a run on three tokens.
 
-The probe does not interpret configurations of model families. It calls the model with an attention
-function and a mask function that only record: the shapes that each layer writes to the cache, the
-mask that the layer receives, and the arguments that the layer passes to attention. A model with a
-requirement that this integration cannot meet is refused before an engine is built.
+The probe does not interpret the configurations of model families. It calls the model with attention
+and mask functions that only record the shapes that each layer writes to the cache, the mask that
+the layer receives, and the arguments that the layer passes to attention. A model with a requirement
+that this integration cannot meet is refused before an engine is created.
 
 A model may compute attention in its own code, or pass arguments that the kernels here do not
-support. Such a model is probed again as one that *runs its own attention*, on whole slots of the
-cache, with a mask computed from positions on the device.
+support. Such a model is probed again as a model that *runs its own attention* on whole slots of the
+cache, with a mask that is computed from positions on the device.
 
-Layers with recurrent state are found by a run over the cache that ``generate`` makes. The modules
-that write state to it are the *mixers*. The filled layers are the templates of the state rows.
+Layers with recurrent state are found by a run with a cache as created by ``generate``. The modules
+that write state to this cache are the *mixers*. The filled layers are templates for the state rows.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from devgraph.integrations.transformers.state import Mixer, state_tensors
 
 _TOKENS = 3
 _OTHER_LENGTH = 5
-"""Length that the cache reports in a second run. The results must not depend on it."""
+"""The length that the cache reports in a second run, on which the results must not depend."""
 
-# Attention arguments without effect here: dropout is off, the mask determines causality and window,
-# and positions are applied earlier.
+# Attention arguments that have no effect here: dropout is off, the mask determines causality and
+# window, and positions are applied earlier.
 _HARMLESS = frozenset(
     """
     cache_position dropout is_causal output_attentions output_hidden_states output_router_logits
@@ -55,10 +55,10 @@ _HARMLESS = frozenset(
 )
 _HONOURED = frozenset({"scaling", "softcap"})
 
-# These rotary embeddings choose frequencies by the largest position of a step, read on the host.
+# Rotary embeddings whose frequencies depend on a step's largest position, read on the host.
 _HOST_ROPE = frozenset({"dynamic", "longrope"})
 
-# Kinds of cache layers. A DummyLayer, the only other supported kind, stores nothing.
+# Supported kinds of cache layers, except for DummyLayer, which stores nothing.
 _KEY_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 _MIXED_LAYERS = frozenset(
     {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
@@ -70,37 +70,37 @@ _OWN_ATTENTION = "its attention does not go through the attention-function regis
 
 
 class UnsupportedModelError(DeviceGraphError, ValueError):
-    """The model needs something that this integration does not support; the message names it."""
+    """The model has a requirement that this integration does not support."""
 
 
 @attrs.frozen(kw_only=True)
 class ModelShape:
-    """Requirements of a model."""
+    """The requirements of a model."""
 
     layers: tuple[LayerShape | None, ...]
-    """Shape of the attention in each cache layer; None without attention."""
+    """The attention shape of each cache layer, or None for layers without attention."""
     states: dict[int, Any]
-    """A filled cache layer for each layer with recurrent state, by index."""
+    """Filled cache layers for all layers with recurrent state, by index."""
     mixers: tuple[Mixer, ...]
-    """Modules that read and write recurrent state."""
+    """The modules that read and write recurrent state."""
     positions: int | None
-    """Maximum length at which steps reproduce ``model.generate``; None means no limit."""
+    """Maximum length at which steps reproduce ``model.generate``, or None if there is no limit."""
     vocabulary: int
     dtype: torch.dtype
-    """Dtype of keys and values, or of the weights in a model without attention."""
+    """Dtype of keys and values, or of the weights of a model without attention."""
     device: torch.device
     body: torch.nn.Module
-    """Module that computes hidden states: the base model or a part of it."""
+    """The module that computes hidden states: the base model or a part of it."""
     output_type: type[Any]
-    """Type of the body's output. It can be created from ``last_hidden_state`` alone."""
+    """Type of the body's output, which can be created from just ``last_hidden_state``."""
     uses_length: bool
-    """Whether the model reads the length of its cache, without effect on the results."""
+    """Whether the model reads the length of its cache, which does not affect the results."""
     own: str | None
-    """Reason why the model runs its own attention; None if it uses kernels of this package."""
+    """Reason why the model runs its own attention, or None if it uses kernels of this package."""
     overrides: dict[str, Any]
-    """Configuration values during steps, except for the attention implementation."""
+    """Configuration values during steps, without the attention implementation."""
     trace: OperationTrace = attrs.field(repr=False)
-    """Operations that may be fused."""
+    """The operations that may be fused."""
 
     @property
     def attention(self) -> list[LayerShape]:
@@ -109,13 +109,13 @@ class ModelShape:
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
-    """Return every distinct configuration that a module of ``model`` holds."""
+    """Return the distinct configurations of the modules of ``model``."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
 
 
 def overriding(model: PreTrainedModel, **values: Any) -> list[tuple[Any, str, Any]]:
-    """Return changes of attributes that configurations have, as arguments of ``replaced``."""
+    """Return changes for ``replaced`` of all attributes that the model's configurations have."""
     return [
         (config, name, value)
         for config in configs_of(model)
@@ -125,7 +125,7 @@ def overriding(model: PreTrainedModel, **values: Any) -> list[tuple[Any, str, An
 
 
 def eos_of(*configs: Any) -> list[int]:
-    """Return the end-of-sequence tokens of the first configuration that has any."""
+    """Return the end-of-sequence tokens of the first configuration that defines any."""
     for config in configs:
         tokens = getattr(config, "eos_token_id", None)
         if tokens is not None:
@@ -173,12 +173,12 @@ def _check_static(model: PreTrainedModel) -> None:
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """Return an empty cache like the one that ``model.generate`` makes."""
+    """Return an empty cache, as created by ``model.generate``."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def _cache_layers(model: PreTrainedModel) -> list[Any]:
-    """Return the layers of the cache that ``model.generate`` makes; refuse unknown kinds."""
+    """Return the layers of a cache as created by ``model.generate``; refuse unknown kinds."""
     layers: list[Any] = new_cache(model).layers
     for index, layer in enumerate(layers):
         kind = type(layer).__name__
@@ -190,11 +190,11 @@ def _cache_layers(model: PreTrainedModel) -> list[Any]:
 
 
 class _BodyFound(Exception):
-    """An exception that ends a forward at the first module that it calls."""
+    """An exception that ends a forward at the first call of a module."""
 
 
 def _body_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the module that computes hidden states: the first that the forward calls."""
+    """Return the module that computes hidden states: the first module that the forward calls."""
     called: list[torch.nn.Module] = []
 
     def stop(module: torch.nn.Module, args: Any) -> None:
@@ -224,7 +224,7 @@ def parameters_of(module: torch.nn.Module) -> set[str]:
 def body_inputs(
     body: torch.nn.Module, ids: Tensor, positions: Tensor, cache: Any
 ) -> dict[str, Any]:
-    """Return the arguments of the body's forward for tokens ``[batch, width]``."""
+    """Return the arguments for the body's forward with tokens ``[batch, width]``."""
     parameters = parameters_of(body)
     inputs = {
         "input_ids": ids,
@@ -239,7 +239,7 @@ def body_inputs(
 def _first_run(
     model: PreTrainedModel, body: torch.nn.Module, cache: Any, changes: list[tuple[Any, str, Any]]
 ) -> Any:
-    """Run the body on a few tokens with changed attributes; return its output."""
+    """Run the body on a few tokens under ``changes``; return its output."""
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(_TOKENS, device=model.device)[None]
     try:
@@ -252,7 +252,7 @@ def _first_run(
 
 
 class _StateProbe(DynamicCache):  # type: ignore[misc]
-    """A cache that records during one run which modules write recurrent state to it."""
+    """A cache that records the modules that write recurrent state to it during one run."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(config=model.config.get_text_config(decoder=True))
@@ -306,7 +306,7 @@ class _StateProbe(DynamicCache):  # type: ignore[misc]
 
 
 class _AttentionProbe(Cache):  # type: ignore[misc]
-    """A cache that records the attention of one run and stores nothing."""
+    """A cache that records the attention of one run, but stores nothing."""
 
     def __init__(
         self, model: PreTrainedModel, mixers: tuple[Mixer, ...], *, own: str | None
@@ -320,13 +320,13 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         self.uses_length = False
         """Whether the model read the length of the cache."""
         self.written: tuple[int, Tensor, Tensor] | None = None
-        """Layer, keys and values of the last write."""
+        """The layer, keys and values of the last write."""
         self.functions: list[Callable[..., Tensor]] = []
-        """Mask functions of a model that runs its own attention."""
+        """The mask functions of a model that runs its own attention."""
         self.windows: list[int | None] = []
         self.shapes: dict[int, LayerShape] = {}
         self.attended: list[Tensor] = []
-        """Queries, keys and values of all attention calls."""
+        """The queries, keys and values of all attention calls."""
         self.output: Any = None
 
     def run(
@@ -345,7 +345,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
             with registered(name, attention, self.mask), _NoLists(), _NoHostReads():
                 self.output = _first_run(model, body, self, changes)
         except _Failed as error:
-            # An error between a cache write and the call of ``attention`` comes from the model's
+            # After a cache write without a call of ``attention``, the error comes from the model's
             # own attention, which received the placeholder mask.
             if self.written is None or own:
                 raise
@@ -368,7 +368,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def has_previous_state(self, *args: Any) -> bool:
-        """Return True, as in the middle of a text, so that models skip their padding masks."""
+        """Return True, so that models skip their padding masks as in the middle of a text."""
         return True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -384,7 +384,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         self.dtype = key.dtype
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the window of a mask and return a placeholder that ``attention`` recognizes."""
+        """Record the window of a mask, and return a placeholder that ``attention`` recognizes."""
         function = kwargs.get("mask_function")
         padded = kwargs.get("attention_mask") is not None
         if function is None or (padded and self.own is None):
@@ -395,7 +395,7 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
             return mask_of(function, at[None], at, self.model.dtype)
         with _disable_current_modes():
             self.windows.append(_window_of(function))
-        # On another device, the mask would cause other errors in the model's own attention.
+        # A mask on another device would cause other errors in the model's own attention.
         return torch.full((1, 1, 1, 1), len(self.windows) - 1, device=self.model.device)
 
     def attention(
@@ -442,19 +442,19 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
 def mask_of(
     function: Callable[..., Tensor], positions: Tensor, rows: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the mask ``[requests, 1, width, rows]`` of a mask function of transformers."""
+    """Return the mask ``[requests, 1, width, rows]`` for a mask function of transformers."""
     none = rows[:1] * 0
     shown = function(none, none, positions[:, None, :, None], rows)
     shown = shown.expand(positions.shape[0], 1, positions.shape[1], rows.shape[0])
-    # Some models of transformers compare masks with the lowest number of the dtype.
+    # Some models compare masks with the lowest number of the dtype.
     hide = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
 
 
 def _window_of(function: Callable[..., Tensor]) -> int | None:
-    """Return the sliding window of a causal mask function; None means no window.
+    """Return the sliding window of a causal mask function, or None if it has no window.
 
-    The function is evaluated at near and distant positions. At each of them, it must allow exactly
+    The function is evaluated at near and distant positions. At each position, it must allow exactly
     the last ``window`` rows, or all rows.
     """
     cpu = torch.device("cpu")
@@ -478,13 +478,13 @@ def _window_of(function: Callable[..., Tensor]) -> int | None:
 
 
 def ordinary_device() -> AbstractContextManager[Any]:
-    """Return a context in which the default device of torch is the CPU."""
+    """Return a context manager under which torch's default device is the CPU."""
     ordinary = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if ordinary else torch.device("cpu")
 
 
 def require_model(model: object) -> None:
-    """Raise UnsupportedModelError unless ``model`` is a model of transformers."""
+    """Raise UnsupportedModelError unless ``model`` is a transformers model."""
     if not isinstance(model, PreTrainedModel):
         way = "load one with AutoModelForCausalLM.from_pretrained(...)"
         if isinstance(getattr(model, "model", None), PreTrainedModel):
@@ -495,7 +495,7 @@ def require_model(model: object) -> None:
 
 
 class _Prober:
-    """A model and the results of its trial runs that do not depend on its attention."""
+    """A model, and the results of its trial runs that do not depend on attention."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         _check_static(model)
@@ -503,10 +503,10 @@ class _Prober:
         self.cache_layers = _cache_layers(model)
         self.body = _body_of(model)
         self.trace = OperationTrace(self.body)
-        # With a pad_token_id, some models search the ids for padding on the host.
+        # If there is a pad_token_id, some models search the ids for padding on the host.
         self.overrides: dict[str, Any] = {"pad_token_id": None}
         if any(getattr(c, "_experts_implementation", None) for c in configs_of(model)):
-            # Grouped products read the group sizes on the host unless the device has a kernel.
+            # Grouped products read group sizes on the host unless the device has a kernel for them.
             fused = model.device.type != "cpu" and model.dtype == torch.bfloat16
             self.overrides["_experts_implementation"] = "grouped_mm" if fused else "batched_mm"
         self.states: dict[int, Any] = {}
@@ -514,7 +514,7 @@ class _Prober:
         self._find_states()
 
     def _find_states(self) -> None:
-        """Set the filled layers with recurrent state, and the mixers that write them."""
+        """Find the filled layers with recurrent state, and the mixers that write the state."""
         kinds = [type(layer).__name__ for layer in self.cache_layers]
         indices = [index for index, kind in enumerate(kinds) if kind in _STATE_LAYERS]
         if not indices:
@@ -523,15 +523,15 @@ class _Prober:
         with self.trace.recording():
             self.mixers = cache.run(self.model, self.body)
         written = {mixer.layer for mixer in self.mixers}
-        # Some caches have a state layer where the model has none, for example for an MLP.
+        # Some caches have a state layer where the model has none, for example at an MLP.
         self.states = {index: cache.layers[index] for index in indices if index in written}
         filled = [index for index in indices if state_tensors(cache.layers[index])]
         if not written or filled != list(self.states):
             raise _Refused("it keeps recurrent state outside of its cache")
 
     def shape(self, own: str | None = None) -> ModelShape:
-        """Run the attention of the model, and return the requirements of the model."""
-        # A cache may have more layers than the model writes.
+        """Run the model to record its attention, and return the requirements of the model."""
+        # The cache may have more layers than the model writes.
         kinds = [type(layer).__name__ for layer in self.cache_layers]
         keyed = [index for index, kind in enumerate(kinds) if kind in _KEY_LAYERS | _MIXED_LAYERS]
         if own is None and keyed and "position_ids" not in parameters_of(self.body):
@@ -542,14 +542,14 @@ class _Prober:
         if not shapes and (keyed or not self.states):
             raise _Refused(_OWN_ATTENTION if own is None else "it keeps no keys and values")
         attending = sorted(shapes)
-        # A model with recurrent state may leave layers unused; its logits are verified later.
+        # A model with recurrent state may leave layers unused. Its logits are verified later.
         expected = set(keyed) if self.states else set(range(len(shapes)))
         if not set(attending) <= expected:
             raise _Refused(f"only layers {attending} call attention")
         if own is None and probe.written is not None:
             raise _Refused(f"only layers {attending} call attention through the registry")
         if own is None and probe.uses_length and shapes:
-            # The cache of an engine holds requests of different lengths, so it has no single one.
+            # Requests in an engine's cache have different lengths, so it has no single length.
             other = self._run(own, length=_OTHER_LENGTH)
             if not probe.equals(other):
                 raise _Refused("it computes with the length of its cache, not with position_ids")
@@ -581,12 +581,12 @@ class _Prober:
         """Return the maximum length of a request.
 
         The cache of ``generate`` may keep fewer rows than the mask allows: Moshi's cache has a
-        sliding window, but its mask has none. The results of a longer request would depend on the
-        chunks of its prompt, so that window is the limit.
+        sliding window, but Moshi's mask has none. The results of a longer request would depend on
+        the chunks of its prompt, so the window of the cache is the limit.
         """
         windows = set()
         for function in functions:
-            with contextlib.suppress(Exception):  # A mask that depends on other data has no window.
+            with contextlib.suppress(Exception):  # Other masks have no window.
                 windows.add(_window_of(function))
         limits = [getattr(self.model.config.get_text_config(), "max_position_embeddings", None)]
         for layer, shape in zip(self.cache_layers, shapes, strict=False):
@@ -597,7 +597,7 @@ class _Prober:
 
 
 def probe(model: PreTrainedModel) -> ModelShape:
-    """Run ``model`` on three tokens and return its requirements."""
+    """Run ``model`` on three tokens, and return its requirements."""
     require_model(model)
     try:
         with model_lock, ordinary_device():
@@ -632,7 +632,7 @@ def registered(
 
 
 def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the attention function of ``model`` itself, for calls with a mask."""
+    """Return the model's own attention function, for calls with a mask."""
     plain = all(config._attn_implementation == "sdpa" for config in configs_of(model))
 
     def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -645,7 +645,7 @@ def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 class _NoLists(TorchFunctionMode):
-    """A mode that refuses host reads that bypass the dispatcher."""
+    """A mode that refuses host reads which bypass the dispatcher."""
 
     is_devgraph_mode = True
 

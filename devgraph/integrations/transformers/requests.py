@@ -1,9 +1,9 @@
-"""Requests: sampling of their tokens, their text, and the choice of requests for each step.
+"""Requests, the sampling of their tokens, the conversion to text, and the scheduler.
 
-A request is *waiting* until a slot is free, then *running* until it ends. All running requests
-take part in every step. A step is a decode step if each has one token to process. Otherwise it is a
-packed step, in which prompts share the token budget that the decoding requests leave. Decode steps
-need the slots ``0 .. n - 1``; ``compact`` returns the moves that close gaps.
+A request is *waiting* until a slot is free, then *running* until it ends. All running requests take
+part in every step. A step is a decode step if each request has exactly one token to process.
+Otherwise it is a packed step, in which prompts share the token budget that decoding requests leave.
+Decode steps need the slots ``0 .. n - 1``. ``compact`` returns the moves that close gaps.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from devgraph.api.errors import InputError, InputTypeError, brief, counted, fini
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 _COLDEST = 1e-30
-"""Minimum temperature; logits divided by a smaller one overflow."""
+"""Minimum temperature. Logits that are divided by a lower temperature overflow."""
 
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request; the default is greedy.
+    """The sampling parameters of a request, by default greedy.
 
-    They apply in the order temperature, ``top_k``, ``top_p``, as in transformers.
+    As in transformers, the order is temperature, ``top_k``, ``top_p``.
     """
 
     temperature: float = 0.0
-    """Divisor of the logits; 0 always chooses the best token."""
+    """Divisor of the logits; 0 means greedy: the best token is always chosen."""
 
     top_k: int = 0
-    """Number of best tokens to keep; 0 keeps all."""
+    """Number of best tokens to keep; 0 keeps all tokens."""
 
     top_p: float = 1.0
-    """Minimum sum of the probabilities of the best tokens to keep."""
+    """Minimum total probability of the best tokens to keep."""
 
     seed: int | None = None
-    """Seed of the random stream; equal seeds give equal tokens in any batch. None draws a seed."""
+    """Seed of the random stream. Equal seeds yield equal tokens in any batch. None draws a seed."""
 
     def __attrs_post_init__(self) -> None:
         if finite("temperature", self.temperature) and self.temperature < _COLDEST:
@@ -90,7 +90,7 @@ class Sampler:
         return self._generator.get_state()
 
     def resume(self, seed: int, draws: int, state: Tensor | None) -> None:
-        """Continue the stream of another sampler after ``draws`` tokens."""
+        """Continue the random stream of another sampler after ``draws`` tokens."""
         self.draws = draws
         if state is None:
             self._generator.manual_seed(seed)
@@ -101,12 +101,12 @@ class Sampler:
         """Draw a token from logits ``[vocabulary]``; return a scalar int64 tensor on the device."""
         self.draws += 1
         kept = self.kept(logits)
-        # argmax(p / exponential noise) is distributed as p (the Gumbel trick without logarithms).
+        # argmax(p / exponential noise) has distribution p (the Gumbel trick without logarithms).
         noise = torch.empty_like(kept).exponential_(generator=self._generator)
         return (torch.softmax(kept, -1) / noise).argmax(-1)
 
     def kept(self, logits: Tensor) -> Tensor:
-        """Return filtered float32 logits; excluded tokens are -inf."""
+        """Return the filtered logits in float32, with -inf for excluded tokens."""
         scores: Tensor = self._filters(None, logits.float()[None])
         return scores[0]
 
@@ -119,29 +119,29 @@ def ids_of(what: str, given: Any) -> list[int]:
 
 
 class TextStream:
-    """A converter of tokens into pieces of text, which end with whole characters."""
+    """A converter of tokens into pieces of text that never split a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = tokenizer.decode
         self._tokens: list[int] = []
-        # The text of tokens [start:read] was returned already. A token's text depends on the token
-        # before it (spaces), so decoding starts at `start`.
+        # The text of tokens [start:read] has already been returned. A token's text depends on the
+        # previous token (spaces), so decoding starts at `start`.
         self._start = 0
         self._read = 0
         self.text = ""
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that became final, possibly empty."""
+        """Add a token, and return the text that became final, which may be empty."""
         self._tokens.append(token)
         new = self._new()
         return "" if not new or new.endswith(_BROKEN) else self._emit(new)
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return the text that was not yet final."""
         return self._emit(self._new())
 
     def _new(self) -> str:
-        """Return the text of the tokens from ``read`` on."""
+        """Return the text of the tokens after ``read``."""
         before, after = (
             self._decode(self._tokens[self._start : end], skip_special_tokens=True)
             for end in (self._read, None)
@@ -156,7 +156,7 @@ class TextStream:
 
 
 class FinishReason(str, enum.Enum):
-    """Reason why a request ended."""
+    """Reasons why requests end."""
 
     EOS = "eos"
     """The model produced an end-of-sequence token."""
@@ -170,7 +170,7 @@ class FinishReason(str, enum.Enum):
 
 @attrs.define(eq=False)
 class Request:
-    """One prompt and its continuation."""
+    """A prompt and its continuation."""
 
     id: int
     tokens: list[int]
@@ -181,13 +181,13 @@ class Request:
     sampler: Sampler | None
     stream: TextStream | None
     cached: int = 0
-    """Number of leading ``tokens`` that the cache holds."""
+    """Number of leading ``tokens`` in the cache."""
     slot: int | None = None
     """Request slot; None while waiting."""
     finish_reason: FinishReason | None = None
     prompt_length: int = attrs.Factory(lambda self: len(self.tokens), takes_self=True)
     handoff: Any = None
-    """The handoff that the request waits to be filled from, or that is exported from it."""
+    """The handoff from which the request will be filled, or to which it is exported."""
     is_exported: bool = False
 
     @property
@@ -211,7 +211,7 @@ class Request:
         return Chunk(self.slot, self.cached, ids, count == self.to_go, self)
 
     def accept(self, token: int) -> str:
-        """Append a token, set ``finish_reason`` at the end, and return text that became final."""
+        """Append a token, set ``finish_reason`` at the last one, and return the final text."""
         self.tokens.append(token)
         if token in self.eos:
             self.finish_reason = FinishReason.EOS
@@ -232,11 +232,11 @@ class Piece:
 
     slot: int
     cached: int
-    """Number of tokens that the slot holds."""
+    """Number of tokens that are already in the slot."""
     ids: list[int]
     """Tokens to run."""
     completes: bool
-    """Whether the step yields the token after ``ids``."""
+    """Whether the step produces the token after ``ids``."""
 
     @property
     def count(self) -> int:
@@ -251,10 +251,10 @@ class Chunk(Piece):
 
 
 class Scheduler:
-    """The waiting, the running and the held requests.
+    """The waiting, running and held requests of an engine.
 
-    A request is held after its export, until it is released. A held request counts against the
-    slots, so that an engine exports no faster than other engines admit.
+    A request is held from its export until its release. Held requests count against the slots, so
+    that an engine exports no faster than other engines admit.
     """
 
     def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:
@@ -271,7 +271,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        """Running requests in the order of their slots."""
+        """The running requests, in the order of their slots."""
         return [r for r in self._slots if r is not None]
 
     @property
@@ -284,11 +284,11 @@ class Scheduler:
 
     @property
     def free(self) -> int:
-        """Number of slots for waiting requests."""
+        """Number of slots that waiting requests can take."""
         return self._slots.count(None) - len(self.held)
 
     def admit(self) -> list[Request]:
-        """Give the lowest free slots to the longest waiting requests, and return these requests."""
+        """Assign the lowest free slots to the longest waiting requests; return these requests."""
         requests = []
         while self.waiting and self.free > 0:
             request = self.waiting.popleft()
@@ -298,14 +298,14 @@ class Scheduler:
         return requests
 
     def hold(self, request: Request) -> int:
-        """Hold a running request and return its slot, which becomes free."""
+        """Hold a running request, and return its slot, which becomes free."""
         slot = self.release(request)
         assert slot is not None
         self.held[request.id] = request
         return slot
 
     def compact(self) -> list[tuple[int, int, int]]:
-        """Close gaps between running requests; return (source, target, tokens) of each move."""
+        """Close gaps between slots of running requests; return moves (source, target, tokens)."""
         count = len(self.running)
         holes = [slot for slot in range(count) if self._slots[slot] is None]
         behind = [request for request in self._slots[count:] if request is not None]
@@ -318,7 +318,7 @@ class Scheduler:
         return moves
 
     def plan(self) -> list[Chunk]:
-        """Return the chunks of the next step, decoding requests first."""
+        """Return the chunks for the next step, decoding requests first."""
         decoding = [r.chunk(1) for r in self.running if r.to_go == 1]
         budget = self.max_step_tokens - len(decoding)
         chunks = []

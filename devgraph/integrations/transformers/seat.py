@@ -1,10 +1,10 @@
-"""The cache of one call of ``model.generate``, stored in the slots of an engine.
+"""The cache of a ``model.generate`` call, stored in the slots of an engine.
 
 A cache of transformers is a list of layers. *Seating* a cache replaces its layers with layers that
 read the slots of the engine: row ``b`` of the batch has slot ``b``. *Leaving* restores ordinary
-layers with copies of the rows. The cache object remains the caller's. Before an operation that
-slots do not support, such as a reordering of beams, the cache leaves its slots. A copy of a seated
-cache has ordinary layers. An engine seats one cache at a time::
+layers, which contain copies of the rows. The caller keeps the same cache object. Before an
+operation that slots do not support, such as a reordering of beams, the cache leaves its slots.
+Copies of a seated cache have ordinary layers. An engine seats one cache at a time::
 
     ordinary --enter--> seated --leave, or the cache is collected--> ordinary
 """
@@ -37,7 +37,7 @@ _KEY_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def length_of(cache: DynamicCache) -> int | None:
-    """Return the length of a cache; None if it holds recurrent state of unknown length."""
+    """Return the length of a cache, or None if it contains recurrent state of unknown length."""
     if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return int(cache.get_seq_length())
     used = any(any(_flags(layer)) for layer in cache.layers)
@@ -45,33 +45,33 @@ def length_of(cache: DynamicCache) -> int | None:
 
 
 def _flags(layer: Any) -> list[bool]:
-    """Return whether each recurrent state of a layer contains earlier tokens."""
+    """Return for each recurrent state of a layer whether it contains earlier tokens."""
     flags = getattr(layer, "has_previous_state", False)
     return list(flags.values()) if isinstance(flags, dict) else [flags]
 
 
 class Seat:
-    """The request slots of one cache; ``pads`` counts the left padding tokens of each row."""
+    """The request slots of a cache. ``pads`` contains the number of left padding tokens per row."""
 
     def __init__(self, engine: Engine, cache: DynamicCache, pads: Sequence[int]) -> None:
         self.pads = list(pads)
         self.length: int = length_of(cache) or 0
-        """Number of tokens of a row, including padding, as transformers counts them."""
+        """Number of tokens per row, including padding, as transformers counts them."""
         self.can_defer = False
-        """Whether the loop of ``generate`` may run one step too many and undo it."""
+        """Whether the loop of ``generate`` may run an extra step and undo it."""
         self.assisted = False
-        """Whether steps check proposed tokens, so that the cache must be able to crop."""
+        """Whether steps check proposed tokens, so that the cache must support cropping."""
         self.records = False
-        """Whether the ordinary layers must be able to crop after the cache has left the slots."""
+        """Whether the cache must support cropping after it has left the slots."""
         self._engine = engine
         self._rows = engine.model.cache
         self._states = engine.model.states
         self._holder: DecodeRunner = engine.decode
-        """Runner that holds the state; ``engine.prefill`` shares that of ``engine.decode``."""
+        """Runner that contains the state; ``engine.prefill`` and ``engine.decode`` share state."""
         self._cache = weakref.ref(cache)
         self._next: Tensor | None = None
         self._accepted: int | None = None
-        """Number of accepted tokens of the last step in the checking runner; None means all."""
+        """Number of accepted tokens of the checking runner's last step; None means all tokens."""
         self._kind = cache.layer_class_to_replicate
         self._originals = list(cache.layers)
         for slot in range(len(pads)):
@@ -83,7 +83,7 @@ class Seat:
 
     @staticmethod
     def fits(engine: Engine, cache: Any, batch: int) -> bool:
-        """Return whether the slots of ``engine`` can hold ``cache``."""
+        """Return whether ``cache`` can be seated in the slots of ``engine``."""
         if type(cache) is not DynamicCache or cache.offloading:
             return False
         shapes, states = engine.model.shape.layers, engine.model.states
@@ -127,8 +127,8 @@ class Seat:
                 continue
             kept = layer.keys.shape[2]
             for slot, pad in enumerate(self.pads):
-                # A layer with a sliding window has the last rows only. Earlier rows are masked,
-                # but they must not hold NaN.
+                # Layers with a sliding window contain only the last rows. Earlier rows are masked,
+                # but they must not contain NaN.
                 last = self.length - pad
                 first = max(0, last - kept)
                 targets = (rows.keys_by_slot[slot], rows.values_by_slot[slot])
@@ -139,7 +139,7 @@ class Seat:
                     target[:, first:last].copy_(source[:, kept - (last - first) :])
 
     def leave(self) -> list[Any]:
-        """Give the cache ordinary layers with copies of the rows, and return them."""
+        """Replace the layers of the cache with ordinary copies, and return the new layers."""
         cache = self._cache()
         if cache is None:
             return []
@@ -152,14 +152,14 @@ class Seat:
         return layers
 
     def exported(self) -> list[dict[str, Tensor]]:
-        """Return copies of the recurrent state of each row."""
+        """Return a copy of the recurrent state of each row."""
         if not self._states:
             return []
         export = self._holder.export_state
         return [export(slot, accepted=self._accepted) for slot in range(len(self.pads))]
 
     def ordinary(self, index: int, states: list[dict[str, Tensor]]) -> Any:
-        """Return a layer of the cache's own kind with copies of the rows and of ``states``."""
+        """Return a layer of the original kind, with copies of the rows and of ``states``."""
         original = self._originals[index] if self._originals else None
         window = getattr(original, "sliding_window", None)
         has_keys = self._rows.layers[index] is not None
@@ -179,7 +179,7 @@ class Seat:
         return layer
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer with left padding, as in transformers."""
+        """Return the keys and values of a layer with left padding, as in transformers."""
         keys, values = self._rows.layers[index].read(len(self.pads))
         return self._padded(keys[:, :, : self.length]), self._padded(values[:, :, : self.length])
 
@@ -197,7 +197,7 @@ class Seat:
         return not self._states or self._accepted is not None or self.assisted
 
     def crop(self, tokens: int) -> None:
-        """Remove the last ``-tokens`` tokens, or all after the first ``tokens``."""
+        """Remove the last ``-tokens`` tokens, or all tokens after the first ``tokens``."""
         length = min(self.length, tokens) if tokens > 0 else max(0, self.length + tokens)
         removed = self.length - length
         if not removed:
@@ -212,7 +212,7 @@ class Seat:
         self.length, self._next = length, None
 
     def _state_options(self, runner: DecodeRunner) -> dict[str, Any]:
-        """Move the state to ``runner``; return the state arguments of its next step."""
+        """Move the state to ``runner``; return the state arguments for its next step."""
         if not self._states:
             return {}
         if runner is not self._holder:
@@ -234,10 +234,10 @@ class Seat:
     # -- steps -----------------------------------------------------------------------------------
 
     def decode(self, ids: Tensor, runner: DecodeRunner, widths: Sequence[int] = (1,)) -> Tensor:
-        """Run ``ids``, ``[batch, n]``, in one decode step; return ``[batch, n, vocabulary]``.
+        """Run ``ids``, ``[batch, n]``, in a decode step; return logits ``[batch, n, vocabulary]``.
 
-        Tokens are padded to the next larger of ``widths``. Padding writes rows after the last
-        token. The next step overwrites these rows before they are read.
+        Tokens are padded to the next larger width in ``widths``. Padding writes rows after the last
+        token, which the next step overwrites before they are read.
         """
         batch, count = ids.shape
         model = self._engine.model
@@ -262,12 +262,12 @@ class Seat:
         self._next += count
         if self._states and len(widths) > 1:
             self._accepted = count
-        # The next step overwrites the runner's logits, and the caller may keep them.
+        # Copy the logits: the caller may keep them, but the next step overwrites the runner's.
         logits: Tensor = out["logits"].view(batch, width, -1)[:, :count].clone()
         return logits
 
     def packed(self, ids: Tensor) -> Tensor:
-        """Run ``ids``, ``[batch, n]``, in packed steps; return ``[batch, 1, vocabulary]``."""
+        """Run packed steps of ``ids``, ``[batch, n]``; return ``[batch, 1, vocabulary]``."""
         engine = self._engine
         self._state_options(engine.decode)
         logits: Tensor | None = None
@@ -278,14 +278,14 @@ class Seat:
             for i, piece in enumerate(pieces):
                 if piece.completes:
                     logits[piece.slot] = step_logits[i]
-        if logits is None:  # All tokens are padding, and nobody reads their logits.
+        if logits is None:  # All tokens are padding, whose logits are unused.
             shape = ids.shape[0], engine.model.shape.vocabulary
             logits = torch.zeros(shape, dtype=engine.model.dtype, device=engine.model.device)
         self.length, self._next = self.length + ids.shape[1], None
         return logits[:, None]
 
     def _steps(self, rows: list[list[int]]) -> list[list[Piece]]:
-        """Divide the rows of a batch, without their padding, into steps of limited size."""
+        """Divide the rows of a batch, without padding, into steps of limited size."""
         budget, alone = self._engine.max_step_tokens, self._engine.model.own is not None
         steps: list[list[Piece]] = []
         room = 0
@@ -303,7 +303,7 @@ class Seat:
 
 
 class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a seated cache. Operations on the whole cache take effect at its first layer."""
+    """A layer of a seated cache. Operations on the whole cache take effect at the first layer."""
 
     is_initialized = True
 
@@ -317,7 +317,7 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> Tensor:
-        """Current rows; the next step writes after them."""
+        """The current rows, after which the next step writes."""
         return self.seat.rows(self._index)[0]
 
     @property
@@ -340,7 +340,7 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seat.records = True
 
     def __reduce__(self) -> Any:
-        """Copy and pickle this layer as an ordinary layer."""
+        """Copy or pickle this layer as an ordinary layer."""
         return copy.copy, (self.seat.ordinary(self._index, self.seat.exported()),)
 
     def crop(self, tokens_to_remove: int) -> None:

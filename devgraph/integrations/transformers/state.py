@@ -1,8 +1,8 @@
-"""Recurrent state of linear-attention layers, in state slots of the runners.
+"""Recurrent state of linear-attention layers, stored in state slots of the runners.
 
 A *mixer* is a module that reads and writes the recurrent state of one layer: a convolution window,
-a scan's state, or both. In a step, a mixer receives a cache layer of the class that transformers
-uses, filled with rows of ``batch.state``. Therefore mixers need no special code here.
+the state of a scan, or both. In a step, a mixer receives a cache layer of transformers' own class,
+filled with rows of ``batch.state``, so mixers need no special code here.
 
 Decode steps gather the rows of their requests, run the mixer for one token at a time, and scatter
 the rows. Packed steps run the mixer inside a region, once for the tokens of each request, without
@@ -27,11 +27,11 @@ from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.state import StateSlot
 
 _KEYS = frozenset({"keys", "values"})
-"""Attributes of a cache layer that hold tensors of attention."""
+"""Attributes of a cache layer with the tensors of attention."""
 
 
 def state_tensors(layer: Any) -> dict[str, Tensor]:
-    """Return the state tensors of a cache layer by name."""
+    """Return the state tensors of a cache layer, by name."""
     return {
         name if key is None else f"{name}.{key}": tensor for name, key, tensor in _tensors(layer)
     }
@@ -47,7 +47,7 @@ def _tensors(layer: Any) -> Iterator[tuple[str, int | None, Tensor]]:
 
 
 def layer_with(layer: Any, tensors: list[Tensor], *, carried: bool) -> Any:
-    """Return a copy of a cache layer with new tensors; ``carried`` if earlier tokens wrote them."""
+    """Copy a cache layer with new tensors, which earlier tokens wrote if ``carried`` is true."""
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
@@ -70,7 +70,7 @@ class Mixer:
     layer: int
     """Index of the layer in the cache."""
     output: Any
-    """Output of a run with a few tokens; its tensors are ``[1, tokens, ...]``."""
+    """Output of a run with a few tokens, with tensors ``[1, tokens, ...]``."""
     forward: Callable[..., Any]
     """The module's own forward, which is replaced during steps."""
 
@@ -81,7 +81,7 @@ class RecurrentLayers:
     def __init__(self, layers: Mapping[int, Any]) -> None:
         self.layers = dict(layers)
         self.carries = True
-        """Whether mixers continue a state with several tokens at once, or one token at a time."""
+        """Whether mixers can continue a state with several tokens at once."""
         self.named: dict[int, dict[str, StateSlot]] = {
             index: {
                 name: StateSlot(
@@ -102,7 +102,7 @@ class RecurrentLayers:
         return [getattr(state, slot.name) for slot in self.named.get(index, {}).values()]
 
     def split(self, layers: Any, row: Any = ...) -> dict[str, Tensor]:
-        """Return the states in ``row`` of the tensors of all layers, for ``import_state``."""
+        """Return the states in ``row`` of all layers, for ``import_state``."""
         return {
             slot.name: layers[index][name][row].to(slot.dtype)
             for index, named in self.named.items()
@@ -110,13 +110,13 @@ class RecurrentLayers:
         }
 
     def layer(self, index: int, states: list[dict[str, Tensor]], *, carried: bool) -> Any:
-        """Return a cache layer with the exported states of all requests in a batch."""
+        """Return a cache layer that contains the exported states of all requests in a batch."""
         slots = self.named[index].values()
         tensors = [torch.stack([state[slot.name] for state in states]) for slot in slots]
         return layer_with(self.layers[index], tensors, carried=carried)
 
     def zeros(self, rows: int, device: torch.device) -> StateViews:
-        """Return the state of ``rows`` new requests, for steps outside of a runner."""
+        """Return the initial state of ``rows`` requests, for steps outside of a runner."""
         return StateViews(
             {s.name: torch.zeros(rows, *s.shape, dtype=s.dtype, device=device) for s in self.slots}
         )
@@ -124,7 +124,7 @@ class RecurrentLayers:
     def decode(
         self, mixer: Mixer, batch: Batch, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a mixer for ``width`` tokens of each request in a batch."""
+        """Run a mixer on ``width`` tokens of each request in a batch."""
         slots, rows = batch.state_slots, self.rows(batch.state, mixer.layer)
         history = batch.state.history and self.rows(batch.state.history, mixer.layer)
         state = [row.index_select(0, slots) for row in rows]
@@ -160,7 +160,7 @@ class RecurrentLayers:
 
 
 def _cut(inputs: Any, rows: tuple[int, ...], first: int, end: int) -> Any:
-    """Return the inputs of tokens ``first`` to ``end``; cut tensors of shape ``[*rows, ...]``."""
+    """Return the inputs for tokens ``first`` to ``end``: cut all tensors ``[*rows, ...]``."""
     return pytree.tree_map_only(
         Tensor, lambda leaf: leaf[:, first:end] if leaf.shape[:2] == rows else leaf, inputs
     )
@@ -183,13 +183,13 @@ def run_packed(
 ) -> None:
     """Run a mixer on the packed tokens of each request.
 
-    The mixer may read device data on the host or loop over tokens, so a region calls it.
+    A region calls the mixer, which may read device data on the host or loop over tokens.
 
     Args:
         states: the layers with state.
         mixer: the module to run.
         rows: state rows of the layer.
-        weights: tensors of the module, which the graph must keep alive.
+        weights: tensors of the module, so that the graph keeps them alive.
         inputs: arguments of the mixer; tensors ``[1, tokens, ...]`` are split by request.
         outputs: output tensors, ``[1, tokens, ...]``; padding is not written.
         spans: as for ``packed_exact``.

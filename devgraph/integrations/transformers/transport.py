@@ -1,4 +1,4 @@
-"""Transports of handoffs between processes.
+"""Transports, which send handoffs between processes.
 
 A transport has three operations. The exporter offers a handoff and passes the id of the offer to
 the receiver. The receiver fetches the handoff, and releases it after it has admitted the request.
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 32 << 20
-"""Maximum size of a message; after a cancellation, the transfer ends with the current message."""
+"""Maximum size of a message. After a cancellation, the transfer ends with the current message."""
 
 _MORE, _LAST, _ENDED = range(3)
-"""States of a transfer: more parts follow, the next part is the last, or the handoff ended."""
+"""States of a transfer: more parts follow, the next part is the last, or the handoff has ended."""
 
 _FOREVER = datetime.timedelta(days=365)
 
 
 class Transport:
-    """Base class of transports, with headers in the store of a process group.
+    """The base class of transports, which keep headers in the store of a process group.
 
-    A thread of each transport answers the messages of other ranks. Subclasses move the tensors.
-    Arguments are those of ``TorchTransport``.
+    Each transport has a thread that answers messages of other ranks. Subclasses send the tensors.
+    For the arguments, see ``TorchTransport``.
     """
 
     def __init__(self, group: Any, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class Transport:
         self._numbers = itertools.count()
         self._offers: dict[str, Handoff] = {}
         self._lock = threading.Lock()
-        # A blocked client of a store blocks its other users, so each thread has its own client.
+        # Each thread has its own store client, because a blocked client blocks all its users.
         self._store = _prefixed("devgraph/handoff", store_of(group)).clone()
         inbox = self._store.clone()
         inbox.set_timeout(_FOREVER)
@@ -73,10 +73,10 @@ class Transport:
         self._thread.start()
 
     def offer(self, handoff: Handoff) -> str:
-        """Make a handoff available to other processes and return the id of the offer.
+        """Make a handoff available to other processes, and return the id of the offer.
 
-        The offer ends with the handoff: when the receiver releases it, or the exporter releases or
-        cancels the request, or its timeout passes.
+        The offer ends with the handoff: when the receiver releases it, when the exporter releases
+        or cancels the request, or when the timeout of the request has passed.
         """
         if not isinstance(handoff, Handoff):
             raise InputTypeError(f"a handoff must be a Handoff, got {brief(handoff)}")
@@ -89,15 +89,15 @@ class Transport:
         return offer_id
 
     def fetch(self, offer_id: str) -> Handoff:
-        """Return an offered handoff. Another thread may run steps of an engine in the meantime.
+        """Return an offered handoff. Other threads may run steps of an engine during the call.
 
         Raises:
-            HandoffError: the offer has ended, or its process does not answer in time.
+            HandoffError: the offer has ended, or the exporter does not answer in time.
         """
         raise NotImplementedError
 
     def release(self, offer_id: str) -> None:
-        """End an offer. The exporter's engine then frees the slot of the request."""
+        """End an offer, so that the exporter's engine frees the slot of the request."""
         owner, rank = owner_of(offer_id)
         with self._lock:
             handoff = self._offers.get(offer_id)
@@ -125,14 +125,14 @@ class Transport:
         self.close()
 
     def _publish(self, offer_id: str, handoff: Handoff) -> dict[str, Any]:
-        """Make a handoff readable; return further data that a receiver needs."""
+        """Make a handoff readable; return additional data for the receiver."""
         raise NotImplementedError
 
     def _withdraw(self, offer_id: str) -> None:
         """Undo ``_publish``."""
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Answer a message of a receiver, in a separate thread."""
+        """Answer a message of a receiver in a separate thread."""
 
     def _entry(self, offer_id: str, rank: int) -> dict[str, Any]:
         """Return the header of an offer and the data of ``_publish``."""
@@ -183,7 +183,7 @@ class Transport:
 
     @contextlib.contextmanager
     def _reaching(self, rank: int, offer_id: str = "") -> Iterator[None]:
-        """Convert errors of the store and of connections into errors that name the rank."""
+        """Convert errors of the store and of connections to errors that name the rank."""
         of = f" of handoff {offer_id!r}" if offer_id else ""
         try:
             yield
@@ -202,16 +202,16 @@ class Transport:
 
 
 class TorchTransport(Transport):
-    """Handoffs over torch.distributed: headers in the store, tensors by point-to-point messages.
+    """A transport that sends headers through the store and tensors by point-to-point messages.
 
     Each pair of ranks has separate connections, so that a lost rank does not affect other pairs.
 
     Args:
         group: the process group; None is the default group. Its store must be a TCPStore.
-        device: device of fetched tensors. They travel from device to device if the exporter's
+        device: device of fetched tensors. Tensors are sent from device to device if the exporter's
             transport has a device of the same type and torch has a collective library for it.
-            Otherwise they travel through host memory. None selects the current accelerator, or the
-            host for a host group such as gloo. Two ranks on one GPU must use the host.
+            Otherwise, they are sent through host memory. None selects the current accelerator, or
+            the host for a host group such as gloo. Two ranks on one GPU must use the host.
         timeout_s: seconds to wait for another rank.
 
     Raises:
@@ -261,7 +261,7 @@ class TorchTransport(Transport):
     def _receive(
         self, handoff: Handoff, offer_id: str, owner: str, peer: _Peer, direct: bool
     ) -> bool:
-        """Receive the buffer of a handoff; return whether the handoff ended before that."""
+        """Receive the buffer of a handoff; return whether the handoff ended too early."""
         name = f"{owner}>{self._name}>{peer.generation}"
         names = {"send": offer_id, "peer": self._name, "connection": name}
         self._ask(owner, **names, to=self.rank, direct=direct)
@@ -273,7 +273,7 @@ class TorchTransport(Transport):
             end, total, state = control.tolist()
             if state == _ENDED:
                 return True
-            # A message that is larger than its buffer would abort the process.
+            # A message that exceeds its buffer would abort the process.
             is_whole = end == total or state == _MORE
             if total != handoff.nbytes or not (start <= end <= total and is_whole):
                 raise ValueError(f"bytes to {end} of {total} for a header of {handoff.nbytes}")
@@ -322,12 +322,12 @@ class TorchTransport(Transport):
 
 
 def _control(end: int = 0, total: int = 0, state: int = 0) -> Tensor:
-    """Return the message that precedes a part of a buffer."""
+    """Return the message that announces a part of a buffer."""
     return torch.tensor([end, total, state], device="cpu")
 
 
 class _Peer:
-    """The connections to one other transport, in one direction; the exporter is side 0."""
+    """The connections to another transport in one direction. The exporter is side 0."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -336,7 +336,7 @@ class _Peer:
         self._groups: dict[str, Any] = {}
 
     def connect(self, name: str, side: int, store: Any, timeout_s: float) -> None:
-        """Connect through host memory under a name that both sides use. Idempotent."""
+        """Connect through host memory, under a name that both sides use. Idempotent."""
         if self._name == name:
             return
         self._side, self._timeout = side, datetime.timedelta(seconds=timeout_s)
@@ -352,7 +352,7 @@ class _Peer:
 
     def _group(self, device: torch.device) -> Any:
         if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)  # Each thread has its own setting.
+            torch.accelerator.set_device_index(device.index)  # set per thread
         if device.type not in self._groups:
             connect = _library(device)
             assert connect is not None  # Otherwise, both ranks use the host.
@@ -365,7 +365,7 @@ class _Peer:
             work.wait(self._timeout)
             return
         end = time.monotonic() + self._timeout.total_seconds()
-        # On a device, wait() blocks only the current stream, but forever if the other rank is gone.
+        # On a device, wait() blocks only the stream, but forever if the other rank is gone.
         while not work.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("a message did not arrive in time")
@@ -374,7 +374,7 @@ class _Peer:
 
     @contextlib.contextmanager
     def transfer(self) -> Iterator[None]:
-        """Use the connections for one transfer; reconnect after a failed one."""
+        """Use the connections for one transfer. If it fails, the next transfer reconnects."""
         with self._lock:
             try:
                 yield
@@ -383,7 +383,7 @@ class _Peer:
                 raise
 
     def forget(self) -> None:
-        """Drop the connections; the next transfer connects under another name."""
+        """Drop the connections. The next transfer connects under another name."""
         self.generation += 1
         self._name = ""
         groups, self._groups = self._groups, {}
@@ -403,7 +403,7 @@ def owner_of(offer_id: str) -> tuple[str, int]:
 
 
 def _library(device: torch.device) -> Callable[..., Any] | None:
-    """Return a function of store, side, pair and timeout that connects devices, or None."""
+    """Return a function (store, side, pair, timeout) that connects devices, or None."""
     name = dist.get_default_backend_for_device(device).upper()
     kind, plugin = getattr(dist, f"ProcessGroup{name}", None), dist.Backend._plugins.get(name)
     if kind is None and plugin is None:
