@@ -2,7 +2,7 @@
 
 A graph keeps addresses, not tensors, so inputs must be copied into memory that does not move. All
 buffers of an object share one allocation. Copies can therefore be grouped, and one range check
-decides whether a tensor lies in the buffers.
+decides whether a tensor overlaps the buffers.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         count = math.prod(shape)
         if count > flat.numel():
             raise InputError(
-                f"buffer {name!r} has {counted(flat.numel(), 'element')} and cannot hold the shape "
-                f"{tuple(shape)}, which has {count}"
+                f"buffer {name!r} has {counted(flat.numel(), 'element')}, but the shape "
+                f"{tuple(shape)} needs {count}"
             )
         return flat[:count].view(tuple(shape))
 
@@ -262,7 +262,7 @@ class Bound:
             if not _returns(*source):
                 raise StateError(
                     f"bound {name!r} returns different tensors than at capture, but the graph uses "
-                    f"the old tensors. Write new data into those with copy_(), or {AGAIN}."
+                    f"the old tensors. Write new data into these with copy_(), or {AGAIN}."
                 )
 
     def _check_each(self) -> None:

@@ -235,7 +235,7 @@ class Graphed:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Look up the graph of a call by its key, and run it or the function."""
+        """Run the graph for the key of a call, or the function if there is no graph."""
         if self._closed:
             raise StateError(
                 f"{self!r} is closed. Call the module itself after dg.ungraphed(module), or create "
@@ -958,9 +958,9 @@ def graphed(
     arguments, and all other values. A key is captured at its second call, and again after a
     parameter or buffer was replaced. In-place changes need no new capture.
 
-    For a module, the callable also becomes its ``forward``; ``ungraphed`` undoes that. Without
-    ``fn_or_module`` this is a decorator of functions and methods. A decorated method has separate
-    graphs for each instance.
+    For a module, the callable also replaces its ``forward``, which ``ungraphed`` restores. Without
+    ``fn_or_module``, the result is a decorator for functions and methods. A decorated method has
+    separate graphs for each instance.
 
     Args:
         fn_or_module: a function, a bound method or a module.

@@ -307,8 +307,9 @@ class Captured:
                 takes a shape and a ``torch.Generator`` on the host. Without a function,
                 floating-point data is random, and integers keep their values.
             state: whether to compare state in addition to outputs.
-            rtol: relative tolerance for results of a compiler whose kernels differ from eager; by
-                default torch's tolerance for the dtype. Other results must be equal bit for bit.
+            rtol: relative tolerance for results of a compiler whose kernels differ from those of
+                eager runs; by default, torch's tolerance for the dtype. Other results must be equal
+                bit for bit.
             atol: absolute tolerance for these results.
             snapshot_limit: maximum bytes of copies of the state. Larger tensors are hashed.
 
@@ -461,10 +462,11 @@ def capture(
         policy: "full", "breakable" or "piecewise".
         backend: a backend or its name.
         host_args: the host arguments and their values at capture.
-        warmup: number of runs of the step before the capture, on the capture stream. Two, as torch
-            recommends, suffice for libraries that initialize lazily. "piecewise" runs the compiled
-            step at least once. If other captures share the pool, the last run allocates memory for
-            the outputs. With 0 runs, replays of earlier captures may overwrite the outputs.
+        warmup: number of runs of the step before the capture, on the capture stream. torch
+            recommends two, which suffice for libraries that initialize lazily. "piecewise" runs the
+            compiled step at least once. If other captures share the pool, the last run allocates
+            memory for the outputs. With 0 runs, replays of earlier captures may overwrite the
+            outputs.
         pool: graph memory to share with other captures; None creates a pool.
         compiler: compiler of the pieces of "piecewise". Other policies accept only None.
         capture_error_mode: see ``Backend.capture_context``.

@@ -179,7 +179,7 @@ def refuse_foreign_capture(device: Device, action: str) -> None:
     if device.capture_lock.is_foreign_here:
         raise NestedCaptureError(
             f"cannot {action} inside a capture by other code. Capture the whole step with "
-            f"dg.capture, or call the uncaptured function in it."
+            f"dg.capture, or call the original function there."
         )
 
 

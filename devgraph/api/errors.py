@@ -313,8 +313,9 @@ collections are truncated.
 def without_first_frame(error: Exception) -> Exception:
     """Return ``error`` without the first frame of its traceback.
 
-    A context manager that raises another error from ``error`` needs this. Since Python 3.12 its own
-    frame leads back to ``error``, and the cycle would keep the frames of the step alive.
+    A context manager must use this before it raises another error from ``error``. Since Python
+    3.12, its own frame leads back to ``error``, and the cycle would keep the frames of the step
+    alive.
     """
     first = error.__traceback__
     return error if first is None else error.with_traceback(first.tb_next)

@@ -1,4 +1,4 @@
-"""Gates: points of a step where the device waits for the host, and signals to the host.
+"""Gates: points in a step where the device waits for the host or signals to it.
 
 Each replay, or each iteration of a loop in it, is one *epoch* of all gates. A gate that is not
 opened before its timeout is *forgotten*. ``Gates`` keeps the state of all epochs on the host. The
@@ -56,7 +56,7 @@ class GateChannel(Protocol):
         """Begin a launch on the current stream.
 
         Args:
-            launch: number of the launch; None if it is not an epoch and no place waits.
+            launch: number of the launch; None for a launch that is no epoch and waits at no place.
             opened: places that do not wait.
             signals: whether the launch signals.
         """

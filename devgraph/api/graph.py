@@ -72,7 +72,7 @@ _WAY_OUT = {
     GraphState.READY: "call reset() first",
     GraphState.DIRTY: "an update failed half-way; call reset() and capture again",
     GraphState.STALE: "its weights or buffers were invalidated; call reset() and capture again",
-    GraphState.CLOSED: "make a new one with backend.make_graph(pool)",
+    GraphState.CLOSED: "create another graph with backend.make_graph(pool)",
 }
 
 
@@ -261,7 +261,7 @@ class DeviceGraph(abc.ABC):
             **host_args: new values by name.
 
         Raises:
-            HostArgumentError: a name is unknown, or a type differs from the capture's (a
+            HostArgumentError: a name is unknown, or a type differs from the type at capture (a
                 TypeError).
             UpdateUnsupportedError: a value changed, and the backend cannot update.
             UpdateTopologyError: the new values need different nodes; the graph is unchanged.
@@ -414,7 +414,7 @@ class DeviceGraph(abc.ABC):
         self.use(executable)
 
     def cancel(self) -> None:
-        """Undo the recording after it or its session has failed.
+        """Undo a failed recording, or a recording whose session failed.
 
         This method never raises, so that it does not hide the original exception.
         """

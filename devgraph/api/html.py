@@ -26,7 +26,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def page(title: str, *parts: str) -> str:
-    """Return a whole document that needs no other file."""
+    """Return a complete document that needs no other file."""
     name = escape(title)
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{name}</title>\n'

@@ -317,9 +317,9 @@ def write(pairs: Sequence[Pair], outputs: Any, written: Collection[int] = ()) ->
 
 
 def write_back(pairs: Sequence[Pair], written: Collection[int], kept: Sequence[Pair]) -> None:
-    """Copy bound tensors that the step wrote (``written`` has their ids) into the inputs.
+    """Restore the contents of ``kept``, and copy bound tensors that the step wrote to the inputs.
 
-    Before that, restore the contents of ``kept``.
+    ``written`` contains the ids of the bound tensors that the step wrote.
     """
     results = [(s, t) for t, s in pairs if s is not t and id(t) in written]
     if kept:

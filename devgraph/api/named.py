@@ -136,8 +136,8 @@ class NamedState:
         if any(table.is_modified for table in self._tables):
             raise StateError(
                 f"a module whose tensors the step iterates over has different parameters or "
-                f"buffers than at capture, but the graph uses the old ones. Remove the new ones, "
-                f"or {AGAIN}."
+                f"buffers than at capture, but the graph uses the old tensors. Remove the new "
+                f"tensors, or {AGAIN}."
             )
         is_changed = False
         try:
@@ -221,7 +221,7 @@ class NamedState:
         for entry in itertools.chain(*after.values()):
             is_read = named.is_named(entry) or entry.key in named.texts
             if id(entry.holder) in spaces and (is_read or id(entry.holder) in named.probed):
-                _refuse(entry, f"is {brief(entry.value)} and was not there at capture")
+                _refuse(entry, f"is {brief(entry.value)} and did not exist at capture")
         self._settle(named)
 
 

@@ -209,7 +209,7 @@ def _causes(report: Report) -> Iterator[str]:
     if unstable := kinds["eager"]:
         moved = f" (changed Python state: {', '.join(report.moved)})" if report.moved else ""
         yield (
-            f"eager differs from itself in {_where(unstable)}: the step reads Python state or "
+            f"two eager runs differ in {_where(unstable)}: the step reads Python state or "
             f"uninitialized memory, or draws from an unregistered generator{moved}"
         )
     causes = []
@@ -475,8 +475,8 @@ class State:
     def changes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Return the state that differs from the start of the run, by name.
 
-        Each value has a copy of the contents, the contents at the start, and the row numbers if
-        only rows are saved.
+        Each value contains a copy of the contents, the contents at the start, and the row numbers
+        if only rows are saved.
         """
         changed = {}
         for name, tensor, now, saved, rows in self.snapshot.changes():

@@ -156,7 +156,7 @@ def installed_version(name: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return devgraph's folder in the user's cache folder; it may not exist."""
+    """Return the path of devgraph's folder in the user's cache; the folder may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "devgraph"
 
 
@@ -206,7 +206,7 @@ def _require_hooks(backend: Backend) -> None:
     if absent := sorted(own.__abstractmethods__):
         raise BackendUnavailableError(
             f"graph_type of {type(backend).__name__} is {graph_type.__name__}, which does not "
-            f"implement {', '.join(absent)}. Set it to a subclass of DeviceGraph that does."
+            f"implement {', '.join(absent)}. Set it to a subclass that implements these methods."
         )
     for capability in ("region_update", "node_ranges", "loops", "gates"):
         named = [hook.rpartition(".")[2] for hook in hooks(capability)]

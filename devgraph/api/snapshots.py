@@ -179,7 +179,7 @@ class Snapshot:
     def _copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Yield the name and the tensor of each saved part, with a view of its copy.
 
-        If only rows are saved, they are the first dimension of the copy, and the last item has
+        If only rows are saved, they are the first dimension of the copy, and the last item contains
         their numbers. The copy of a tensor that overlaps itself consists of bytes.
         """
         for name, tensor, _, _, content, _ in self._saved:

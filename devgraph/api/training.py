@@ -1,4 +1,4 @@
-"""Graphed training: a forward and a backward graph behind one autograd function."""
+"""Graphed training: a forward and a backward graph in one autograd function."""
 
 from __future__ import annotations
 

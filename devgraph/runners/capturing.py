@@ -346,8 +346,8 @@ class CaptureScheduler:
             mine = RankOutcome.of(Reason.OUT_OF_MEMORY, self._shortage(graph, error))
             error.__traceback__ = None  # Its frames would keep the memory of the capture alive.
         except BaseException as error:
-            # Some code synchronizes with the device in its first run, to tune or initialize. A
-            # capture forbids this. Warm-up runs help, unless devgraph itself refused the step.
+            # Some code synchronizes with the device in its first run, to tune or initialize, which
+            # captures forbid. Warm-up runs help, unless devgraph itself refused the step.
             is_refusal = isinstance(error, DeviceGraphError) and not isinstance(error, CaptureError)
             if runs >= _RETRY_RUNS or is_refusal or not isinstance(error, Exception):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")

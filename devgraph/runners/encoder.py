@@ -151,7 +151,7 @@ class EncoderRunner(Runner):
             items: For each item a mapping of slot names to tensors with the rows of the item, on
                 the device or on the host.
             host_args: A value for every declared host argument. All packs receive the same values.
-                Return values that depend on the pack from ``prepare``.
+                ``prepare`` can return values that depend on the pack.
             variant: As for ``can_run``.
 
         Returns:
@@ -160,7 +160,7 @@ class EncoderRunner(Runner):
         Raises:
             InputError, InputTypeError, HostArgumentError: The data is invalid; a note names the
                 item.
-            AgreementError: Another rank of ``data_parallel`` failed, or has other items.
+            AgreementError: Another rank of ``data_parallel`` failed, or received other items.
             StateError, DeviceGraphError, DeviceLost: As in ``Runner.run``.
         """
         shares, results = self._shares, dict[int, Any]()
@@ -289,8 +289,9 @@ def packed(
     """Divide ``items`` into packs that each fit into a budget.
 
     For each of the largest budgets, try first fit, longest item first. The best packing has the
-    fewest packs whose padding exceeds ``max_padding``, then the fewest rows. If it still has such
-    packs, also try to divide the items evenly. An item above the largest budget is packed alone.
+    fewest packs whose padding exceeds ``max_padding``, then the fewest rows. If there are still
+    such packs, also try to divide the items evenly. An item above the largest budget is packed
+    alone.
     """
     most = budgets[-1]
     order = sorted(items, key=lambda item: -lengths[item])

@@ -179,7 +179,7 @@ class InputArena:
         return _copy(plain) if self.buffers.overlaps(plain) else plain
 
     def require_ranges(self, inputs: Mapping[str, Any]) -> None:
-        """Raise InputError for a value outside the range of its slot. This waits for the device."""
+        """Wait for the device, and raise InputError for a value outside the range of its slot."""
         for name, slot in self.given.items():
             value = inputs.get(name)
             if slot.high is None or not isinstance(value, torch.Tensor):

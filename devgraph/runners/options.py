@@ -120,8 +120,8 @@ class Options:
     dtype and row shape, use the same buffers, so a run of either runner overwrites the outputs of
     both. State slots with the same name use the same state."""
     idle_dummy: bool = False
-    """Replay the smallest graph on pad values for an empty batch. Steps with collectives require
-    this. By default, an empty batch runs nothing."""
+    """Replay the smallest graph on pad values for an empty batch, as steps with collectives
+    require. By default, an empty batch runs nothing."""
     ranges: bool = False
     """Enclose each replay in a ``torch.profiler.record_function`` range with the names of the
     runner and the bucket."""

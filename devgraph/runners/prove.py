@@ -558,8 +558,8 @@ class _CaseRun:
     def _written_by_padding(self, want: RunResult, alone: RunResult) -> Iterator[Failure]:
         """Yield a failure for each slot whose pad value lets padding write the state of real rows.
 
-        The batch without padding runs with that value in a real row, and without it. State that
-        only the first of these runs writes belongs to the row with that number.
+        The batch without padding runs once with that value in a real row, and once without. State
+        that only the first of these runs writes belongs to the row with that number.
         """
         used = [pad for pad in self._used_pads() if pad.slot.row_dim != "requests+1"]
         values = [(pad.slot.name, pad.value, None) for pad in used]
@@ -603,8 +603,8 @@ class _CaseRun:
     ) -> Iterator[Failure]:
         """Yield a failure if values that only padding wrote change the results of a later batch.
 
-        The later batch fills the bucket. It runs from the state of the case, and from this state
-        with the values that padding left, at rows that the step takes from the size of a batch.
+        The later batch fills the bucket. It runs from the state of the case, and then again with
+        the values that padding left in rows that the step derives from the size of the batch.
         """
         left: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, (now, saved, rows) in want.state.items():

@@ -216,8 +216,8 @@ class RankGroup:
         """Check that all ranks have the same facts.
 
         Raises:
-            AgreementError: a rank has other facts, refused, or did not arrive in time. The message
-                names the rank and both values.
+            AgreementError: a rank has different facts, refused to take part, or did not arrive in
+                time. The message names the rank and both values.
         """
         own = json.dumps(dict(facts), sort_keys=True, default=str)
         texts = self.gather(f"{name}/facts", own)
@@ -576,5 +576,6 @@ def _differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
         usual, _ = collections.Counter(values).most_common(1)[0]
         for value in sorted(set(values) - {usual}):
             odd = [rank for rank, have in enumerate(values) if have == value]
-            differences.append(f"{_listed(odd)} has {name}={value}, others {usual}")
+            verb = "has" if len(odd) == 1 else "have"
+            differences.append(f"{_listed(odd)} {verb} {name}={value}, others {usual}")
     return differences

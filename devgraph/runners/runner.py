@@ -438,7 +438,7 @@ class Runner:
         """Capture the buckets that are not captured yet, largest first, and retry failed captures.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration, this only runs the step to
-        allocate its outputs. Afterwards each call of ``idle`` captures one bucket, and ``run``
+        allocate its outputs. Afterwards, each call of ``idle`` captures one bucket, and ``run``
         captures a lazy bucket that enough batches have needed. With several ranks, only ``idle``
         captures.
 

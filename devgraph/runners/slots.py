@@ -34,7 +34,7 @@ def raw_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which data of ``dtype`` is copied and filled.
 
     Not every device has torch's grouped copy for unsigned integers above 8 bits and for floats of
-    at most 8 bits. For these, return an integer dtype of equal size.
+    at most 8 bits. For these dtypes, return an integer dtype of equal size.
     """
     wide = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
     return dtype if wide or dtype in _COPIED else _INTEGERS.get(dtype.itemsize, dtype)

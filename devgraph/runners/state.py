@@ -30,7 +30,7 @@ from devgraph.api.errors import (
 from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, as_dims, raw, require_name
 
-_NO_STEP = -1  # number of tokens if there is no step that can be rolled back
+_NO_STEP = -1  # number of tokens if no step can be rolled back
 
 MOST_CACHED = 64
 """Maximum number of sequences of request slots that are cached on the device."""
@@ -271,7 +271,7 @@ class StateStore:
         return before + accepted
 
     def note(self, slots: Iterable[int], width: int) -> None:
-        """Record the width of the last step of ``slots``, or 0 if it cannot be rolled back."""
+        """Record the width of the last step of ``slots``; 0 means that it cannot be rolled back."""
         step = (self.width - width, width) if 0 < width <= self.width else (self.width, _NO_STEP)
         for slot in slots:
             self._steps[slot] = step

@@ -81,8 +81,8 @@ class SharedVotes:
         self._several_hosts = several_hosts
         self._begin_between_hosts = begin_between_hosts
         self._between: tuple[int, Finish] | None = None
-        """Epoch and callable of the last vote between hosts, so that it is not begun twice after an
-        interrupt."""
+        """Epoch and callable of the last vote between hosts, so that an interrupt does not cause a
+        second vote."""
         self._epoch = self._begun = 0
         """Epochs of the last complete vote and of the last vote that was begun."""
         self._polls = _POLLS if size <= (os.cpu_count() or 1) else 1

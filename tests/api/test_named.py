@@ -188,7 +188,7 @@ def test_method_that_an_attribute_comes_to_hide_is_refused(kit: Kit) -> None:
     own.unrelated = 3  # type: ignore[attr-defined]
     kit.same(captured.replay(), x * 2)
     own.apply = lambda x, part: x * 7  # type: ignore[method-assign]
-    with pytest.raises(dg.StateError, match=r"apply is .* was not there at capture"):
+    with pytest.raises(dg.StateError, match=r"apply is .* did not exist at capture"):
         captured.replay()
 
 
@@ -507,7 +507,7 @@ def test_entry_that_was_absent_under_a_computed_key_is_noticed(kit: Kit) -> None
     table["tiny"] = 1.0
     kit.same(captured.replay(), x * 5)
     table["large"] = 7.0
-    with pytest.raises(dg.StateError, match=r"large.* is 7\.0 and was not there"):
+    with pytest.raises(dg.StateError, match=r"large.* is 7\.0 and did not exist"):
         captured.replay()
 
 

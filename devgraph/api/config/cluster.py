@@ -48,7 +48,7 @@ class Cluster:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a JSON or YAML file; errors name the file and the path of the value inside it."""
+        """Read a JSON or YAML file; errors name the file and the path of the value in the file."""
         return cls.from_dict(read_file(path), source=os.fspath(path))
 
     @classmethod

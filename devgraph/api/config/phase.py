@@ -158,7 +158,7 @@ class Key:
 
 
 def choice(noun: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
-    """Declare a value among ``names``; ``noun`` is the word for it in errors."""
+    """Declare a value among ``names``; errors call the value a ``noun``."""
 
     def read(value: object, path: str) -> str:
         known = names()

@@ -227,7 +227,7 @@ def _apply(
 
 
 def _rules_for(policy: str, phase: str) -> list[Rule]:
-    """Return the rules for a phase from which the policy's promises do not exempt it."""
+    """Return the rules for a phase, without those from which the policy's promises exempt it."""
     if policy == "disabled":
         return []
     promises = registration(policy).promises

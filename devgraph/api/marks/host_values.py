@@ -159,7 +159,7 @@ _types_allowed: ContextVar[bool] = ContextVar("devgraph_types_allowed", default=
 def exact_types_allowed(allowed: bool) -> Iterator[None]:
     """If ``allowed``, turn ``exact_types_refused`` off in the block.
 
-    That check slows down all Python calls, so a runner runs it once for all sizes of a step.
+    The check slows down all Python calls, so a runner performs it once for all sizes of a step.
     """
     token = _types_allowed.set(allowed)
     try:

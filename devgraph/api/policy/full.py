@@ -154,7 +154,7 @@ class FullPlan:
             raise refusal
 
     def _copy(self, host: HostKwargs) -> DeviceGraph | None:
-        """Capture the whole callable with ``host``; return None if that fails."""
+        """Capture the whole callable with ``host``; return None on failure."""
         job, started = self._job, time.perf_counter()
         graph = job.make_graph()
         scope = GraphScope(graph, host=host)

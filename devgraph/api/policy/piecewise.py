@@ -758,7 +758,7 @@ def _refuse_hooks_of_all_modules() -> None:
 
 
 def _refuse_compiled(step: Callable[..., Any]) -> None:
-    """Raise CaptureError for a step that torch.compile returned, because it would trace marks."""
+    """Raise CaptureError for a step that torch.compile returned: its tracer would enter marks."""
     wrapped = getattr(step, "_torchdynamo_orig_callable", None) is not None
     disabled = getattr(step, "_torchdynamo_disable", False)
     in_place = isinstance(step, torch.nn.Module) and step._compiled_call_impl is not None
