@@ -63,7 +63,7 @@ _ON: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True
 
 
 class Options:
-    """A builder of the options of one command."""
+    """A builder for the options of a command."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser

@@ -87,7 +87,7 @@ def errors_wrap() -> bool:
 
 
 def note(text: str, *, style: str = "") -> None:
-    """Print progress or an error on standard error."""
+    """Print progress or an error to standard error."""
     say(text, style=style, stderr=True)
 
 

@@ -74,7 +74,7 @@ def _load(name: str) -> Any:
     if name.endswith(".py"):
         return _load_file(Path(name))
     here = Path.cwd()
-    ways = "run this in the folder of the module, or pass the path of its .py file"
+    ways = "run devgraph in the folder of the module, or pass the path of its .py file"
     absent = f"there is no module {name!r} that Python can import from {here}; {ways}"
     if name.startswith("."):  # Python would resolve the name relative to a package.
         raise CommandError(absent)

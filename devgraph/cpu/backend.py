@@ -252,7 +252,7 @@ class CpuBackend(Backend):
         return HostGates(gates, self.fence, record)
 
     def synchronize(self) -> None:
-        """Do nothing, because work on the CPU is finished when its call returns."""
+        """Do nothing, because each operation on the CPU has finished when its call returns."""
 
     def memory_info(self) -> tuple[int, int] | None:
         names = ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")

@@ -289,7 +289,7 @@ class BlockPool:
                     self._slabs.remove(slab)
 
     def _take(self, nbytes: int) -> tuple[_Slab, int]:
-        """Take ``nbytes`` of the smallest free range that fits; return slab and address."""
+        """Take ``nbytes`` from the smallest sufficient free range; return slab and address."""
         ranges = [
             (end - start, start, slab)
             for slab in self._slabs

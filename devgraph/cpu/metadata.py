@@ -25,7 +25,7 @@ from devgraph.cpu.ops import OpPlan
 
 
 class DataDependentError(Exception):
-    """The sizes of a result depend on the data of the arguments."""
+    """The sizes of a result depend on the data in the arguments."""
 
 
 class UnrecordableError(Exception):

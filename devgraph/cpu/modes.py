@@ -29,7 +29,7 @@ Report = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _BottomMode:
-    """A mode at the bottom of its stack of modes; subclasses are torch modes."""
+    """A mode that stays at the bottom of its mode stack. Subclasses are torch modes."""
 
     is_devgraph_mode = True
     stack: Stack
@@ -100,7 +100,7 @@ class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-ca
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_over or tracer(FAKE) is not None:  # Fake tensors have no memory.
+        if self.is_over or tracer(FAKE) is not None:  # Fake tensors need no recording.
             return func(*args, **kwargs)
         if tracer(PROXY) is not None:
             raise CaptureError(

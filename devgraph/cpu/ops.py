@@ -20,7 +20,7 @@ from devgraph.api.tensors import tensors_in
 class Kind(enum.Enum):
     """The kind of an operation, which determines its treatment in a recording."""
 
-    __hash__ = object.__hash__  # Enum's own is a slow Python function.
+    __hash__ = object.__hash__  # Enum's own hash is a slow Python function.
 
     DECOMPOSE = "consists of other operations, which are recorded instead"
     VIEW = "creates an alias or changes only metadata; runs at capture, not in replays"
@@ -222,7 +222,7 @@ _chosen: dict[Any, Callable[..., Any]] = {}
 def bind_into(plan: OpPlan, args: Args, kwargs: Kwargs, outputs: Any) -> Callable[[], object]:
     """Return a callable that runs an operation and writes its results into ``outputs``.
 
-    Operations without an overload that writes outputs directly need a copy of each result.
+    If no overload of the operation writes outputs directly, each result is copied.
     """
     if plan.name in _COPIES:
         return functools.partial(torch.Tensor.copy_, outputs, args[0])
@@ -240,7 +240,7 @@ def bind_into(plan: OpPlan, args: Args, kwargs: Kwargs, outputs: Any) -> Callabl
 
 
 def bind(func: OpOverload, args: Args, kwargs: Kwargs) -> functools.partial[Any]:
-    """Return a call of ``func``, or of an equivalent function of torch's Python API.
+    """Return a bound call of ``func`` or of an equivalent function in torch's Python API.
 
     A call takes 0.7 us through the Python API and 1.2 us through ``func`` (add of 576 numbers,
     torch 2.13).

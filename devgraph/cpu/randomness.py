@@ -32,7 +32,7 @@ def _address(generator: torch.Generator) -> int:
 
 
 class _Sequence:
-    """The draws of a recording from one generator.
+    """The draws from one generator in a recording.
 
     A recording executes no draw, but advances the generator at each draw. An earlier state that the
     code restores, as ``torch.utils.checkpoint`` does, therefore differs from the current state and
@@ -54,7 +54,7 @@ class _Sequence:
             self.state = self._generator.get_state()
 
     def is_set(self) -> bool:
-        """Whether the code has set the state since the last call or draw."""
+        """Whether the code has set the state since the last check or draw."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             before, self.state = self.state, self._generator.get_state()
             # Another thread may have restored the state after its own capture.

@@ -202,7 +202,7 @@ class Recorder:
         self.open_span = None
 
     def loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        """Record ``body`` as an entry that repeats while ``going``; return its number of nodes."""
+        """Record ``body`` as an entry that repeats while ``going``; return the node count."""
         outer, pool, op = self.parts, self._pool, self._op("a loop")
         # Use another pool: the next iteration may read older memory that this iteration frees.
         self.parts, self._pool = [], self._pools[1]
@@ -240,7 +240,7 @@ class Recorder:
         return made
 
     def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> dict[int, Violation]:
-        """Return a violation for each block, except outputs, that outlives the recording."""
+        """Return violations for the blocks that outlive the recording, except for ``outputs``."""
         known = set(map(memory_of, outputs))
         return {
             block.address: Violation.at(
@@ -260,7 +260,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Exclude tensors that the block allocates from ``escaping``."""
+        """Let ``escaping`` ignore the tensors that are allocated in the block."""
         identity, self._identity = self._identity, object()
         try:
             yield
@@ -317,8 +317,8 @@ class Recorder:
             raise UnrecordableError(
                 f"a tensor of the step ({describe(tensor)}) was written during the capture by "
                 f"another thread, or by code that bypasses torch's dispatcher, and a replay would "
-                f"not repeat that. Do that work in the thread of the step, or in a function "
-                f"marked @dg.no_graph under policy='breakable'"
+                f"not repeat the write. Write in the thread of the step, or in a function marked "
+                f"@dg.no_graph under policy='breakable'"
             )
 
     def _run_now(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
@@ -336,7 +336,7 @@ class Recorder:
         return view
 
     def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
-        """Refuse a layout change of a tensor that outlives the step; no replay would repeat it.
+        """Refuse a layout change that no replay would repeat: the tensor outlives the step.
 
         Empty tensors and tensors of the capture may change.
         """
@@ -404,7 +404,7 @@ class Recorder:
             tensor.set_(made.view(size))
         if not tensor.is_inference():
             self._made[memory_of(tensor)] = tensor._version
-            self._writes[memory_of(tensor)] = 1  # count the write of the operation
+            self._writes[memory_of(tensor)] = 1  # the operation's own write
 
     def _allocate(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
         return self._make(plan, self._metadata.infer(plan, args, kwargs), None)

@@ -115,7 +115,7 @@ class Tape:
         calls = None if self._calls is None else [entry.run for entry in flat]
         for span, entries in new.items():
             span.entries = entries
-        self._entries, self._calls = flat, calls  # Assign last: the lines above may raise.
+        self._entries, self._calls = flat, calls  # Assign last, because the lines above may raise.
 
     def close(self) -> None:
         """Drop the entries and the claims on the pools. Idempotent."""

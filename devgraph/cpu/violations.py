@@ -1,4 +1,4 @@
-"""Violations: code that a capture refuses, described in terms of the user's code."""
+"""Violations: code that a capture refuses or freezes, described in terms of the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA backend: capabilities, and the code that other torch-like backends do not need."""
+"""The CUDA backend: capabilities, and code that no other torch-like backend needs."""
 
 from __future__ import annotations
 
@@ -135,5 +135,5 @@ class CudaBackend(NodeBackend):
         super().begin_native(native, pool, mode)
 
     def prepare_stream(self) -> None:
-        # cuBLAS cannot create its handle for this thread and stream inside a capture.
+        # Create cuBLAS's handle for this thread and stream, because a capture cannot create it.
         torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]

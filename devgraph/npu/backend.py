@@ -194,7 +194,7 @@ def _import_torch_npu() -> None:
     except Exception as error:
         raise BackendUnavailableError(
             f"importing torch_npu failed ({error}); {diagnosis}. Check that CANN's set_env.sh was "
-            f"sourced and that this torch_npu supports its version."
+            f"sourced and that this torch_npu supports this version of CANN."
         ) from error
     finally:
         # The import changes this variable for the whole process, so restore it.

@@ -86,7 +86,7 @@ class UpdateChannel:
         # The thread reports its own end: Thread.is_alive() may be wrong after an interrupt.
         self._running = False
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Guards ``_watched``: iteration would raise if another thread changed the set.
+        # Guards ``_watched``, because iteration would raise if another thread changed the set.
         self._watching = threading.RLock()
         self._launching = False
         self._last: Job | None = None

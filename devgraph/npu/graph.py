@@ -52,8 +52,8 @@ class NpuPool(TorchPool):
         take = self.__dict__.pop
         try:
             if "_memory" in self.__dict__:  # False if the constructor failed
-                # The last entry is freed first: the pool object frees its memory only if nothing
-                # else uses the memory. Pass a list, because a caller's frame may keep arguments
+                # The last entry is freed first, because the pool object frees its memory only if
+                # nothing else uses it. Pass a list, because a caller's frame may keep arguments
                 # alive until the call ends, as under Dynamo.
                 keys = ("_stuck", "_memory", "_region_memory", "keeper")
                 self.backend.bury_memory([take(key, None) for key in keys])

@@ -154,7 +154,7 @@ class Runtime(NodeRuntime):
         MEMCPY: MemcpyParams,
         MEMSET: MemsetParams,
     }
-    instantiate_flags = 1  # hipGraphInstantiateFlagAutoFreeOnLaunch, as torch sets it
+    instantiate_flags = 1  # hipGraphInstantiateFlagAutoFreeOnLaunch, as in torch
 
     def __init__(self, path: str) -> None:
         self.path = path

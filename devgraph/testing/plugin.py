@@ -28,7 +28,7 @@ _CORE = "the contract itself"
 _LOST_EXIT_CODE = 70  # exit status of a worker that lost its device (EX_SOFTWARE of sysexits.h)
 
 _FAULTS = "devgraph_faults"
-"""Name of the report property that lists the rows of docs/faults.md that a failed test covers."""
+"""Name of the report property with the rows of docs/faults.md that a failed test covers."""
 
 _missing_key = pytest.StashKey[tuple[str, ...]]()
 

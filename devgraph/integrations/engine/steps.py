@@ -57,7 +57,7 @@ def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable
 
 
 engine_session = functools.partial(session, may_autocast=False)
-"""``session`` for engines, which use no autocast.
+"""``session`` for engines, which run without autocast.
 
 Compiled functions check whether autocast caches casts. If this setting changed after the warm-up,
 the compiler would run again in the capture and fail.

@@ -299,7 +299,7 @@ def breakable_backend() -> Any:
 
 @functools.cache
 def updated_backend() -> Any:
-    """Return the backend class that captures each shape as one graph and updates it per batch."""
+    """Return the backend class that captures each shape as one graph, updated for each batch."""
     base: Any = breakable_backend()
 
     class DeviceGraphUpdatedBackend(base):  # type: ignore[misc]

@@ -79,7 +79,7 @@ class Fallback(str, enum.Enum):
     OUTPUTS = "outputs", "attentions or hidden states as outputs, or a tuple"
     CACHE = "cache", "no cache, or a cache other than a DynamicCache of this batch"
     INPUTS = "inputs", "inputs other than token ids, their mask and their positions"
-    MASK = "mask", "a mask or positions other than those of left padding"
+    MASK = "mask", "a mask or positions that do not describe left padding"
     PADDING = "padding", "padding, counted as positions by a model that runs its own attention"
     BATCH = "over_max_requests", "more rows than max_requests"
     LENGTH = "over_max_len", "more positions than max_len"
@@ -432,7 +432,7 @@ class _Acceleration:
             }
 
     def _sampling_of(self, config: GenerationConfig) -> SamplingParams | None:
-        """Return sampling parameters equivalent to the processors of transformers, or None."""
+        """Return sampling parameters that equal transformers' logits processors, or None."""
         values: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
         for processor in self.model._get_logits_processor(config, input_ids_seq_length=1):
             name = _WARPERS.get(type(processor))

@@ -356,7 +356,7 @@ def decode_bounded(
         query: ``[1, heads, requests * width, head_dim]``.
         keys: ``[slots, kv_heads, max_len, dim]``; request ``i`` has slot ``i``.
         values: as ``keys``.
-        mask: mask of ``decode_mask`` for the window of ``scoring``.
+        mask: the result of ``decode_mask`` for the window in ``scoring``.
         out: output, ``[1, requests * width, heads, value_dim]``.
         scoring: scoring of the layer.
         kv_len: upper bound of the lengths, including the new tokens.

@@ -123,7 +123,7 @@ class Engine:
             the model, but at most 2048.
         max_step_tokens: maximum number of tokens in a packed step; longer prompts run in chunks. A
             model that runs its own attention (see ``engine.model.own``) runs one prompt at a time.
-        eos_token_ids: tokens that end a request; None means the tokens of the model.
+        eos_token_ids: tokens that end a request; None means the model's own end-of-sequence tokens.
         steps_per_launch: number of decode steps in a launch while all running requests are greedy
             and one of them needs at least half of these steps (and at least two). Other launches
             have one step. A launch returns its tokens together, and waiting requests join after it.
@@ -138,7 +138,7 @@ class Engine:
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
         InputError, ConfigError: an argument is invalid, the model is on another device, or a rule
-            forbids a policy that was chosen.
+            forbids the chosen policy.
     """
 
     def __init__(
@@ -473,10 +473,9 @@ class Engine:
             and generated < handoff.max_new_tokens
         ):
             raise HandoffError(
-                f"the handoff caches {handoff.cached} of {counted(len(tokens), 'token')}, "
-                f"{handoff.prompt_length} of them in the prompt, with at most "
-                f"{handoff.max_new_tokens} after it; it must cache the prompt and all tokens but "
-                f"the last, and may continue only a request that has not ended"
+                f"the handoff caches {handoff.cached} of {counted(len(tokens), 'token')} (prompt: "
+                f"{handoff.prompt_length}, maximum after it: {handoff.max_new_tokens}); it must "
+                f"cache the prompt and all tokens but the last, and its request must not have ended"
             )
         try:
             self._check_ids(tokens)

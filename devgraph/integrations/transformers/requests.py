@@ -260,8 +260,8 @@ class Scheduler:
     def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:
         if whole("max_step_tokens", max_step_tokens) < slots:
             raise InputError(
-                f"max_step_tokens is {max_step_tokens}, which cannot hold one token for each of "
-                f"{counted(slots, 'request')}; raise it to at least {slots}"
+                f"max_step_tokens is {max_step_tokens}, which is too small for one token of each "
+                f"of {counted(slots, 'request')}; raise it to at least {slots}"
             )
         self.max_step_tokens = max_step_tokens
         self._alone = alone

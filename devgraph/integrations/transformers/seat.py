@@ -206,7 +206,7 @@ class Seat:
             if self._accepted is None or removed > self._accepted:
                 raise StateError(
                     f"a cache with recurrent state cannot remove {counted(removed, 'token')} here: "
-                    f"only tokens of the last step can be removed, if that step ran several"
+                    f"only tokens of the last step can be removed, if it ran several"
                 )
             self._accepted -= removed
         self.length, self._next = length, None

@@ -108,7 +108,7 @@ class Transport:
                 self._ask(owner, release=offer_id)
 
     def close(self) -> None:
-        """End all offers and the thread. Idempotent."""
+        """End all offers, and stop the thread. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -212,7 +212,7 @@ class TorchTransport(Transport):
             transport has a device of the same type and torch has a collective library for it.
             Otherwise, they are sent through host memory. None selects the current accelerator, or
             the host for a host group such as gloo. Two ranks on one GPU must use the host.
-        timeout_s: seconds to wait for another rank.
+        timeout_s: maximum time to wait for another rank, in seconds.
 
     Raises:
         InputError: the store of the group has no queues.

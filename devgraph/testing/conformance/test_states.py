@@ -404,7 +404,7 @@ def test_host_read_in_a_captured_body_is_refused(kit: Kit, pool: dg.Pool, name: 
     """FAULTS 23."""
     x = kit.tensor(8)
     read = HOST_READS[name]
-    read(x)  # Libraries initialize on first use.
+    read(x)  # Initialize libraries before the capture.
     graph = kit.backend.make_graph(pool)
     with pytest.raises(dg.HostReadError) as caught, kit.backend.capture_context(graph):
         read(x * 2)
