@@ -137,7 +137,7 @@ class Backend(Device):
         Args:
             graph: an empty graph of this backend.
             stream: the stream to capture on; None and the default stream select the pool's stream.
-            pool: the pool to allocate from instead of the graph's.
+            pool: the pool to allocate from instead of the graph's pool.
             capture_error_mode: the threads whose unsafe calls make the capture fail: "global",
                 "thread_local" or "relaxed".
             host_args: host arguments of regions in the block and their values at capture.

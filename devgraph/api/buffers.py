@@ -299,7 +299,7 @@ def require_same(entries: Iterable[Entry]) -> None:
         now = entry.now()
         if entry.is_modified:
             raise StateError(
-                f"{entry.path} {entry.modification}, and the graph uses the old entries. Capture "
+                f"{entry.path} {entry.modification}, but the graph uses the old entries. Capture "
                 f"again."
             )
         if now is entry.value:
@@ -314,7 +314,7 @@ def require_same(entries: Iterable[Entry]) -> None:
             )
         if not same_value(now, entry.value):
             raise StateError(
-                f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, and "
+                f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, but "
                 f"the graph uses the old value. Make the value a host argument of a marked "
                 f"function, or {AGAIN}."
             )

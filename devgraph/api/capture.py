@@ -103,7 +103,7 @@ class Captured:
         self.gradients = job.owned.gradients
         """The gradients that replays accumulate."""
         self.guard = Guard([*self._watched, *named, Containers(plan.outputs)], outside)
-        """The comparison of the state of the step with its state at the capture."""
+        """The comparison of the step's current state with its state at the capture."""
         self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared, held)
 
     @property

@@ -50,13 +50,13 @@ class GateChannel(Protocol):
     """
 
     delayed: bool
-    """Whether waits happen on the device, so the host must detect forgotten gates."""
+    """Whether waits happen on the device, so that the host must detect forgotten gates."""
 
     def begin(self, launch: int | None, opened: Iterable[int], signals: bool) -> None:
         """Begin a launch on the current stream.
 
         Args:
-            launch: number of the launch; None for a launch that is no epoch and waits at no place.
+            launch: number of the launch; None for a launch that is not an epoch and never waits.
             opened: places that do not wait.
             signals: whether the launch signals.
         """

@@ -22,7 +22,7 @@ class Watched(Protocol):
 
     @property
     def terms(self) -> Sequence[Term]:
-        """Terms; if all are true, ``check`` succeeds. Changed terms are a new object."""
+        """Terms that are all true only if ``check`` succeeds; a new object after each change."""
 
     def check(self) -> None:
         """Raise StateError if the state differs from the capture; accept equal plain values."""

@@ -190,11 +190,11 @@ class Inputs:
             if type(value) is not type(bound) and not {type(value), type(bound)} <= _TENSORS:
                 raise InputTypeError(
                     f"input {name!r} is a {type(value).__name__} and was a {type(bound).__name__} "
-                    f"at capture, and the graph has only the work for the old class. Capture again."
+                    f"at capture, but the graph has only the work for the old class. Capture again."
                 )
             if bound.is_quantized and (own := _scheme(value)) != (held := _scheme(bound)):
                 raise InputError(
-                    f"input {name!r} is quantized with {own} instead of {held}, and the graph uses "
+                    f"input {name!r} is quantized with {own} instead of {held}, but the graph uses "
                     f"the old scale. Capture again."
                 )
             if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():

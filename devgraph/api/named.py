@@ -130,7 +130,7 @@ class NamedState:
             if [*mapping] != keys:
                 raise StateError(
                     f"a {type(mapping).__name__} that the step iterates over has the keys "
-                    f"{brief([*mapping])} and had {brief(keys)} at capture, and the graph uses the "
+                    f"{brief([*mapping])} and had {brief(keys)} at capture, but the graph uses the "
                     f"old keys in their order. Restore the keys, or {AGAIN}."
                 )
         if any(table.is_modified for table in self._tables):
@@ -144,7 +144,7 @@ class NamedState:
             require_same(self._held)
         except StateError:
             is_changed = True
-        if is_changed:  # After the handler, so that a new error has no context.
+        if is_changed:  # Renew outside of the handler, so that a new error has no context.
             self._renew()
             require_same(self._held)
         if any(space.is_modified for space in self._spaces):
@@ -288,7 +288,7 @@ def _stale(what: str) -> str:
 
 def _refuse(entry: Entry, what: str) -> NoReturn:
     raise StateError(
-        f"{entry.path} {what}, and the graph uses the captured state. Keep changing numbers in a "
+        f"{entry.path} {what}, but the graph uses the captured state. Keep changing numbers in a "
         f"tensor, make the value a host argument of a marked function, or {AGAIN}."
     )
 

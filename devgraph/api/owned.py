@@ -668,7 +668,7 @@ class Weights:
         self.terms = [*self._compared()]
 
     def _compared(self) -> Iterator[Term]:
-        """Yield terms that become false once a module is assigned to or a hook is registered."""
+        """Yield terms that become false after an assignment to a module or a new hook."""
         yield from (("{}.forward is {}", pair) for pair in self._forwards[:CHECKED])
         terms = [*map(self._term_of, self.modules)]
         terms += [("{}.forward is {}", pair) for pair in self._forwards[CHECKED:]]

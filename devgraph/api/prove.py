@@ -83,7 +83,7 @@ class Case:
     changed: bool = False
     """Whether host arguments differ from the values at capture."""
     updated: bool = False
-    """Whether host arguments have the values at capture again, after cases with other values."""
+    """Whether host arguments again have the values at capture, after cases with other values."""
     filled: tuple[str, ...] = ()
     """Slots whose real rows are pad values, because no legal data is known for this size."""
 
@@ -128,8 +128,7 @@ class Report:
     """Number of cases that were compared."""
     failures: tuple[Failure, ...]
     exact: bool = True
-    """Whether graphs were compared bit for bit; within tolerance if a compiler chose other kernels.
-    """
+    """Whether graphs were compared bit for bit, because no compiler chose other kernels."""
     not_varied: tuple[str, ...] = ()
     """Inputs, slots and host arguments that had the same data in all cases, because a proof does
     not invent integers. Declare ``sample=`` or a range for them."""

@@ -70,7 +70,7 @@ def _is_cached(node: Any, name: str) -> bool:
 
 
 def attributes_of(node: Any) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of an object, or None if it has none or reading it raises."""
+    """Return the ``__dict__`` of an object, or None if there is none or an error is raised."""
     try:
         held: dict[str, Any] = vars(node)
     except Exception:

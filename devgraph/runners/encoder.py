@@ -74,10 +74,10 @@ class EncoderRunner(Runner):
         max_items: Maximum number of items in a pack. ``max_requests`` of the configuration limits
             this number.
         outputs: An ``OutputSlot`` for all returned tensors, or a tree of slots like the result.
-        data_parallel: A ``torch.distributed`` group whose ranks divide the items by tokens, each
-            with all weights. Every rank calls ``run`` with the same items and receives every
-            output, or an error that names a failed rank. The group must support tensors of the
-            runner's device, and its ranks must create their encoders in the same order.
+        data_parallel: A ``torch.distributed`` group whose ranks divide the items by tokens. Each
+            rank has all weights, calls ``run`` with the same items, and receives every output, or
+            an error that names a failed rank. The group must support tensors of the runner's
+            device, and its ranks must create their encoders in the same order.
         **options: See ``Options``. The ranks of ``group`` run every pack together.
 
     Raises:

@@ -126,7 +126,7 @@ class InputArena:
             raw(view).fill_(raw_value(self.slots[name].pad.value, view.dtype))
 
     def template(self, slot: InputSlot, pad: Pad) -> torch.Tensor | None:
-        """Return a flat tensor of pad values for copies; None if not constant or too large."""
+        """Return a flat tensor of pad values for copies; None if they vary or are too many."""
         needed = math.prod(slot.shape(self.largest))
         if pad.kind != "fill" or needed * slot.dtype.itemsize > TEMPLATE_BYTES:
             return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class PrefillRunner(Runner):
     """A runner for prefill steps: requests of any length, in a graph for each token bucket.
 
-    Under ``full``, one graph contains body and tail, with ``max_requests`` rows for requests.
+    Under ``full``, a graph contains the body and the tail, with ``max_requests`` rows for requests.
     Unused rows contain pad values (a length sentinel, ``Pad.last()`` for offsets).
 
     Under the other policies, a graph contains only the body, which must not depend on the number of

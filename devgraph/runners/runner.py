@@ -180,8 +180,9 @@ class Runner:
         Args:
             requests: number of requests of the batch.
             tokens: number of tokens of the batch.
-            variant: a declared variant. Decode derives a missing ``width`` from ``requests`` and
-                ``tokens``. An undeclared combination of declared names runs eagerly.
+            variant: a declared variant. A decode runner derives a missing ``width`` from
+                ``requests`` and ``tokens``. An undeclared combination of declared names runs
+                eagerly.
 
         Raises:
             InputError: a number is negative, the numbers contradict each other, or a name belongs
@@ -580,7 +581,7 @@ class Runner:
             self.graphs.suspended = False
 
     def close(self) -> None:
-        """Free all graphs. Idempotent. Close a runner before the communicators its graphs use."""
+        """Free all graphs. Idempotent. Call this before closing communicators of the graphs."""
         with self.pool.lock:
             self._require_outside("close")
             if self._closed:

@@ -314,7 +314,7 @@ class OutputSlot:
 
     Args:
         rows: ``"requests"`` or ``"tokens"``, or None for a tensor whose shape does not depend on
-            the batch. Callers get real rows only.
+            the batch. Callers receive only real rows.
         dim: Index of the dimension of the rows.
     """
 

@@ -121,7 +121,7 @@ def plan_cluster(
         cluster: the groups, or the path or the content of a cluster file.
 
     Raises:
-        ConfigError: the description of the cluster is wrong.
+        ConfigError: the description of the cluster is invalid.
     """
     if isinstance(cluster, (str, os.PathLike)):
         cluster = Cluster.from_file(cluster)

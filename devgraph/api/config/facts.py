@@ -101,7 +101,7 @@ class EngineFacts:
     encoder_decoder: bool = _flag()
     """The first decoder step reads encoder outputs, but later steps do not."""
     two_batch_overlap: bool = _flag()
-    """A batch is split into two halves that run interleaved."""
+    """A batch is split into two halves whose execution is interleaved."""
     moe_host_counts: bool = _flag()
     """The exchange of tokens between experts reads token counts on the host."""
     traceable: bool = _flag(True)

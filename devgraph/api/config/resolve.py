@@ -126,7 +126,7 @@ def resolve(
 
     Args:
         config: the configuration of the deployment.
-        facts: the properties of the engine; see ``EngineFacts.on_backend`` for the backend's.
+        facts: the properties of the engine; ``EngineFacts.on_backend`` adds those of a backend.
         phases: the phases to resolve; other phases keep their requested configuration.
         name: prefix of warnings and log records, such as the name of a group of a cluster.
 

@@ -720,7 +720,7 @@ class _Piecewise(Policy):
         for other, (_, held) in [*self._compilers.items()]:
             if any(hook() is None for hook in held):  # a new hook may reuse its id
                 del self._compilers[other]
-        if job.again:  # The tracer does not guard all state, for example not in a ChainMap.
+        if job.again:  # The tracer does not guard some state, such as the state of a ChainMap.
             self._compilers.pop(key, None)
         return self._compilers.setdefault(key, (_Compiler(name), [*map(weakref.ref, hooks)]))[0]
 

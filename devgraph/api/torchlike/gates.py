@@ -190,7 +190,7 @@ class FlagGates:
         return self._backend.namespace.current_stream(self._backend.device)
 
     def _opener(self, key: int | None) -> Any:
-        """Return the opener for the stream ``key`` of ``open_after``, shared if there is no spare.
+        """Return the opener for the stream ``key`` of ``open_after``; share one if none is spare.
 
         Openers are not torch's streams, because other code may launch on those.
         """
