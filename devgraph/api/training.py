@@ -579,7 +579,7 @@ def make_graphed_callables(
         leaves = [*leaves_of("sample_args", sample)]
         for path, leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
-                raise InputTypeError(f"{path} is {brief(leaf)}; sample_args accepts only tensors")
+                raise InputTypeError(f"{path} is {brief(leaf)}; sample_args takes tensors only")
         target = function
         if isinstance(function, torch.nn.Module):
             target = function.forward
