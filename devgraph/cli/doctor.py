@@ -288,7 +288,8 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
     if report["mode"]:
         say(f"mode of {MODE_VARIABLE} and [tool.devgraph]: {json.dumps(report['mode'])}")
     for name, value in report["variables"].items():
-        say(f"{name}={value} changes the mode of all runners")
+        if not any(name in error for error in report["errors"]):
+            say(f"{name}={value} changes the mode of all runners")
     checked = report["backends"]
     print_table(
         "backends",

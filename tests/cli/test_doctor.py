@@ -335,6 +335,7 @@ def test_settings_that_cannot_be_read_are_reported_and_exit_with_1(
     assert result.code == 1
     assert "error: [tool.devgraph]" in result.out and "Did you mean 'full'?" in result.out
     assert "error: DEVGRAPH_EMULATE='maybe'" in result.out.rpartition("\n\n")[2], "at the end"
+    assert "changes the mode" not in result.out
     monkeypatch.delenv("DEVGRAPH_EMULATE")
     monkeypatch.delenv("DEVGRAPH_GATE_TIMEOUT")
     project.write_text('[tool.devgraph]\ndecode = "breakable"\n')

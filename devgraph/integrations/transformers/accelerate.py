@@ -541,7 +541,7 @@ def accelerate(
 
     Args:
         model: a causal language model in evaluation mode, on the device of ``backend``.
-        mode: the mode of each phase, as a configuration, a dictionary or JSON text.
+        mode: the mode of each phase, as for ``config`` of ``Engine``.
         backend: as for ``Engine``.
         max_requests: number of rows in the largest batch, and maximum number of running requests in
             ``generate_batch``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import logging
@@ -116,7 +117,7 @@ class Engine:
             ``backend``.
         tokenizer: converts text to ids and tokens to text; if there is none, prompts must be ids.
         config: the mode of each phase, as a configuration, a dictionary or JSON text; None means
-            the default.
+            ``DEVGRAPH_MODE`` and ``[tool.devgraph]``, as for ``DeviceGraphConfig.from_args``.
         backend: a backend or its name.
         max_requests: maximum number of running requests.
         max_len: maximum number of tokens per request, including its prompt; None means the limit of
@@ -835,9 +836,11 @@ class Engine:
 
 
 def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> DeviceGraphConfig:
-    """Return the configuration in an object, a dictionary or JSON text; None is the default."""
-    if given is None or isinstance(given, DeviceGraphConfig):
-        return given or DeviceGraphConfig()
+    """Return the configuration in an object, a dictionary, JSON text, or (None) the environment."""
+    if given is None:
+        return DeviceGraphConfig.from_args(argparse.Namespace())
+    if isinstance(given, DeviceGraphConfig):
+        return given
     if isinstance(given, str):
         return DeviceGraphConfig.from_json(given)
     return DeviceGraphConfig.from_dict(given)

@@ -335,6 +335,14 @@ def test_a_launch_is_made_for_half_of_its_tokens_and_no_fewer() -> None:
             assert engine.several.stats().steps == launches
 
 
+def test_an_engine_without_a_configuration_reads_the_mode_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DEVGRAPH_MODE", '{"decode": "disabled"}')
+    with Engine(make_model("llama"), backend="cpu", max_len=100) as engine:
+        assert engine.decode.stats().requested == "disabled"
+
+
 @pytest.mark.parametrize("debug", ["1", ""])
 def test_debugging_names_the_nodes_by_the_model_s_modules(
     debug: str, monkeypatch: pytest.MonkeyPatch
