@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,6 +112,16 @@ def _run(args: argparse.Namespace) -> int:
     return code
 
 
+class _Help(argparse.HelpFormatter):
+    """A formatter that does not break the names of options at their hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.indent("\n".join(self._split_lines(text, width - len(indent))), indent)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors omit the usage text, which would fill a screen."""
 
@@ -118,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
     """Whether to print errors as JSON."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

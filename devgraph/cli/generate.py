@@ -297,17 +297,17 @@ def _print_speed(runs: Sequence[dict[str, Any]]) -> None:
     eager = runs[-1]["tokens_per_second"]
     print_table(
         "speed",
-        ("", "tokens", "time", "tokens/s", "decode tokens/s", "vs eager"),
+        ("", "tokens", "time", "tokens/s", "vs eager", "decode tokens/s"),
         [
             (
                 row["name"],
                 row["generated"],
                 time_text(row["seconds"]),
                 number(row["tokens_per_second"]),
-                number(row["decode_tokens_per_second"]),
                 None if len(runs) == 1 else ratio(row["tokens_per_second"] / eager),
+                number(row["decode_tokens_per_second"]),
             )
             for row in runs
         ],
-        numbers=("tokens", "time", "tokens/s", "decode tokens/s", "vs eager"),
+        numbers=("tokens", "time", "tokens/s", "vs eager", "decode tokens/s"),
     )

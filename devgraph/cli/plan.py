@@ -229,10 +229,10 @@ def _print(plans: list[_Plan], *, estimated: bool) -> None:
         if plan.error is not None:
             say(f"{plan.title}: error: {plan.error}", style="error")
         for estimate in (one for one in plan.estimates if one.uncovered):
-            why = "each bucket is too small for them, or more than max_padding times their size"
+            why = "no bucket is at least as large and at most max_padding times as large"
             say(f"{estimate.phase} steps of {estimate.uncovered} run eagerly: {why}")
         say()
-    if not estimated:
+    if not estimated and any(plan.resolution for plan in plans):
         say("add --model for estimates of memory and of the graphs between breaks")
     for kind in {plan.backend.name: plan.backend for plan in plans if plan.resolution}.values():
         _print_origin(kind)
@@ -271,7 +271,7 @@ def _print_settings(resolution: Resolution) -> None:
     ]
     if settings:
         print_table("other settings", ("phase", "key", "requested", "effective"), settings)
-    fired = [(rule.phase, rule.rule, rule.outcome, rule.explanation) for rule in resolution.fired]
+    fired = [(rule.phase, rule.rule, rule.outcome, rule.reason) for rule in resolution.fired]
     if fired:
         print_table("rules that fired", ("phase", "rule", "outcome", "why"), fired)
     else:

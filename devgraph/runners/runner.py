@@ -787,8 +787,8 @@ def _buckets_of(options: Options, counting: ByTokens, capacity: int) -> Buckets:
     # Default buckets also leave out sizes below the smallest bucket, but without a warning.
     if missing and missing[-1][0] > buckets[0]:
         logger.warning(
-            "%s: steps of %s %s %s, because each bucket of %s is too small for them, or "
-            "more than %g times their size",
+            "%s: steps of %s %s %s, because no bucket of %s is at least as large and at most %g "
+            "times as large",
             options.name,
             spans(missing),
             counting.counts,

@@ -249,7 +249,7 @@ def test_listed_sizes_are_planned_exactly_and_what_they_leave_out_is_said(
 ):
     argv = ["plan", "--backend", "cpu", "--cuda-graph-bs", "1", "2", "4", "8"]
     assert _phases(run_json(capsys, *argv))["decode"]["buckets"] == [1, 2, 4, 8]
-    said = "decode steps of 9 to 256 requests run eagerly: each bucket is too small"
+    said = "decode steps of 9 to 256 requests run eagerly: no bucket is at least"
     assert said in run_cli(capsys, *argv).out
 
 
@@ -363,6 +363,7 @@ def test_group_of_an_unknown_backend_leaves_the_others(
     assert "a: 1 x nvidia: cannot be planned: backend: there is no backend" in result.out
     assert "Did you mean 'cuda'?" in " ".join(result.out.split())
     assert "b: 1 x cpu" in result.out and "registered as a function" not in result.out
+    assert "add --model" not in run_cli(capsys, "plan", "--cluster", path, "--group", "a").out
     first, second = run_json(capsys, "plan", "--cluster", path, code=1)["groups"]
     assert "no backend 'nvidia'" in first["error"] and second["error"] is None
     emitted = run_cli(capsys, "plan", "--cluster", path, "--emit")

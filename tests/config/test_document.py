@@ -179,7 +179,7 @@ def test_from_file_reads_the_device_graph_section(tmp_path: Path, name: str) -> 
             ["decode.policy", "is a string, got False", "disabled"],
         ),
         ("a.yaml", "device_graph:\n  decode: full\n  decode: disabled\n", ["twice", "line 3"]),
-        ("a.yaml", "device_graph: {decode: [\n", ["invalid YAML", "line 2"]),
+        ("a.yaml", "device_graph: {decode: [\n", ["invalid YAML in line 2, column 1: expected "]),
         ("a.yaml", "just text\n", ["expected an object"]),
         ("a.yaml", "built: 2020-13-45\n", ["invalid YAML", "month must be in 1..12"]),
         ("a.yaml", "port: !!int x\n", ["invalid YAML", "invalid literal"]),

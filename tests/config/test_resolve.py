@@ -113,6 +113,7 @@ def test_phase_nobody_chose_takes_the_policy_that_the_backend_recommends(
     changed = [one for one in resolution.fired if one.outcome == "changed"]
     assert [(one.phase, one.rule) for one in changed] == [("prefill", "recommended")]
     assert "'breakable' becomes 'full' [recommended]" in caplog.text
+    assert changed[0].reason.startswith("policy: 'breakable' becomes 'full': the backend")
     assert "policy" in resolution.effective.prefill.explicit
     weak = resolve_quietly(DeviceGraphConfig(), attrs.evolve(facts, attention="uniform_batch"))
     assert weak.effective.prefill.policy == "breakable"

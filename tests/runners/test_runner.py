@@ -95,8 +95,8 @@ def test_listed_buckets_are_kept_and_what_they_leave_out_is_said(
     assert runner.can_run(3).reason == "over_largest_bucket"
     said = [one.message for one in caplog.records if "run eagerly" in one.message]
     assert said == [
-        "decode: steps of 3 to 8 requests run eagerly, because each bucket of [1, 2] is too small "
-        "for them, or more than 2 times their size"
+        "decode: steps of 3 to 8 requests run eagerly, because no bucket of [1, 2] is at least as "
+        "large and at most 2 times as large"
     ]
     double_runner(config={"buckets": [2, 1]}, strict=True)
     assert "steps of 3 to 8 requests raise an error (strict), because" in caplog.text

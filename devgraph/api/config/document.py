@@ -202,5 +202,8 @@ def _read_yaml(text: str, name: str) -> object:
     except ConfigError:
         raise
     except Exception as error:  # including ValueError for invalid dates and numbers
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{name}: invalid YAML: {problem}") from error
+        mark, problem = (getattr(error, name, None) for name in ("problem_mark", "problem"))
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        if not mark:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{name}: invalid YAML{place}: {problem}") from error

@@ -52,13 +52,21 @@ class FiredRule:
     source: str
 
     def __str__(self) -> str:
-        if self.outcome in ("changed", "ignored"):
-            change = f"{self.phase}.{self.key}: {self.before!r} becomes {self.after!r}"
-        elif self.outcome == "kept":
-            change = f"{self.phase}.{self.key}: {self.before!r} kept, {self.after!r} is preferable"
-        else:
-            change = self.phase
-        return f"{change} [{self.rule}]: {self.explanation} ({self.source})"
+        change = f".{self.change}" if self.change else ""
+        return f"{self.phase}{change} [{self.rule}]: {self.explanation} ({self.source})"
+
+    @property
+    def change(self) -> str:
+        """The key with its value before and after the rule, as text; empty for a note."""
+        if self.outcome == "noted":
+            return ""
+        form = "{!r} kept, {!r} is preferable" if self.outcome == "kept" else "{!r} becomes {!r}"
+        return f"{self.key}: {form.format(self.before, self.after)}"
+
+    @property
+    def reason(self) -> str:
+        """The change and its explanation, for tables."""
+        return f"{self.change}: {self.explanation}" if self.change else self.explanation
 
 
 @attrs.frozen(kw_only=True)
@@ -94,7 +102,7 @@ class Resolution:
 
     def _repr_html_(self) -> str:
         title = "mode" if self.backend is None else f"mode on {self.backend}"
-        fired = [(rule.phase, rule.rule, rule.outcome, rule.explanation) for rule in self.fired]
+        fired = [(rule.phase, rule.rule, rule.outcome, rule.reason) for rule in self.fired]
         return html.table(
             title, ("phase", "key", "requested", "effective"), self.rows()
         ) + html.table("rules that fired", ("phase", "rule", "outcome", "why"), fired)
