@@ -395,7 +395,13 @@ class Captured:
         return segments + html.table("time and counters", ("", ""), spent)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of the policy, such as hits and misses of updates."""
+        """Return the counters of the policy.
+
+        With host arguments under ``full``, ``repeats`` counts replays with the previous key,
+        ``hits`` those with an earlier key, ``misses`` recorded keys, ``copies`` topology copies,
+        and ``broken_over_miss_budget`` and ``broken_over_copy_budget`` replays that ran as under
+        ``breakable`` because a budget was empty.
+        """
         in_breaks = self._marks.in_breaks
         return {**self._plan.notes, **({"gates_in_breaks": in_breaks} if in_breaks else {})}
 

@@ -20,6 +20,7 @@ from devgraph.api.guard import Term, by_turns
 from devgraph.api.marks.host_values import exact
 from devgraph.api.reach import (
     PLAIN,
+    POSITION,
     SMALL,
     Entry,
     Named,
@@ -269,7 +270,11 @@ _SHOWN = 8
 def text_of_changes(changes: Iterable[tuple[str, Any, Any]]) -> str:
     """Return a warning about places that the step changed, each with its old and new value."""
     every = [
-        f"{path} and back" if is_equal(old, new) else f"{path} from {brief(old)} to {brief(new)}"
+        f"{path} and back"
+        if is_equal(old, new)
+        else f"{path} advanced"
+        if str(new).startswith(POSITION)
+        else f"{path} from {brief(old)} to {brief(new)}"
         for path, old, new in changes
     ]
     shown = "; ".join(every[:_SHOWN]) + f" and {len(every) - _SHOWN} more" * (len(every) > _SHOWN)

@@ -729,7 +729,11 @@ def drawn(name: str, draw: Draw, tensor: torch.Tensor, generator: torch.Generato
         InputTypeError: the data has another shape, or a fraction that integers would lose.
     """
     with torch.device("cpu"):
-        data: torch.Tensor = draw(tuple(tensor.shape), generator)
+        try:
+            data: torch.Tensor = draw(tuple(tensor.shape), generator)
+        except Exception as error:
+            note(error, f"in the sample of {name!r}, which gets a shape and a torch.Generator")
+            raise
     real = tensor.is_floating_point() or tensor.is_complex()
     if (
         not isinstance(data, torch.Tensor)

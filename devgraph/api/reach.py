@@ -58,6 +58,9 @@ _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
 
 _CELL, _POSITION = "cell_contents", "position"
 
+POSITION = "position #"
+"""The beginning of the plain value of an iterator or a random generator."""
+
 
 class _Absent:
     """The value of an empty place."""
@@ -457,14 +460,14 @@ def is_array(value: Any) -> bool:
 def _position(holder: Any) -> Any:
     """Return a plain value that changes when an iterator or a random generator advances."""
     if isinstance(holder, random.Random):
-        return hash(holder.getstate())
+        return f"{POSITION}{hash(holder.getstate())}"
     if isinstance(holder, itertools.count):
         return repr(holder)
     if is_iterator(holder):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            return f"position {hash(_reduced(holder)) % 10_000}"
-    return hash(repr(holder.bit_generator.state))
+            return f"{POSITION}{hash(_reduced(holder))}"
+    return f"{POSITION}{hash(repr(holder.bit_generator.state))}"
 
 
 def is_iterator(value: Any) -> bool:

@@ -57,8 +57,11 @@ OTHER_NAMES = {
     **dict.fromkeys(("nvidia", "gpu"), "cuda"),
     **dict.fromkeys(("ascend", "huawei", "cann", "torch_npu"), "npu"),
     **dict.fromkeys(("amd", "hip"), "rocm"),
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "bs": "buckets",
 }
-"""Other common names of built-in backends, for hints in errors."""
+"""Other common names of built-in backends, keys and facts, for hints in errors."""
 
 
 @attrs.frozen(kw_only=True)

@@ -453,6 +453,8 @@ class BoundSteps:
             return None
         name, axis, extra = lead
         try:
+            if isinstance(inputs, torch.Tensor):
+                raise TypeError  # An index by name would also warn.
             rows: int = inputs[name].shape[axis] - extra
         except (KeyError, TypeError, AttributeError, IndexError):
             self._arena.require(inputs, self._arena.given)

@@ -306,6 +306,13 @@ def test_replays_of_other_threads_are_checked_during_a_proof() -> None:
     assert not captured.prove(cases=1).ok
 
 
+def test_an_error_of_a_sample_names_its_arguments() -> None:
+    captured = dg.capture(lambda x: x * 2, torch.ones(4), backend="cpu")
+    with pytest.raises(TypeError) as raised:
+        captured.prove(sample={"x": lambda shape: torch.ones(shape)})
+    assert "in the sample of 'x', which gets a shape and a torch.Gen" in raised.value.__notes__[0]
+
+
 def test_state_is_bit_identical_and_memory_flat_after_a_hundred_proofs(
     devgraph_backend: Any,
 ) -> None:

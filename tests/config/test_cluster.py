@@ -150,6 +150,7 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
             "1 device cannot be divided into sets of 8; add count: 8 to the group",
         ),
         (group(backend="cuda", rle="both"), ConfigError, r"groups\[0\].*Did you mean 'role'"),
+        (group(backend="cuda", tp=2), ConfigError, "Did you mean 'tensor_parallel'"),
         (group(backend="cuda", role="decod"), ConfigError, "Did you mean 'decode'"),
         (group(backend="cuda", count=0), ConfigError, r"groups\[0\].count: expected at least 1"),
         (group(backend="cuda", count=True), ConfigTypeError, "count: expected an integer"),

@@ -280,6 +280,17 @@ def test_changed_number_in_a_result_is_refused_with_a_remedy() -> None:
         captured(torch.tensor([0.0, 1.0, 2.0]))
 
 
+def test_view_of_another_size_is_refused_with_both_sizes() -> None:
+    @dg.region(host_args=("n",))
+    def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x[:n]
+
+    x, fn = torch.randn(8, 4), lambda x, *, n: head(x, n=n)
+    captured = dg.capture(fn, x, backend="cpu", host_args={"n": 2})
+    with pytest.raises(dg.RegionError, match=r"returned .*\(3, 4\).* at capture .*\(2, 4\)"):
+        captured.replay(n=3)
+
+
 def test_container_without_tensors_is_passed_as_it_is() -> None:
     notes: list[int] = []
     options = {"gain": 2.0}

@@ -102,6 +102,11 @@ def test_listed_buckets_are_kept_and_what_they_leave_out_is_said(
     assert "steps of 3 to 8 requests raise an error (strict), because" in caplog.text
 
 
+def test_tensor_in_place_of_the_inputs_is_refused_without_a_warning_of_torch():
+    with pytest.raises(dg.InputTypeError, match="must be a mapping of slot names to tensors, got"):
+        double_runner().run(rows_of_x(2))  # type: ignore[arg-type]
+
+
 def test_buckets_that_leave_nothing_out_say_nothing(caplog: pytest.LogCaptureFixture):
     for config in (None, {"buckets": [1, 2, 4, 8]}, {"policy": "disabled", "buckets": [2]}):
         double_runner(config=config, captured=False)

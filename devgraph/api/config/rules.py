@@ -163,7 +163,7 @@ RULES: tuple[Rule, ...] = (
         "prefill",
         spares={BREAKS},
         when=lambda *_: True,
-        explanation="a full prefill graph has a fixed number of request slots; batches with more "
+        explanation="a full prefill graph has max_requests request slots; batches with more "
         "requests run eagerly",
         source=f"{_SGLANG}/pull/27988",
     ),

@@ -180,7 +180,7 @@ class _Passed(NamedTuple):
     """A result that is a view of an argument or of a tensor in the function's state."""
 
     address: int
-    layout: tuple[object, ...]
+    layout: tuple[Any, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Passed:
@@ -188,7 +188,9 @@ class _Passed(NamedTuple):
         return cls(tensor.data_ptr(), (*layout, tensor.is_conj(), tensor.is_neg()))
 
     def __repr__(self) -> str:
-        return f"a view of an argument or of a stored tensor, at address {self.address:#x}"
+        dtype, shape, *_ = self.layout
+        place = f"with address {self.address:#x}"
+        return f"a view {place} of an argument or of a stored tensor, {dtype} {tuple(shape)}"
 
 
 class MarkedCall:
