@@ -1,6 +1,6 @@
 """A tiny diffusion pipeline with random weights, whose denoiser and decoder run in graphs.
 
-    pip install "devgraph[diffusers]"
+    pip install ".[diffusers]"
     python examples/diffusion.py
 
 The calls of ``accelerate`` and ``close`` are the same for real weights on a device.

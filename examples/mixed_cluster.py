@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/mixed_cluster.py --backends cpu cpu --check
     torchrun --standalone --nproc-per-node 2 examples/mixed_cluster.py --backends cpu cuda
-    python examples/mixed_cluster.py --backends cpu cpu --ray      # pip install devgraph[ray]
+    python examples/mixed_cluster.py --backends cpu cpu --ray      # pip install ".[ray]"
 
 Rank 0 runs prefill and hands over each request after its first token. Rank 1 runs the decode steps.
 A scheduler submits eight requests over time, aborts one of them, and prints the tokens as they are

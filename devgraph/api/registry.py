@@ -38,7 +38,7 @@ ENTRY_POINT_GROUP = "devgraph.backends"
 # Preference order of "auto": real devices first. Each value is (module, class, remedy).
 BUILT_IN = {
     "cuda": ("devgraph.cuda", "CudaBackend", "install a CUDA build of torch"),
-    "npu": ("devgraph.npu", "NpuBackend", "install CANN and devgraph[npu] (torch-npu)"),
+    "npu": ("devgraph.npu", "NpuBackend", "install CANN and torch-npu"),
     "rocm": ("devgraph.rocm", "RocmBackend", "install the ROCm build of torch from its own index"),
     "accelerator": (
         "devgraph.api.torchlike.accelerator",

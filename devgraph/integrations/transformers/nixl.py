@@ -33,7 +33,7 @@ class NixlTransport(Transport):
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
-            raise ImportError("this transport needs NIXL: pip install devgraph[nixl]") from error
+            raise ImportError("this transport needs NIXL: pip install nixl") from error
         super().__init__(group, timeout_s)
         self._agent = nixl_agent(self._name, nixl_agent_config(backends=["UCX"]))
         self._memory: dict[str, tuple[Tensor, Any]] = {}
