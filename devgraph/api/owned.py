@@ -824,7 +824,7 @@ def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
     space = getattr(getattr(target, "__func__", target), "__globals__", {})
     if str(space.get("__name__", "")).startswith("devgraph."):
         return []
-    return [("self" if isinstance(fn, torch.nn.Module) else "the step", fn)]
+    return [("self" if isinstance(fn, torch.nn.Module) else "step", fn)]
 
 
 def raise_rebinding(changes: Iterable[Change]) -> None:

@@ -234,7 +234,7 @@ def test_padding_that_writes_real_rows_is_a_failure_of_its_own(pad):
     assert {failure.kind for failure in report.failures} == {"padding"}
     assert "which real rows use: pad of slot 'rows'" in report.causes[0]
     if pad == Pad.zero():
-        assert report.causes[0].startswith("padded rows write row 0 of the step.cache")
+        assert report.causes[0].startswith("padded rows write row 0 of step.cache")
     assert step.cache.equal(before)
 
 
@@ -405,7 +405,7 @@ def test_eager_that_differs_from_itself_is_a_failure_of_its_own():
     report = decode_of(Counting(), (X,)).prove()
     assert {failure.kind for failure in report.failures} == {"eager"}
     assert "two eager runs differ" in report.causes[0]
-    assert report.moved == ("the step.calls",)
+    assert report.moved == ("step.calls",)
 
 
 def test_a_replaced_weight_is_named():
