@@ -72,5 +72,5 @@ class DecodeRunner(Runner):
             counting=ByRequests("decode", capacity, None),
             steps_per_launch=loop.steps if loop else 1,
             state=state,
-            engine=(forward, loop.advance, *filter(None, [loop.done])) if loop else (),
+            engine=(forward, *filter(None, [loop.advance, loop.done] if loop else [])),
         )

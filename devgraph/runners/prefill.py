@@ -102,6 +102,7 @@ class PrefillRunner(Runner):
                 () if whole_step else (s.name for s in slots.values() if s.by_requests)
             ),
             state=state,
+            engine=tuple(filter(None, (body, tail))),
         )
 
 

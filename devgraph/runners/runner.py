@@ -139,7 +139,7 @@ class Runner:
             pool=pool,
             gates=self.gates,
             state=state,
-            engine=engine or tuple(filter(None, (function, whole_step, tail))),
+            engine=engine or (function,),
         )
         self.graphs = Graphs(options, buckets, counting, pool)
         self._steps = BoundSteps(self._step, self.graphs)

@@ -99,6 +99,39 @@ def test_what_a_step_names_must_not_change_between_replays(
     same(runner.run({"x": x}, clone=True), engine.forward(SimpleNamespace(x=x)))
 
 
+def test_wrapped_step_is_watched_like_others(kit: Kit) -> None:
+    """A history of state and a tail under ``full`` put a function of devgraph around the step."""
+    engine = _Engine(kit.tensor(WIDTH, seed=1))
+    x = {"x": kit.tensor(2, WIDTH)}
+    state = [dg.StateSlot("h", (1,), torch.float32)]
+
+    def with_history(batch: Any) -> torch.Tensor:
+        if batch.variant:
+            for history in batch.state.history.h:
+                history.index_fill_(0, batch.state_slots, 0)
+        return engine.forward(batch)
+
+    variants, tokens = [{}, {"width": 2}], dg.OutputSlot(rows="tokens")
+    decode = runner_of(kit, with_history, state=state, variants=variants, outputs=tokens)
+    decode.assign(0)
+    decode.assign(1)
+    prefill = dg.PrefillRunner(
+        engine.forward,
+        [dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero()), OFFSETS],
+        tail=lambda hidden, batch: hidden[batch.offsets[1:] - 1],
+        backend=kit.backend,
+        config={"policy": "full", "buckets": [4]},
+        max_tokens=4,
+        max_requests=2,
+    )
+    prefill.capture()
+    engine.scale = 3.0
+    with pytest.raises(dg.StateError, match="scale is 3.0 and was 2.0"):
+        decode.run(x, state_slots=[0, 1])
+    with pytest.raises(dg.StateError, match="scale is 3.0 and was 2.0"):
+        prefill.run(x | {"offsets": torch.tensor([0, 1, 2])})
+
+
 def test_python_state_that_a_step_changes_is_named_once(
     kit: Kit, caplog: pytest.LogCaptureFixture
 ) -> None:
