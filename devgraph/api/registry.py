@@ -5,11 +5,13 @@ from __future__ import annotations
 import dis
 import importlib
 import importlib.metadata
+import itertools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -224,14 +226,23 @@ def _require_hooks(backend: Backend) -> None:
                 f"docs/backends.md, or do not declare {capability}."
             )
     for leaf, owner in (graph_type, DeviceGraph), (type(backend), Device):
-        code = dis.get_instructions(owner.__init__)
-        state = {each.argval for each in code if each.opname == "STORE_ATTR"}
+        state = {*_stored(owner.__init__)}
         for part in leaf.__mro__[: leaf.__mro__.index(owner)]:
-            if taken := sorted(state & vars(part).keys()):
+            sets = {name for member in vars(part).values() for name in _stored(member)}
+            if taken := sorted(state & (sets | vars(part).keys())):
                 raise BackendUnavailableError(
                     f"{part.__name__}.{taken[0]} hides an attribute in which {owner.__name__} "
                     f"stores its own state. Rename it in {part.__name__}."
                 )
+
+
+def _stored(member: object) -> Iterator[str]:
+    """Yield the names of the attributes that a method assigns on its first parameter."""
+    if isinstance(member, types.FunctionType):
+        for before, after in itertools.pairwise(dis.get_instructions(member)):
+            loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+            if after.opname == "STORE_ATTR" and loaded[-1:] == member.__code__.co_varnames[:1]:
+                yield after.argval
 
 
 _registry = _Registry()
@@ -266,10 +277,13 @@ def register(name: str, factory: Callable[[], Backend], *, replace: bool = False
         InputError: the name is empty, reserved or taken, or differs from the backend's own name.
         InputTypeError: an argument has the wrong type.
     """
-    if not isinstance(name, str) or not callable(factory):
+    from devgraph.api.backend import Backend  # deferred, because it imports torch
+
+    is_other = isinstance(factory, type) and not issubclass(factory, Backend)
+    if not isinstance(name, str) or not callable(factory) or is_other:
         raise InputTypeError(
-            f"register takes a name and a function that returns a backend, got {brief(name)} and "
-            f"{brief(factory)}"
+            f"register takes a name and a subclass of devgraph.api.backend.Backend, or a function "
+            f"that returns a backend, got {brief(name)} and {brief(factory)}"
         )
     if not name or name == "auto":
         raise InputError(

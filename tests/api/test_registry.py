@@ -159,8 +159,8 @@ def test_package_whose_backend_is_broken_is_named_and_hides_no_other(
 
 
 def test_register_refuses_what_cannot_be_a_backend():
-    for name, factory in ((3, CpuBackend), ("mine", None)):
-        with pytest.raises(dg.InputTypeError, match="a name and a function that returns"):
+    for name, factory in ((3, CpuBackend), ("mine", None), ("mine", dg.DeviceGraph)):
+        with pytest.raises(dg.InputTypeError, match="a name and a subclass of devgraph.api.backen"):
             dg.register(name, factory)
     for name in ("", "auto"):
         with pytest.raises(dg.InputError, match="cannot name a backend"):

@@ -217,6 +217,9 @@ import devgraph as dg
 from devgraph.api.graph import DeviceGraph as base
 from devgraph.cpu.backend import CpuBackend, CpuGraph
 
+def stores(self):
+    self._state = {{}}
+
 class Fake(CpuBackend):
     name = "fake"
     graph_type = type("Mine", (CpuGraph,), {{{attributes}}})
@@ -290,6 +293,7 @@ def test_report_is_prepared_before_the_tests_run(run, tmp_path):
          "declares node_ranges, but its graph_type Mine does not implement _nodes_so_far"),
         ("'__init__': lambda *_: None", "Each __init__ of the backend, its pool and its graph"),
         ("'calls': len", "Mine.calls hides an attribute in which DeviceGraph"),
+        ("'_end': stores", "Mine._state hides an attribute in which DeviceGraph"),
     ],
 )  # fmt: skip
 def test_backend_that_breaks_the_contract_is_one_error_that_names_it(run, attributes, text):
