@@ -246,6 +246,28 @@ class UpdateIsIgnored(CpuGraph):
         pass
 
 
+class UpdateIsLost(_Launches):
+    """An update is dropped if no launch used the one before."""
+
+    _is_new = False
+
+    def _apply(self, recording: CpuRecording) -> None:
+        if not self._is_new:
+            super()._apply(recording)
+        self._is_new = True
+
+    def launch_as(self, launch: Callable[[], None]) -> None:
+        self._is_new = False
+        launch()
+
+
+class RecordApplies(CpuGraph):
+    def _record(self, host: Mapping[Mark, dict[str, Any]]) -> CpuRecording:
+        recording = super()._record(host)
+        super()._apply(recording)
+        return recording
+
+
 class UpdateComesLate(_Launches):
     """The replay after the next one is the first to see an update."""
 
@@ -488,6 +510,18 @@ MUTANTS = (
         "new host arguments change nothing",
         _UPDATED,
         UpdateIsIgnored,
+    ),
+    Mutant(
+        "update-lost",
+        "an update is dropped if no launch used the one before",
+        _UPDATED,
+        UpdateIsLost,
+    ),
+    Mutant(
+        "record-applies",
+        "recording new host arguments changes the graph",
+        "test_recording_is_not_used_before_it_is_applied",
+        RecordApplies,
     ),
     Mutant(
         "update-late",

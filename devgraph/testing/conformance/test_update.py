@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.errors import ExecutableError
 from devgraph.testing.conformance.support import Kit, beside, declares, runner_of, same
 
 pytestmark = declares("region_update")
@@ -44,6 +45,7 @@ def test_update_is_seen_by_the_next_replay_and_by_later_ones(kit: Kit) -> None:
     x = kit.tensor(4, WIDTH)
     graph, y = kit.record(lambda: head(x * 2, n=3), host_args={"n": 3})
     for n in (3, 7, 1):
+        graph.update(n=n + 4)  # No launch uses this update.
         graph.update(n=n)
         for seed in (1, 2):
             kit.refill(x, seed)
@@ -63,6 +65,23 @@ def test_update_does_not_run_the_region(kit: Kit) -> None:
     kit.same(out, before, "the written argument after the update")
     graph.replay()
     kit.same(out, before + x * 3)
+
+
+def test_recording_is_not_used_before_it_is_applied(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise ExecutableError("a planted shortage of memory")
+
+    x = kit.tensor(4, WIDTH)
+    graph, y = kit.record(lambda: head(x * 2, n=3), host_args={"n": 3})
+    with monkeypatch.context() as patch, pytest.raises(ExecutableError):
+        patch.setattr(graph, "_apply", fails)
+        graph.update(n=7)
+    for n in (3, 7):
+        graph.update(n=n)
+        graph.replay()
+        kit.same(y, head(x * 2, n=n), f"the replay for n={n}, after _record for n=7,")
 
 
 def test_every_order_of_keys_gives_eager_results(kit: Kit) -> None:
