@@ -251,6 +251,25 @@ def test_replays_draw_like_eager_steps(kit: Kit, policy: str, step: Callable[...
     same(torch.rand(4, device=kit.device), after, "the random numbers after the replays")
 
 
+@declares("rng")
+def test_own_generator_is_advanced_or_refused(kit: Kit) -> None:
+    generator = torch.Generator(kit.device).manual_seed(5)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(64, generator=generator, device=kit.device)
+
+    x = kit.tensor(64)
+    try:
+        captured = kit.capture(step, x)
+    except dg.CaptureError:
+        return
+    state = generator.get_state()
+    eager = [step(x) for _ in range(3)]
+    generator.set_state(state)
+    for index, want in enumerate(eager):
+        kit.same(captured.replay(), want, f"replay {index} with the caller's generator")
+
+
 def test_random_numbers_are_replayed_or_refused(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 22."""
     x = kit.tensor(16)
