@@ -134,7 +134,10 @@ def require_decision(decision: object) -> None:
 
 _REMEDIES: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.DISABLED: (ConfigError, "choose the policy 'full' or 'breakable' for this phase"),
-    Reason.OVER_LARGEST_BUCKET: (InputError, "add a bucket of that size or split the batch"),
+    Reason.OVER_LARGEST_BUCKET: (
+        InputError,
+        "split the batch, or raise the capacity of the runner and add a bucket of that size",
+    ),
     Reason.OVER_MAX_REQUESTS: (InputError, "raise max_requests or split the batch"),
     Reason.PADDING: (InputError, "add a bucket near this size or raise max_padding"),
     Reason.UNKNOWN_WIDTH: (InputError, "declare a variant of that width"),

@@ -86,7 +86,12 @@ class Dispatcher:
             return self.replay(bound, inputs, host_args, clone)
         if self._config.strict and decision.reason is not Reason.DISABLED:
             graph = self._graphs.get(decision.key)
-            raise refusal(decision, f"{self._name}: {size}", graph.detail if graph else None)
+            details = {
+                Reason.OVER_LARGEST_BUCKET: f"the largest is {self._graphs.buckets.maximum}",
+                Reason.UNKNOWN_VARIANT: f"{options} is none of {[*self._graphs.variants.values()]}",
+            }
+            detail = graph.detail if graph else details.get(decision.reason)
+            raise refusal(decision, f"{self._name}: {size}", detail)
         return self._run_eager(inputs, host_args, size, options, decision, clone)
 
     def replay(

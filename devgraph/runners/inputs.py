@@ -81,8 +81,9 @@ class InputArena:
             if lent[slot.name].numel() < math.prod(slot.shape(largest)):
                 raise ConfigError(
                     f"input slot {slot.name!r} needs {slot.shape(largest)}, but the buffer of the "
-                    f"share= runner has {tuple(lent[slot.name].shape)}; create the runner with the "
-                    f"larger batches first, and pass it as share= to the other, or rename the slot"
+                    f"share= runner has {tuple(lent[slot.name].shape)}, the size of its largest "
+                    f"bucket; add a larger bucket to it, or create the runner with the larger "
+                    f"batches first, and pass it as share= to the other, or rename the slot"
                 )
         return lent
 

@@ -287,7 +287,8 @@ class StateStore:
         if used and number in self._unassigned:
             raise InputError(
                 f"request slot {number} was never assigned; call assign({number}) for a new "
-                f"request, or import_state for a request of another runner"
+                f"request. If another runner assigned it, pass that runner as share=, or copy the "
+                f"state with import_state"
             )
         return number
 

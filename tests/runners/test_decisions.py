@@ -20,7 +20,7 @@ from tests.support.runner_steps import (
 @pytest.mark.parametrize(
     ("prepare", "inputs", "kind", "text"),
     [
-        (lambda r: None, 9, dg.InputError, "9 requests.*over largest bucket.*split the batch"),
+        (lambda r: None, 9, dg.InputError, r"9 requests.*bucket \(the largest is 8\); split"),
         (lambda r: None, 3, dg.InputError, "padding.*max_padding"),
         (lambda r: r.suspend(), 1, dg.StateError, "suspended; call resume"),
         (lambda r: r.invalidate("new weights"), 1, dg.StateError, r"invalidated \(new weights\)"),
@@ -58,6 +58,10 @@ def test_a_name_that_no_variant_declares_is_refused_with_the_nearest():
         with pytest.raises(dg.InputError, match=r"has 'lorra'. .*Did you mean 'lora'\?"):
             ask({"lorra": True})
     assert runner.can_run(2, variant={"lora": "other"}).reason is Reason.UNKNOWN_VARIANT
+    with pytest.raises(
+        dg.InputError, match=r"\{'lora': 'other'\} is none of \[\{\}, \{'lora': True"
+    ):
+        run_x(double_runner(variants=[{}, {"lora": True}], strict=True), {"lora": "other"})
     assert runner.stats().steps == 0
 
 
