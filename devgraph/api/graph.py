@@ -181,7 +181,8 @@ class DeviceGraph(abc.ABC):
     def _region_end(self, call: MarkedCall) -> None:  # noqa: B027
         """Mark the end of an updatable region.
 
-        A vendor may use ``call.note`` freely. It sets ``call.nodes`` if it can count nodes.
+        A vendor may use ``call.note`` freely. If it can count nodes, it sets ``call.nodes`` to the
+        range of the region's nodes.
         """
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DEVICE_MARKERS = ("cpu", "cuda", "npu", "rocm")
 CAPABILITY_MARKER = "devgraph_capability"
 _CORE = "the contract itself"
+_LACKS = " does not declare "
 _LOST_EXIT_CODE = 70  # exit status of a worker that lost its device (EX_SOFTWARE of sysexits.h)
 
 _FAULTS = "devgraph_faults"
@@ -211,11 +212,11 @@ class _Plugin:
             pytest.skip(self._lacks(item, missing))
 
     def _lacks(self, item: pytest.Item, missing: Sequence[str]) -> str:
-        return f"backend {self.name_for(item)!r} does not declare {', '.join(missing)}"
+        return f"backend {self.name_for(item)!r}{_LACKS}{', '.join(missing)}"
 
     def _reasons(self, row: _Row) -> str:
         """Return the reasons for skips; undeclared capabilities are merged into one list."""
-        start = f"backend {self.name!r} does not declare "
+        start = f"backend {self.name!r}{_LACKS}"
         others = [text for text in row.reasons if not text.startswith(start)]
         lacks = {name for t in {*row.reasons} - {*others} for name in t[len(start) :].split(", ")}
         names = ", ".join(sorted(lacks))
@@ -384,7 +385,8 @@ class _Row:
             return "⚪ not declared"
         if self.failed:
             return "🔴 fails"
-        return "🟢 proved" if self.proved and not self.skipped else "🟡 not fully run"
+        is_run = all(_LACKS in reason for reason in self.reasons)
+        return "🟢 proved" if self.proved and is_run else "🟡 not fully run"
 
     def count(self, outcome: str, report: Any) -> None:
         self.proved += outcome in ("passed", "xfailed")

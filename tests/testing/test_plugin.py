@@ -241,6 +241,12 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
 
     @pytest.mark.devgraph_capability("loops")
     def test_loops(devgraph_backend): assert False
+
+    @pytest.mark.devgraph_capability("piecewise")
+    def test_pieces(devgraph_backend): pass
+
+    @pytest.mark.devgraph_capability("piecewise", "loops")
+    def test_loops_of_pieces(devgraph_backend): assert False
     """
     path = tmp_path / "out.json"
     conftest = FAKE + "\nfrom attrs import evolve\n" + (
@@ -248,7 +254,7 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
     )  # fmt: skip
     options = ("--devgraph-backend", "fake", "--devgraph-report", str(path))
     result = run(source, *options, conftest=conftest)
-    result.assert_outcomes(passed=1, failed=1, skipped=1)
+    result.assert_outcomes(passed=2, failed=1, skipped=2)
     result.stdout.fnmatch_lines(["*faults that they test: docs/faults.md #row-12, #row-13"])
     report = json.loads(path.read_text())
     assert report["backend"] == "fake" and report["devgraph"] == dg.__version__
@@ -257,6 +263,7 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
     }
     assert found == {
         "the contract itself": (True, 1, 0), "loops": (False, 0, 0), "rng": (True, 0, 1),
+        "piecewise": (True, 1, 0),
     }  # fmt: skip
     (failure,) = report["failures"]
     assert failure["capabilities"] == ["rng"] and failure["faults"] == [12, 13]
@@ -265,7 +272,8 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
     table = path.with_suffix(".md").read_text()
     assert "| rng | 🔴 fails | 0 | 1 | 0 |" in table
     assert "| the contract itself | 🟢 proved | 1 | 0 | 0 |" in table
-    assert "| loops | ⚪ not declared | 0 | 0 | 1 |" in table
+    assert "| loops | ⚪ not declared | 0 | 0 | 2 |" in table
+    assert "| piecewise | 🟢 proved | 1 | 0 | 1 |" in table
 
 
 def test_report_is_prepared_before_the_tests_run(run, tmp_path):
