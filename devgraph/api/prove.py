@@ -103,7 +103,7 @@ class Failure:
     message: str
     kind: str = "graph"
     """``graph``, ``padding`` (padded rows affect real rows), ``size`` (the result depends on the
-    size of the bucket) or ``eager`` (two eager runs differ)."""
+    size of the bucket) or ``eager`` (eager differs from itself)."""
     bucket: str = ""
     lasting: bool = True
     """Whether a second replay from the same state differs from the eager run as well."""
@@ -193,7 +193,7 @@ class Report:
         if self.ok:
             how = "bit for bit" if self.exact else "within tolerance"
             cases = counted(self.cases, "case")
-            return "; ".join([f"{cases}: graphs equal eager runs {how}", *notes])
+            return "; ".join([f"{cases}: graphs equal eager {how}", *notes])
         failures = counted(len(self.failures), "failure")
         first = "; ".join([f"{failures} in {counted(self.cases, 'case')}", *notes])
         causes = (f"cause: {cause}" for cause in self.causes)
@@ -208,7 +208,7 @@ def _causes(report: Report) -> Iterator[str]:
     if unstable := kinds["eager"]:
         moved = f" (changed Python state: {', '.join(report.moved)})" if report.moved else ""
         yield (
-            f"two eager runs differ in {_where(unstable)}: the step reads Python state or "
+            f"eager differs from itself in {_where(unstable)}: the step reads Python state or "
             f"uninitialized memory, or draws from an unregistered generator{moved}"
         )
     causes = []

@@ -27,7 +27,7 @@ def test_report_names_what_was_not_varied():
         report = captured.prove()
         assert report.not_varied == ("batch.x",)
         assert (
-            str(report) == "3 cases: graphs equal eager runs bit for bit; not varied: batch.x "
+            str(report) == "3 cases: graphs equal eager bit for bit; not varied: batch.x "
             "(sample= or host_args= vary them)"
         )
     with dg.capture(lambda x, ids: x * ids, batch.x, torch.arange(2), backend="cpu") as captured:
@@ -36,7 +36,7 @@ def test_report_names_what_was_not_varied():
             sample={"ids": lambda shape, g: torch.randint(9, shape, generator=g)}
         )
         assert report.not_varied == ()
-        assert str(report) == "3 cases: graphs equal eager runs bit for bit"
+        assert str(report) == "3 cases: graphs equal eager bit for bit"
 
 
 def test_proof_of_integers_draws_on_the_host_whatever_the_default_device_is():

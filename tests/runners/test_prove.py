@@ -92,7 +92,7 @@ def test_data_of_no_real_batch_is_named_as_a_cause():
     garbage = itertools.count(1.0)
     assert report_of().ok  # the proof divides the tokens among the requests
     report = report_of(LENGTHS)
-    assert "two eager runs differ" in report.causes[0]
+    assert "eager differs from itself" in report.causes[0]
     assert "no real data: pad values in lengths, starts, in" in report.causes[1]
     assert not any("another bucket" in cause for cause in report.causes)
 
@@ -162,7 +162,7 @@ def test_prove_takes_host_arguments(policy):
 
 def test_repr_of_a_report_is_its_first_line():
     report = double_runner(config={"buckets": [2]}, max_requests=2).prove()
-    assert repr(report) == "<Report: 2 cases: graphs equal eager runs bit for bit>"
+    assert repr(report) == "<Report: 2 cases: graphs equal eager bit for bit>"
 
 
 def test_prove_without_graphs_is_not_ok():
@@ -404,7 +404,7 @@ def test_eager_that_differs_from_itself_is_a_failure_of_its_own():
 
     report = decode_of(Counting(), (X,)).prove()
     assert {failure.kind for failure in report.failures} == {"eager"}
-    assert "two eager runs differ" in report.causes[0]
+    assert "eager differs from itself" in report.causes[0]
     assert report.moved == ("step.calls",)
 
 
