@@ -700,7 +700,8 @@ class Graphed:
             text = entry.graph.explain() if entry.graph else entry.reason or "not captured"
             parts = (part[1] for part in key if isinstance(part, tuple) and len(part) > 1)
             shapes = [str(tuple(size)) for size in parts if isinstance(size, torch.Size)]
-            lines.append(f"key {number}, {' '.join(shapes) or 'no tensors'}: {text}")
+            mode = ", training" * (True in key[-2])
+            lines.append(f"key {number}, {' '.join(shapes) or 'no tensors'}{mode}: {text}")
         return "\n".join(lines)
 
     def prove(self, cases: int = 3) -> Report:

@@ -707,6 +707,12 @@ def test_explanation_names_graphs_and_reasons() -> None:
     text = step.explain()
     assert "key 0, (1,): policy full" in text
     assert "key 1, (2,): not captured" in text
+    module = torch.nn.Linear(1, 1)
+    step = graphed(module)
+    step(torch.ones(1))
+    module.eval()
+    step(torch.ones(1))
+    assert "key 0, (1,), training: not" in step.explain() and "key 1, (1,): not" in step.explain()
 
 
 def test_unknown_policy_is_refused_when_the_callable_is_made() -> None:
