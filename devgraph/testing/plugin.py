@@ -314,6 +314,9 @@ class _Plugin:
             if row.failed:
                 page = " (docs/backends.md#other-devices)" if name == _CORE else ""
                 write(f"{'':<20} implement or fix: {', '.join(_hooks(name))}{page}")
+                failed = [n for n, r in rows.items() if r.failed and r.declared and n != _CORE]
+                if name == _CORE and failed:
+                    write(f"{'':<20} may have the cause of the failures of {', '.join(failed)}")
                 own = (one["faults"] for one in failures if name in one["capabilities"])
                 if numbers := sorted({number for faults in own for number in faults}):
                     links = ", ".join(f"#row-{number}" for number in numbers)

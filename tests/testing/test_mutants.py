@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import devgraph as dg
 import devgraph.testing.conformance
 from devgraph.cpu.backend import CpuBackend
 from devgraph.testing.conformance.support import Kit
-from tests.support.mutants import MUTANTS, SOUND, Mutant, ReplayDoesNothing
+from tests.support.mutants import MUTANTS, SOUND, Mutant, ReplayDoesNothing, UpdateIsIgnored
 from tests.support.suite import SUITE, run_suite
 
 NAMES = sorted({mutant.caught_by for mutant in MUTANTS})
@@ -54,6 +55,11 @@ def test_a_difference_names_its_likely_cause(monkeypatch):
     captured = kit.capture(torch.exp, x)
     with pytest.raises(pytest.fail.Exception, match="does not run the recorded work"):
         kit.check(captured, torch.exp, x)
+    kit = Kit(type("Ignored", (CpuBackend,), {"graph_type": UpdateIsIgnored})())
+    scaled = dg.region(host_args=("n",))(lambda x, *, n: x * n)
+    captured = kit.capture(lambda x, *, n: scaled(x, n=n), x, host_args={"n": 2})
+    with pytest.raises(pytest.fail.Exception, match="result for {'n': 2}.*_record or _apply"):
+        kit.check(captured, lambda x, *, n: x * n, x, n=3)
     late = torch.zeros(2)
     monkeypatch.setattr(time, "sleep", lambda seconds: late.fill_(1))
     assert "It is correct 0.1 s later, so synchronize()" in kit.difference(late, torch.ones(2))

@@ -277,13 +277,20 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
 
 
 def test_report_is_prepared_before_the_tests_run(run, tmp_path):
-    source = "def test_core(devgraph_backend): assert False"
+    source = """
+    import pytest
+
+    def test_core(devgraph_backend): assert False
+
+    @pytest.mark.devgraph_capability("rng")
+    def test_draws(devgraph_backend): assert False
+    """
     path = tmp_path / "new" / "folder" / "out.json"
     chosen = ("--devgraph-backend", "fake", "--devgraph-report")
     result = run(source, *chosen, str(path))
     result.stdout.fnmatch_lines(["*implement or fix: DeviceGraph._abort, DeviceGraph._begin,"])
-    (failure,) = json.loads(path.read_text())["failures"]
-    assert failure["faults"] == []
+    result.stdout.fnmatch_lines(["*may have the cause of the failures of rng"])
+    assert [one["faults"] for one in json.loads(path.read_text())["failures"]] == [[], []]
     (tmp_path / "folder.json").mkdir()
     for wrong in (path / "below.json", tmp_path / "folder.json", tmp_path / "out.md"):
         result = run(source, *chosen, str(wrong))

@@ -122,7 +122,12 @@ class Kit:
         want = copied(fn(*args, **host_args))
         got = captured.replay(**host_args)
         if message := self.difference(got, want):
-            stale = copied(got)
+            stale, declared = copied(got), captured.host_spec.declared
+            if declared != host_args and not self.difference(stale, fn(*args, **declared)):
+                message += (
+                    f". It is the result for {declared}, the values of the capture, so _record or "
+                    f"_apply of the graph does not use the new values"
+                )
             refill(seed + 1000)
             if not self.difference(captured.replay(**host_args), stale):
                 message += (
