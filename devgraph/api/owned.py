@@ -822,7 +822,8 @@ def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
     while isinstance(target, functools.partial):
         target = target.func
     space = getattr(getattr(target, "__func__", target), "__globals__", {})
-    if str(space.get("__name__", "")).startswith("devgraph."):
+    is_mark = hasattr(target, "__devgraph_mark__")
+    if str(space.get("__name__", "")).startswith("devgraph.") and not is_mark:
         return []
     return [("self" if isinstance(fn, torch.nn.Module) else "step", fn)]
 

@@ -555,9 +555,16 @@ class _Uses(NamedTuple):
 @functools.lru_cache(maxsize=1 << 14)
 def _uses_of(code: types.CodeType) -> _Uses:
     steps = [*dis.get_instructions(code)]
+    matched = {  # by ``case Kind(name=value)``
+        name
+        for step, after in itertools.pairwise(steps)
+        if after.opname == "MATCH_CLASS"
+        for name in step.argval
+    }
     uses = _Uses(
         names={
             *code.co_names,
+            *matched,
             *("grad =" for step in steps if (step.opname, step.argval) == ("STORE_ATTR", "grad")),
         },
         globals={step.argval for step in steps if step.opname in _OF_GLOBALS},
@@ -567,7 +574,8 @@ def _uses_of(code: types.CodeType) -> _Uses:
             if step.argval in code.co_names
             and not step.opname.startswith(("STORE", "LOAD_METHOD"))
             and not (sys.version_info >= (3, 12) and step.opname == "LOAD_ATTR" and step.arg & 1)
-        },
+        }
+        | matched,
         iterated={*_iterated_in(steps)},
         indexed={*_indexed_in(steps)},
         probed={*_probed_in(steps)},

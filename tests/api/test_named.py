@@ -255,7 +255,15 @@ class Base:
         return x * self.factor
 
 
+def matched(x: torch.Tensor, kind: type) -> torch.Tensor | None:
+    match kind():
+        case object(factor=factor):
+            return x * factor
+    return None
+
+
 HIDDEN: dict[str, tuple[Any, Any]] = {
+    "class pattern": (matched, lambda kind: setattr(kind, "factor", 3.0)),
     "static method": (
         lambda x, kind: kind.act(x),
         lambda kind: setattr(kind, "act", staticmethod(lambda x: x * 5)),
@@ -608,12 +616,14 @@ def test_region_is_part_of_a_full_graph(kit: Kit) -> None:
 
     x = kit.tensor(3)
     whole = kit.capture(lambda x: scaled(x) + 1, x, policy="full")
+    alone = kit.capture(scaled, x, policy="full")
     broken = kit.capture(lambda x: scaled(x) + 1, x, policy="breakable")
     kit.same(whole.replay(), x * 2 + 1)
     values["scale"] = 3.0
     kit.same(broken.replay(), x * 3 + 1)
-    with pytest.raises(dg.StateError, match=r"values\['scale'\] is 3\.0 and was 2\.0"):
-        whole.replay()
+    for captured in (whole, alone):
+        with pytest.raises(dg.StateError, match=r"values\['scale'\] is 3\.0 and was 2\.0"):
+            captured.replay()
 
 
 def test_graphed_captures_again_for_another_object(kit: Kit) -> None:
