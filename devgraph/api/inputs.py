@@ -54,6 +54,7 @@ class Inputs:
         self._share_memory = functools.cache(share_memory)
         self._written, self._iterated, self._moved = owned.written, owned.iterated, owned.moved
         self._changed, self._has_warned = owned.changed, False
+        self._ordered = owned.ordered
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -65,6 +66,10 @@ class Inputs:
                 f"new data in the order of the bound arguments, and host arguments by name."
             )
         pairs: list[Pair] = []
+        if self._ordered:
+            now = [name for name in named if name in self._ordered]
+            if now != (then := [name for name in self._ordered if name in named]):
+                raise _other_order("the replay has its keyword arguments", now, then)
         for name, value in zip(self._names, given, strict=False):
             pairs += self._pairs(name, self._arguments[name], value)
         host = {}
@@ -224,11 +229,7 @@ class Inputs:
         if isinstance(bound, Mapping):
             now, then = [*value.keys()], [*bound.keys()]
             if now != then and re.findall(r"\w+", name)[-1] in self._iterated:
-                raise InputError(
-                    f"input {name!r} has its keys in the order {brief(now)} instead of "
-                    f"{brief(then)}. The step iterates over the keys, so the graph uses the "
-                    f"captured order. Pass the keys in that order, or capture again."
-                )
+                raise _other_order(f"input {name!r} has its keys", now, then)
         return [pair for s, child in children for pair in self._pairs(name + s, child, new[s])]
 
     def _require_agreement(
@@ -404,6 +405,13 @@ def _other_value(where: str, bound: Any, value: Any) -> InputError:
     return InputError(
         f"input {where!r} is {brief(value)} and was {brief(bound)} at capture. The graph uses the "
         f"old value. Capture again, or make the input a host argument of a marked function."
+    )
+
+
+def _other_order(what: str, now: list[Any], then: list[Any]) -> InputError:
+    return InputError(
+        f"{what} in the order {brief(now)} instead of {brief(then)}. The step iterates over them, "
+        f"so the graph uses the captured order. Pass them in that order, or capture again."
     )
 
 

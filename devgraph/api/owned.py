@@ -309,6 +309,15 @@ class Owned:
         owner = getattr(self._fn, "__self__", self._fn)
         return owner if isinstance(owner, torch.nn.Module) else None
 
+    @property
+    def ordered(self) -> list[str]:
+        """The names of the keyword arguments over which the step iterates (``**kwargs``)."""
+        parameters = _parameters_of(self._fn)
+        if not any(p.kind is p.VAR_KEYWORD and p.name in self.iterated for p in parameters):
+            return []
+        known = {parameter.name for parameter in parameters}
+        return [name for name in self._kwargs if name not in known]
+
     def renewed(self, arguments: Mapping[str, Any]) -> Owned:
         """Return the current state of the step, with some ``arguments`` replaced, by name."""
         values = [*{**self.arguments, **arguments}.values()]
@@ -425,7 +434,8 @@ class Owned:
             trees = {n: v for n, v in self._bound.items() if not isinstance(v, torch.nn.Module)}
             given.append(Bound(((f"bound tensor {p!r}", t) for p, t in rest), trees))
         if modules:
-            found.append(Weights(modules, modes=True))
+            names = () if self._named is None else self._named.names
+            found.append(Weights(modules, modes=True, names=names))
         arrays = (Entry(path, None, None, leaf) for path, leaf in self._inner if is_array(leaf))
         given.append(Places(entry.noted() for entry in arrays))
         return given, found
@@ -445,13 +455,18 @@ class Owned:
         state = NamedState(self.roots, has_changed, regions=regions, found=self._named)
         named = watched_in(state)
         self.iterated = state.iterated
-        if not state.names.isdisjoint(("backward", "grad", "requires_grad")):
+        keys = [entry.key for entry in before.values()]
+        used = (flag for flag, names in _FLAGS.items() if not state.names.isdisjoint(names))
+        if flags := [flag for flag in used if flag not in keys]:
             leaves = {id(e.value): e for e in entries(self.roots)}.values()
             flagged = [e for e in leaves if isinstance(e.value, torch.Tensor)]
-            flag = "requires_grad"
+            moving = {id(tensor) for tensor, count in self._weights if tensor._version != count}
+            moving |= self.changed.keys() | {id(e.value) for e in flagged if e.value.is_inference()}
             named.append(
                 Places(
-                    Entry(f"{e.path}.{flag}", e.value, flag, e.value.requires_grad) for e in flagged
+                    Entry(f"{e.path}.{flag}", e.value, flag, getattr(e.value, flag))
+                    for flag, e in itertools.product(flags, flagged)
+                    if flag != "_version" or id(e.value) not in moving
                 )
             )
         return [*named, self.gradients] if self.gradients else named
@@ -513,15 +528,13 @@ class _FirstRun:
 
 
 _EMPTY = Entry("", None, None, ABSENT)
+_FLAGS = {"requires_grad": ("backward", "grad", "requires_grad"), "_version": ("_version",)}
+"""Attributes of tensors that replays compare, and the names in code for which they do."""
 
 
 def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) -> list[str]:
     """Return the names of the first ``count`` parameters of ``fn``, or "argument 0" and so on."""
-    target = fn.forward if isinstance(fn, torch.nn.Module) else fn
-    try:
-        parameters = [*inspect.signature(target).parameters.values()]
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = _parameters_of(fn)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
     names += [""] * (count - len(names))
@@ -529,6 +542,14 @@ def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) 
         name if name and name not in taken else f"argument {index}"
         for index, name in enumerate(names)
     ]
+
+
+def _parameters_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    target = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    try:
+        return [*inspect.signature(target).parameters.values()]
+    except (TypeError, ValueError):
+        return []
 
 
 def require_place(path: str, tensor: torch.Tensor) -> None:
@@ -569,7 +590,7 @@ def refuse_fakes(what: str) -> None:
 
 def watched_in(named: NamedState) -> list[Watched]:
     """Return the watched parts of named state: the state itself, and its modules."""
-    weights = [Weights(named.modules, modes=True)] if named.modules else []
+    weights = [Weights(named.modules, modes=True, names=named.names)] if named.modules else []
     return [named, *weights] if named else [*weights]
 
 
@@ -631,11 +652,18 @@ class Weights:
     of None or deletions. After a report, the next replay compares all tensors. Other replays
     compare the addresses of a few tensors and, in rotation, a part of the entries, so the cost of a
     replay on a device does not grow with the number of modules. With ``modes``, modes (train, eval)
-    and removed hooks are compared too.
+    and removed hooks are compared too. New tensors are compared if ``names`` has their names.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], *, modes: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        *,
+        modes: bool = False,
+        names: Collection[str] = (),
+    ) -> None:
         _report_assignments()
+        self._names = names
         every = [*{id(module): module for module in modules}.values()]
         inner = [pair for module in every for pair in module.named_modules()]
         self.modules = [module for _, module in inner]
@@ -704,7 +732,8 @@ class Weights:
         moved = {*map(id, self._memory.moved())}
         for path, name, table, held in self._held:
             if name in ("_parameters", "_buffers"):
-                for key, tensor in held.items():
+                new = dict.fromkeys(key for key in table if key in self._names)
+                for key, tensor in {**new, **held}.items():
                     if table.get(key) is not tensor or id(tensor) in moved:
                         self._refuse(repr(f"{path}.{key}" if path else key))
             elif name == "_modules" and dict(table.items()) != held:

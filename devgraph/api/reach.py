@@ -261,8 +261,11 @@ class _Place(NamedTuple):
         if self.keys is not None:
             return {key: _read(holder, key) for key in self.keys}
         if isinstance(holder, types.GeneratorType):
-            frame = holder.gi_frame
-            return {} if frame is None else {**frame.f_locals, _POSITION: frame.f_lasti}
+            if (frame := holder.gi_frame) is None:
+                return {}
+            held = frame.f_locals
+            plain = [value for value in held.values() if isinstance(value, PLAIN)]
+            return {**held, _POSITION: f"{POSITION}{hash(repr(plain))}:{frame.f_lasti}"}
         if isinstance(holder, dict):
             return dict(holder.items())  # ``{**holder}`` would call the user's ``__getitem__``.
         if isinstance(holder, list | deque):
@@ -370,6 +373,8 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
         yield from (_fixed(f"{path}[{index}]", child) for index, child in enumerate(value))
     elif isinstance(value, dict | list | deque):
         yield _Place(path, _ITEM, value)
+        if attributes := attributes_of(value):  # of a subclass
+            yield _Place(path, _ATTRIBUTE, attributes)
     elif isinstance(value, types.MappingProxyType):
         yield from (_fixed(path, held) for held in gc.get_referents(value))
     elif isinstance(value, types.GeneratorType):
@@ -485,6 +490,10 @@ def _reduced(value: Any) -> Any:
     return value if isinstance(value, (range, *PLAIN)) else id(value)
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, str | int) and one == other)
+
+
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _TENSORS and is_traceable_wrapper_subclass(tensor)
 
@@ -504,6 +513,8 @@ def _read(holder: Any, key: Any) -> Any:
     try:
         if isinstance(holder, Mapping | list | deque):
             return holder[key]
+        if isinstance(holder, types.GeneratorType):
+            return _Place("", "", holder).values()[key]
         if isinstance(holder, contextvars.ContextVar):
             return holder.get()  # raises LookupError if there is neither a value nor a default
         if isinstance(holder, type):  # Return a descriptor itself, not its result.
@@ -726,6 +737,9 @@ class Named:
                 entries = self._below(path, value)
             seen.add(id(value))
             is_open = isinstance(value, torch.nn.Module | threading.local) or has_state(value)
+            if isinstance(value, types.FunctionType):  # that may keep state in its attributes
+                code = value.__code__
+                is_open = value.__name__ in {*code.co_freevars, *_uses_of(code).globals}
             for space in (value, attributes_of(value) if is_open else None):
                 is_compared = is_first or space is value or len(self.spaces) < _MOST_SPACES
                 if isinstance(space, dict) and is_compared:
@@ -740,7 +754,7 @@ class Named:
                 if (
                     (entry.holder is not None or noted.content is not None)
                     and entry.place not in places
-                    and entry.now() is entry.value
+                    and _is_same(entry.now(), entry.value)
                 ):
                     places.add(entry.place)
                     self.places.append(noted)
@@ -761,10 +775,10 @@ class Named:
 
     def _below(self, path: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, torch.optim.Optimizer):
-            groups = value.param_groups
-            yield Entry(f"{path}.param_groups", vars(value), "param_groups", groups)
-            yield Entry(f"{path}.state", vars(value), "state", value.state)
-            self._read = self._read.union({"param_groups"}, *groups)
+            for name in _OF_OPTIMIZERS:
+                yield Entry(f"{path}.{name}", vars(value), name, getattr(value, name))
+            self.whole += (getattr(value, name) for name in _OF_OPTIMIZERS if "hooks" in name)
+            self._read = self._read.union({"param_groups"}, *value.param_groups)
             self.names |= self._read
             return
         if isinstance(value, types.FunctionType):
@@ -780,8 +794,9 @@ class Named:
                     yield _fixed(path, functions)
                 return
             self._use(value)
-            if value.__defaults__:
-                yield Entry(f"{path}.__defaults__", value, "__defaults__", value.__defaults__)
+            for name in ("__defaults__", "__kwdefaults__"):
+                if getattr(value, name):
+                    yield Entry(f"{path}.{name}", value, name, getattr(value, name))
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 if _read(cell, _CELL) is ABSENT:
                     yield Entry(name, cell, _CELL, ABSENT)
@@ -790,7 +805,9 @@ class Named:
             for name in sorted(uses.globals - space.keys() - _BUILTINS):
                 yield Entry(name, space, name, ABSENT)
             if not uses.names.isdisjoint(_INDIRECT):  # globals()["name"]
-                for name in sorted(space.keys() & (uses.names | uses.strings)):
+                known = uses.names | uses.strings
+                beginnings = tuple(filter(str.isidentifier, uses.strings))
+                for name in sorted(n for n in space if n in known or n.startswith(beginnings)):
                     yield Entry(name, space, name, space[name])
         elif isinstance(value, torch.nn.Module):
             forward: Any = getattr(type(value), "forward", None)
@@ -868,7 +885,8 @@ class Named:
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
         # The search skips the methods of these classes.
-        if isinstance(value, _OF_LIBRARY) or type(value).__module__ in _STATE_OF:
+        is_library = isinstance(value, _OF_LIBRARY) or type(value).__module__ in _STATE_OF
+        if is_library or is_iterator(value):
             return True
         is_whole = not self.names.isdisjoint(("vars", "__dict__", "asdict"))
         held = attributes_of(value) if is_whole else None
@@ -915,10 +933,15 @@ class Named:
 
 
 _OF_LIBRARY = (
-    *(ChainMap, UserDict, UserList),
+    *(ChainMap, UserDict, UserList, queue.Queue),
     *(weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary),
 )
 """Containers that keep their entries in attributes."""
+
+_OF_OPTIMIZERS = (
+    *("param_groups", "state"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+)
 
 _IMPLICIT = frozenset(
     """__call__ __get__ __getattr__ __getattribute__ __getitem__ __missing__ __iter__ __next__
@@ -937,7 +960,9 @@ _OF_TENSORS = frozenset(
 )
 """Names of functions that iterate over tensors of modules."""
 
-_INSTANCE = frozenset({"__new__", "__init__", "__post_init__", "__call__"})
+_INSTANCE = frozenset(
+    "__new__ __init__ __post_init__ __call__ __enter__ __exit__ __torch_function__".split()
+)
 """Special methods that run if a step creates and calls an object of a class that it names."""
 
 

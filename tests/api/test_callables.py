@@ -767,12 +767,28 @@ def test_globals_and_closures_that_change_are_part_of_the_key() -> None:
         same(step(x), plain(x))
 
 
+def _halves() -> Iterator[float]:
+    value = 1.0
+    while True:
+        value /= 2
+        yield value
+
+
 def test_counter_of_the_step_keeps_it_out_of_graphs() -> None:
     scaled = _Scaled()
     step = graphed(scaled.counted)
     for turn in range(1, 6):
         x = torch.randn(3)
         same(step(x), x * turn)
+
+
+@pytest.mark.parametrize("make", [itertools.count, lambda: itertools.cycle("ab"), _halves])
+def test_iterator_that_the_step_advances_keeps_it_out_of_graphs(make: Any) -> None:
+    values, wanted = make(), make()
+    step = graphed(lambda x: x * ord(str(next(values))[-1]))
+    for _ in range(5):
+        x = torch.randn(3)
+        same(step(x), x * ord(str(next(wanted))[-1]))
 
 
 def test_graphed_inside_of_another_runs_in_its_graph() -> None:

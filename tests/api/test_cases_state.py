@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import random
 import types
 from collections import OrderedDict, UserDict, deque, namedtuple
@@ -202,6 +203,15 @@ def test_mapping_is_a_tree_whatever_its_order(kit: Kit, cap: Cap, kind: Any) -> 
     captured = cap(lambda m: m["x"] - m["y"], kind({"x": x, "y": y}))
     new = kind({"y": kit.tensor(3, seed=2), "x": kit.tensor(3, seed=3)})
     kit.same(captured.replay(new), new["x"] - new["y"])
+
+
+def test_keywords_over_which_the_step_iterates_keep_their_order(kit: Kit, cap: Cap) -> None:
+    tensors = [kit.tensor(3, seed=seed) for seed in range(4)]
+    step = lambda **given: functools.reduce(lambda sum_, x: sum_ * 2 + x, given.values())  # noqa: E731
+    captured = cap(step, kwargs={"x": tensors[0], "y": tensors[1]})
+    kit.same(captured.replay(x=tensors[2], y=tensors[3]), tensors[2] * 2 + tensors[3])
+    with pytest.raises(dg.InputError, match=r"in the order \['y', 'x'\]"):
+        captured.replay(y=tensors[3], x=tensors[2])
 
 
 class Holder:

@@ -869,7 +869,92 @@ def _of_many_attributes() -> Any:
     return step, lambda: setattr(held, "gain149", 5.0)
 
 
+def _of_keyword_defaults() -> Any:
+    def step(x: Any, *, gain: float = 2.0) -> Any:
+        return x * gain
+
+    return step, lambda: setattr(step, "__kwdefaults__", {"gain": 5.0})
+
+
+def _of_computed_global() -> Any:
+    return lambda x: x * globals()["GAI" + "xN"[x.dim()]], lambda: globals().update(GAIN=GAIN + 3)
+
+
+def _of_queue() -> Any:
+    waiting: Any = queue.Queue()
+    return lambda x: x * waiting.qsize(), lambda: waiting.put(1)
+
+
+def _of_attribute_of_a_dictionary() -> Any:
+    held: Any = type("_Open", (dict,), {})(gain=1.0)
+    held.gain = 2.0
+    return lambda x: x * held.gain * held["gain"], lambda: setattr(held, "gain", 5.0)
+
+
+class _OfAbsentBuffer(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x * self.shift if hasattr(self, "shift") else x
+
+
+def _of_absent_buffer() -> Any:
+    module = _OfAbsentBuffer()
+    return module, lambda: module.register_buffer("shift", torch.full((4,), 2.0))
+
+
+def _of_function_mode() -> Any:
+    held = types.SimpleNamespace(gain=2.0)
+
+    class Scaling(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None):
+            return function(*args, **(kwargs or {})) * held.gain
+
+    def step(x: Any) -> Any:
+        with Scaling():
+            return torch.relu(x)
+
+    return step, lambda: setattr(held, "gain", 5.0)
+
+
+def _of_attribute_that_a_function_makes() -> Any:
+    def step(x: Any) -> Any:
+        if not hasattr(step, "table"):
+            step.table = torch.ones(4)  # type: ignore[attr-defined]
+        return x * step.table  # type: ignore[attr-defined]
+
+    return step, lambda: setattr(step, "table", torch.full((4,), 5.0))
+
+
+def _of_optimizer_hook() -> Any:
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.zeros(4)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+
+    def step(x: Any) -> Any:
+        weight.grad.copy_(x)
+        optimizer.step()
+        return weight.grad * 1
+
+    def clear(*_: Any) -> None:
+        weight.grad.zero_()
+
+    return step, lambda: optimizer.register_step_pre_hook(clear)
+
+
+def _of_version() -> Any:
+    weight = torch.ones(4)
+    return lambda x: x * weight + weight._version, lambda: weight.mul_(1)
+
+
 UNNAMED = [
+    _of_keyword_defaults,
+    _of_computed_global,
+    _of_queue,
+    _of_attribute_of_a_dictionary,
+    _of_absent_buffer,
+    _of_function_mode,
+    _of_attribute_that_a_function_makes,
+    _of_optimizer_hook,
+    _of_version,
     _of_many_attributes,
     _of_event,
     _of_configuration,
