@@ -499,7 +499,7 @@ class _FirstRun:
         parts = () if self.is_settled or trains else self._after.parts()
         self.is_settled = True
         for name, tensor, now, saved, _ in parts:
-            if _is_near(now, saved):
+            if is_near(now, saved):
                 continue
             if id(tensor) in self._before:
                 raise CaptureError(
@@ -830,7 +830,7 @@ def _is_written(named: Iterable[tuple[str, torch.Tensor]]) -> bool:
     return any(not tensor.is_inference() and tensor._version for _, tensor in named)
 
 
-def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether contents are equal except for rounding. True for ``uint8``, without a comparison."""
     if one.dtype is torch.uint8 or same_bytes(one, other):
         return True

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -1328,3 +1329,24 @@ def test_code_of_earlier_captures_keeps_no_hooks(bench):
     hook = captured_with_hook()
     gc.collect()
     assert hook() is None
+
+
+@pytest.mark.parametrize("kind", ["values", "dtype"])
+def test_traced_step_that_differs_from_the_eager_one_is_named(bench, kind: str) -> None:
+    """torch.compile ignores the caches of functools."""
+    held = {"values": 2.0, "dtype": torch.float32}
+    cached = functools.lru_cache(None)(lambda: held[kind])
+    cached()
+    held.update(values=5.0, dtype=torch.bfloat16)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * cached() if kind == "values" else x.to(cached()) * 2
+
+    with (
+        warnings.catch_warnings(),
+        pytest.warns(dg.DeviceGraphWarning, match="with other values")
+        if kind == "values"
+        else pytest.raises(dg.CaptureError, match="bfloat16.* instead of .*float32"),
+    ):
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+        bench.capture(step, bench.randn(4))

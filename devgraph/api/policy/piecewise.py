@@ -44,14 +44,15 @@ from devgraph.api.errors import (
     FrozenValueError,
     HostReadError,
     RegionError,
+    brief,
 )
 from devgraph.api.marks import gates, marks
 from devgraph.api.marks.host_values import frozen, taken_from
 from devgraph.api.marks.marks import Args, Kwargs, Mark, Scope, entered
 from devgraph.api.marks.scopes import split_host_args
-from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_line
+from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_line, warn
 from devgraph.api.modes import Modes, OwnMode, Settings, autocast_uncached
-from devgraph.api.owned import Owned
+from devgraph.api.owned import Owned, is_near
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Plan, Policy
 from devgraph.api.results import refuse_host_values
@@ -599,9 +600,9 @@ class _CompiledStep:
 
     def warm_up(self) -> None:
         """Run the step once. After a compilation, check it with an eager run."""
-        before, failure = self.build, None
+        before, failure, result = self.build, None, None
         try:
-            self()
+            result = self()
         except Exception as error:
             if self.entry is not None:
                 raise  # Compilation has succeeded, so the error is the step's own.
@@ -620,14 +621,35 @@ class _CompiledStep:
         if self.build is not before:
             with self.job.phase("compile"):
                 self.job.owned.rewind()
-                self._check()
+                self._require_alike(tensors_in(result), tensors_in(self._check()))
 
-    def _check(self) -> None:
-        """Run the step eagerly with tracked host arguments, and check the claims of all marks."""
+    def _require_alike(self, traced: list[torch.Tensor], eager: list[torch.Tensor]) -> None:
+        """Refuse results of another form than in the eager run; warn of other values.
+
+        Values may differ because a step returns memory that it does not write, and compilers other
+        than eager round.
+        """
+        for one, other in zip(traced, eager, strict=True):
+            text = (
+                f"the step that torch.compile traced returns {brief(one)} instead of "
+                f"{brief(other)}, the result of an eager run{{}}. torch.compile may trace other "
+                f"plain values, and ignores functools caches. Use policy='breakable', which "
+                f"compiles nothing."
+            )
+            if (one.dtype, one.shape) != (other.dtype, other.shape):
+                raise CaptureError(text.format(""))
+            if self._compiler.name == "eager" and not is_near(one, other):
+                warn(text.format(", with other values"))
+
+    def _check(self) -> Any:
+        """Run the step eagerly with tracked host arguments, and check the claims of all marks.
+
+        Return its result.
+        """
         job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(_ClaimCheckScope(job)):
-            job.call_tracked(asked)
+            result = job.call_tracked(asked)
         for name, line in asked.items():
             raise FrozenValueError(
                 f"policy 'piecewise' traces the step with a tensor for host argument {name!r}, "
@@ -636,6 +658,7 @@ class _CompiledStep:
                 f"@dg.region(host_args=({name!r},)), or choose the branch before the step."
             )
         job.finish_warmup_run()
+        return result
 
     def capture(self, session: Session) -> Plan:
         self.live, self.session = self.job.spec.tracked(), session
