@@ -20,6 +20,7 @@ import operator
 import os
 import queue
 import random
+import re
 import sys
 import threading
 import types
@@ -591,7 +592,12 @@ def _uses_of(code: types.CodeType) -> _Uses:
         indexed={*_indexed_in(steps)},
         probed={*_probed_in(steps)},
         imported={step.argval for step in steps if step.opname == "IMPORT_NAME"},
-        strings={const for const in code.co_consts if isinstance(const, str)},
+        strings={
+            text
+            for const in code.co_consts
+            if isinstance(const, str)
+            for text in (const, *re.findall(r"\{\w*\.(\w+)", const))  # "{0.name}".format(x)
+        },
     )
     aliases = {
         after.argval: step.argval
@@ -806,7 +812,8 @@ class Named:
                 yield Entry(name, space, name, ABSENT)
             if not uses.names.isdisjoint(_INDIRECT):  # globals()["name"]
                 known = uses.names | uses.strings
-                beginnings = tuple(filter(str.isidentifier, uses.strings))
+                computed = uses.strings if "globals" in uses.names else ()
+                beginnings = tuple(filter(str.isidentifier, computed))
                 for name in sorted(n for n in space if n in known or n.startswith(beginnings)):
                     yield Entry(name, space, name, space[name])
         elif isinstance(value, torch.nn.Module):
@@ -843,7 +850,7 @@ class Named:
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
             yield from self._of_class(value, {"__class_getitem__"})
-            yield from self._of_class(type(value), _IMPLICIT)
+            yield from self._of_class(type(value), _IMPLICIT, value)
             self._computed += self._members_of(value, self._called - self.names, self._called)
             return
         if isinstance(value, _MODULES):
@@ -894,14 +901,21 @@ class Named:
             self.whole.append(held)
         return is_whole
 
-    def _of_class(self, kind: type, implicit: Iterable[str] = ()) -> Iterator[Entry]:
-        """Yield the named attributes and methods of a user class and of its bases."""
+    def _of_class(
+        self, kind: type, implicit: Iterable[str] = (), instance: type | None = None
+    ) -> Iterator[Entry]:
+        """Yield the named attributes and methods of a user class and of its bases.
+
+        If ``kind`` is a metaclass, ``instance`` is the class whose attributes may hide them.
+        """
         named = self.names.union(implicit)
         if "getattr" in self.names:
             self._computed += self._members_of(kind, self.texts - named, self.texts)
-        return self._members_of(kind, named, self._read)
+        return self._members_of(kind, named, self._read, instance)
 
-    def _members_of(self, kind: type, wanted: Set[str], read: Set[str]) -> Iterator[Entry]:
+    def _members_of(
+        self, kind: type, wanted: Set[str], read: Set[str], instance: type | None = None
+    ) -> Iterator[Entry]:
         holders = dict[tuple[str, str], type]()
         for base in reversed(kind.__mro__):
             which = base.__qualname__ if "super" in self.names else ""
@@ -916,7 +930,9 @@ class Named:
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
             if not is_leaf or name in read:
                 # An assignment to ``kind`` would hide the inherited value, except from super().
-                own = base if "super" in self.names or isinstance(member, torch.Tensor) else kind
+                own = instance or kind
+                if "super" in self.names or isinstance(member, torch.Tensor):
+                    own = base
                 yield Entry(path, own, name, member)
 
     def _use(self, function: Any) -> None:

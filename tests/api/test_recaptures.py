@@ -945,7 +945,19 @@ def _of_version() -> Any:
     return lambda x: x * weight + weight._version, lambda: weight.mul_(1)
 
 
+def _of_attribute_that_hides_one_of_the_metaclass() -> Any:
+    kind = _Meta("_Hiding", (), {})
+    return lambda x: x * kind.scale, lambda: setattr(kind, "gain", _Meta.gain + 3)
+
+
+def _of_format() -> Any:
+    name, table = types.SimpleNamespace(n=0), {"0": 2.0, "1": 5.0}
+    return lambda x: x * table["{.n}".format(name)], lambda: setattr(name, "n", 1)  # noqa: UP032
+
+
 UNNAMED = [
+    _of_attribute_that_hides_one_of_the_metaclass,
+    _of_format,
     _of_keyword_defaults,
     _of_computed_global,
     _of_queue,
