@@ -972,7 +972,7 @@ def test_numbers_of_the_users_own_generators_are_named_in_a_warning(
         "generator": lambda x: x * next(counting),
     }
     name = {"python": "own", "numpy": "drawn", "generator": "counting.position"}[kind]
-    with pytest.warns(dg.DeviceGraphWarning, match=f"changed Python state: .*{name} from"):
+    with pytest.warns(dg.DeviceGraphWarning, match=f"changed Python state: .*{name} advanced"):
         cap(steps[kind], kit.tensor(3))
 
 
