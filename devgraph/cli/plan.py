@@ -267,7 +267,7 @@ def _print_settings(resolution: Resolution) -> None:
     settings = [
         (phase, key, old, f"{new} (unused)" if _is_unused(resolution, phase, key) else new)
         for phase, key, old, new in resolution.rows()
-        if key != "policy"
+        if key not in ("policy", "buckets") or _is_unused(resolution, phase, key)
     ]
     if settings:
         print_table("other settings", ("phase", "key", "requested", "effective"), settings)

@@ -201,7 +201,7 @@ def test_from_file_names_the_file_and_the_place(
 
 def test_from_file_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.json", 5):
-        with pytest.raises(ConfigError, match=f"cannot read the configuration file '{path}'"):
+        with pytest.raises(ConfigError, match=f"cannot read the file '{path}'"):
             from_file(path)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read"):

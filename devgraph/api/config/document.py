@@ -89,7 +89,7 @@ def read_file(path: str | os.PathLike[str]) -> object:
     except (OSError, ValueError, TypeError) as error:
         # ValueError: text that is not UTF-8, or a zero byte in the name. TypeError: not a path.
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read the configuration file {str(path)!r}: {why}") from error
+        raise ConfigError(f"cannot read the file {str(path)!r}: {why}") from error
     return (read_json if name.lower().endswith(".json") else _read_yaml)(text, name)
 
 

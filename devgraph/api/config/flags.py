@@ -51,7 +51,7 @@ def _phase(phase: str) -> Iterator[Flag]:
                 name=SHORTHANDS[phase, key.name],
                 shape=key.shape,
                 metavar="N" if key.names is None else key.name.upper(),
-                help=f"{phase}: {key.meaning} {key.accepts[0].upper()}{key.accepts[1:]}.",
+                help=f"{key.meaning} {key.accepts[0].upper()}{key.accepts[1:]}.",
                 read=partial(_key, phase, key.name),
             )
 
