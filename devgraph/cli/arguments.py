@@ -130,7 +130,7 @@ class Options:
 
 
 def _doctor(add: Options) -> None:
-    text = "probe this backend only (may be repeated; default: every available backend)"
+    text = "probe only this backend (may be repeated; default: every available backend)"
     add("--backend", text, action="append", metavar="NAME")
     text = "print the declared capabilities of all backends"
     add("--capabilities", text, action="store_true")
@@ -146,7 +146,7 @@ def _plan(add: Options) -> None:
     add("--cluster", "plan every group of this cluster", metavar="FILE")
     text = "print the mode of each group of --cluster as flags or as environment variables"
     add("--emit", text, nargs="?", const="flags", choices=("flags", "env"))
-    add("--group", "plan this group of --cluster only", metavar="NAME")
+    add("--group", "plan only this group of --cluster", metavar="NAME")
     add.number("--max-requests", "capacity of a decode step in requests", 256)
     add.number("--max-tokens", "capacity of a prefill step in tokens", 8192)
     text = "also plan an encoder with these token budgets"
@@ -171,7 +171,7 @@ def _generate(add: Options) -> None:
 
 
 def _demo(add: Options) -> None:
-    text = "a prompt that replaces those of the demo; may be repeated"
+    text = "a prompt to use instead of the demo's prompts; may be repeated"
     add("--prompt", text, action="append", metavar="TEXT")
     add.engine()
     add.parser.set_defaults(backend="cpu", max_new_tokens=32, max_step_tokens=32, chat=True)
@@ -186,7 +186,7 @@ def _bench(add: Options) -> None:
     add.number("--kv-len", "cache rows to attend over (default: half the window)")
     add.number("--steps", "steps per repeat", 50)
     add.number("--repeats", "number of repeats; times are medians", 5)
-    text = "time this policy only; may be repeated (default: all)"
+    text = "time only this policy; may be repeated (default: all)"
     add("--policy", text, action="append", choices=policies())
     text = "compiler of piecewise; may be repeated (default: all compilers of the backend)"
     add("--compiler", text, action="append", choices=COMPILERS)

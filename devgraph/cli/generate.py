@@ -105,7 +105,7 @@ def _print(report: dict[str, Any], args: argparse.Namespace, difference: str | N
     if difference:
         say(f"graphs and eager DIFFER, first in {difference}")
     elif args.compare:
-        say("graphs and eager gave the same tokens")
+        say("graphs and eager produced the same tokens")
     say_cautions({}, on_cpu=report["backend"] == "cpu")
 
 
@@ -119,7 +119,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     name = "standard input" if file is None else file
     try:
         text = sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a zero byte
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte
         why = getattr(error, "strerror", None) or error
         raise CommandError(f"cannot read {name}: {why}") from error
     prompts = [line for line in text.split("\n") if line.strip()]

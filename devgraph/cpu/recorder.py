@@ -297,7 +297,7 @@ class Recorder:
                 return func(*args, **kwargs)
             self._refusal.other(
                 plan.name,
-                f"{plan.name} works on {error.device}, but the CPU backend only captures work on "
+                f"{plan.name} works on {error.device}, but the CPU backend captures only work on "
                 f"CPU tensors; move the model and its inputs to the CPU, or capture with the "
                 f"backend of {error.device.type}",
             )
@@ -420,8 +420,8 @@ class Recorder:
             self._refusal.note(
                 "host_value",
                 plan.name,
-                "host data is copied into a tensor here, and replays use the data from capture. "
-                "Copy data that changes into an input tensor before the replay.",
+                "host data is copied into a tensor here, and replays use the captured data. Copy "
+                "data that changes into an input tensor before the replay.",
             )
         return out
 

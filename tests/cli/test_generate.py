@@ -143,7 +143,7 @@ def test_text_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixture
     ):
         assert heading in result.out
     assert "tokens/s" in result.out
-    assert "graphs and eager gave the same tokens" in result.out
+    assert "graphs and eager produced the same tokens" in result.out
 
 
 def test_without_compare_nothing_runs_eagerly(folder: Path, capsys: pytest.CaptureFixture[str]):

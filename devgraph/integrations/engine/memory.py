@@ -42,7 +42,7 @@ class GraphMemory:
             kind = self._device_type()
             if kind and backend.device.type != kind:
                 raise BackendUnavailableError(
-                    f"the engine runs on {kind!r} and the backend {backend.name!r} captures on "
+                    f"the engine runs on {kind!r}, but the backend {backend.name!r} captures on "
                     f"{backend.device.type!r}. Run 'devgraph doctor' to find missing packages, or "
                     f"name the backend: install(backend=...)."
                 )

@@ -339,7 +339,7 @@ class _Acceleration:
         others = inputs.keys() - _INPUTS - _LOOP_ARGS
         if any(inputs[name] is not None for name in others) or ids is None or not ids.numel():
             return Fallback.INPUTS, None
-        if ids.is_floating_point():  # Embeddings refuse floats, but static buffers round.
+        if ids.is_floating_point():  # A static buffer would round them.
             return Fallback.INPUTS, None
         count = ids.shape[1]
         if seat.length + count - min(seat.pads) > self.engine.model.positions:

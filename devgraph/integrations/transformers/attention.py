@@ -160,7 +160,7 @@ class KVCache(Cache):  # type: ignore[misc]
             return self._blocks[-1].unbind(0)
 
         layers: list[CacheLayer | None] = []
-        # Inference tensors cannot be written outside of inference mode.
+        # Allocate normal tensors: inference tensors cannot be written outside inference mode.
         with torch.inference_mode(False):
             for sizes, run in itertools.groupby(shapes, lambda s: s.sizes if s else None):
                 alike = list(run)

@@ -180,7 +180,7 @@ class Engine:
         )
         if self.model.device.type != self.backend.device.type:
             raise InputError(
-                f"the model is on {self.model.device} and backend {self.backend.name!r} captures "
+                f"the model is on {self.model.device}, but backend {self.backend.name!r} captures "
                 f"{self.backend.device}; move the model there or choose another backend"
             )
         self._scheduler = Scheduler(
@@ -289,9 +289,9 @@ class Engine:
         needed = len(ids) + max_new_tokens
         if needed > self.model.positions:
             raise InputError(
-                f"{len(ids)} prompt tokens and {max_new_tokens} new ones need {needed} positions; "
-                f"this engine has {self.model.positions} per request. Shorten the prompt, lower "
-                f"max_new_tokens or raise max_len"
+                f"{len(ids)} prompt tokens and {max_new_tokens} new tokens need {needed} "
+                f"positions; this engine has {self.model.positions} per request. Shorten the "
+                f"prompt, lower max_new_tokens or raise max_len"
             )
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
@@ -726,7 +726,7 @@ class Engine:
         if len(sampling) != len(prompts):
             raise InputError(
                 f"got {counted(len(sampling), 'sampling parameter')} for "
-                f"{counted(len(prompts), 'prompt')}; pass one for each"
+                f"{counted(len(prompts), 'prompt')}; pass one for each prompt"
             )
         options: Any = {"max_new_tokens": max_new_tokens, "stop_token_ids": stop_token_ids}
         try:

@@ -201,7 +201,7 @@ class _Projections:
                 )
             self.join()
 
-    @torch.inference_mode(False)  # Inference tensors cannot be written outside of that mode.
+    @torch.inference_mode(False)  # The joined weights must remain writable.
     @torch.no_grad()
     def join(self) -> None:
         """Concatenate the weights, and turn the layers' weights into views of the result.

@@ -310,7 +310,7 @@ class Handoff:
         if end.numel() and bool((end == _UNSET).all()):
             raise HandoffError(
                 "the tensors of the handoff were not received, because the header does not contain "
-                "them: copy handoff.data of the sender into it, or use a transport"
+                "them: copy the sender's handoff.data into this handoff's data, or use a transport"
             )
 
     def stream_for(self, backend: str) -> tuple[int, int, Tensor | None]:

@@ -79,7 +79,7 @@ def _reading(
     if files and not (path / "config.json").is_file():
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
-            raise InputError(f"{path} has several models: {names}. Give the path of one of them.")
+            raise InputError(f"{path} contains several models: {names}. Pass the path of one.")
         path = files[0]
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -90,7 +90,7 @@ def _reading(
     except (OSError, ValueError) as error:
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
-            f"cannot read a model from {os.fspath(path)!r}: {text[0].rstrip(' .:')}. Give a folder "
+            f"cannot read a model from {os.fspath(path)!r}: {text[0].rstrip(' .:')}. Pass a folder "
             f"with config.json, the path of a .gguf file, or the name of a model that transformers "
             f"can find."
         ) from error

@@ -211,7 +211,7 @@ class Request:
         return Chunk(self.slot, self.cached, ids, count == self.to_go, self)
 
     def accept(self, token: int) -> str:
-        """Append a token, set ``finish_reason`` at the last one, and return the final text."""
+        """Append a token, set ``finish_reason`` at the end, and return text that became final."""
         self.tokens.append(token)
         if token in self.eos:
             self.finish_reason = FinishReason.EOS

@@ -119,6 +119,6 @@ class AttentionBreaks(TorchFunctionMode):
             raise CaptureError(
                 f"the model has {len(names)} layers with metadata (the first is {names[0]!r}), but "
                 f"called none of vLLM's attention ops while it was captured, because the platform "
-                f"calls attention directly. Let its opaque_attention_op() return True, or choose a "
-                f"prefill mode other than 'breakable'."
+                f"calls attention directly. Let the platform's opaque_attention_op() return True, "
+                f"or choose a prefill mode other than 'breakable'."
             )
