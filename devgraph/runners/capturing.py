@@ -294,7 +294,11 @@ class CaptureScheduler:
                 with step.trial():
                     static = StaticBatch(step, graph)
                     batch = static.batch(static.prepared())
-                    step.outputs.learn(variant, step.function(batch), graph.size)
+                    try:
+                        step.outputs.learn(variant, step.function(batch), graph.size)
+                    except Exception as error:
+                        note(error, f"in the first run of {self._name}, bucket {graph.key}")
+                        raise
                     barrier()
         step.outputs.allocate(self._backend.device)
         if self._share is not None and step.outputs.shares:

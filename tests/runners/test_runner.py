@@ -65,7 +65,7 @@ def test_eager_steps_run_without_grad():
 
 def test_errors_of_the_step_tell_eager_runs_from_captures():
     def step(batch):
-        if batch.requests != 8:
+        if batch.requests != 8 or batch.variant:
             raise KeyError("step")
         return batch.x * 1
 
@@ -76,6 +76,9 @@ def test_errors_of_the_step_tell_eager_runs_from_captures():
     with pytest.raises(KeyError) as captured:
         runner.capture()
     assert "in the capture of decode, bucket 4, which calls" in captured.value.__notes__[0]
+    with pytest.raises(KeyError) as first:
+        decode_of(step, (X,), variants=[{}, {"lora": True}], config={"buckets": [8]})
+    assert first.value.__notes__[0] == "in the first run of decode, bucket 8 (lora=True)"
 
 
 @pytest.mark.parametrize("sizes", [{}, {"buckets": [3, 999], "align": 5}])
