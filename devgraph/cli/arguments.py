@@ -83,7 +83,7 @@ class Options:
         self("--json", "print JSON, for programs", action="store_true", **unset)
 
     def number(self, flag: str, text: str, default: int | None = None) -> None:
-        """Add an option for a positive integer; ``text`` describes a default that is not given."""
+        """Add a positive integer option; ``text`` must describe an omitted ``default``."""
         text = text if default is None else f"{text} (default: %(default)s)"
         self(flag, text, type=_count, default=default, metavar="N")
 

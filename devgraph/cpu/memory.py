@@ -25,7 +25,7 @@ from devgraph.api.errors import ResourceError
 from devgraph.api.tensors import with_bits_of
 
 ALIGNMENT = 64
-"""Alignment of torch's CPU allocator in bytes. It affects the results of matrix kernels."""
+"""Alignment in bytes of torch's CPU allocator, which affects results of matrix kernels."""
 
 SLAB_BYTES = 2 * 2**20
 """Smallest reservation in bytes, as in the caching allocators of devices."""

@@ -129,7 +129,7 @@ class NpuDevice(TorchBackend):
     def drain(self) -> None:
         """Wait until torch_npu's launch thread has passed all queued work to the driver.
 
-        Otherwise the update stream, which bypasses the queue, could wait before a record.
+        Otherwise the update stream, which bypasses the queue, could overtake event records.
         """
         # Reading the driver's handle of a stream drains torch_npu's task queue.
         _ = self.namespace.current_stream(self._device).npu_stream
@@ -215,7 +215,7 @@ class NpuDevice(TorchBackend):
                 except Exception as error:
                     self._give_up(graph, error)
                 self._retired.popleft()
-                del graph  # The last reference to a pool may end here and bury its memory.
+                del graph  # May drop the last reference to a pool, whose memory is then buried.
             while may_wait and self._memories:
                 owners = self._memories.pop()
                 if self.keeps_memory:

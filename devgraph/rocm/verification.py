@@ -112,7 +112,7 @@ class VerifiedUpdates(UpdateStrategy):
 
     def prepare(self, graph: NodeGraph) -> None:
         if not (graph.spec.declared or marked_with_context):
-            return  # No region can be updatable.
+            return  # The capture cannot contain an updatable region.
         self._verification.find_out(graph.backend.device)
         self._verification.word_of(graph.pool)
 

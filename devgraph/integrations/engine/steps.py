@@ -117,7 +117,7 @@ def capture_under(
 def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
     """Return a copy of ``output`` with ``change`` applied to each tensor.
 
-    All containers of ``trees.children_of`` are copied, and objects with a dictionary ``tensors``.
+    Containers of ``trees.children_of`` and objects with a dictionary ``tensors`` are copied.
     """
 
     def leaf(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The check at start in SGLang, which compares graphs with eager runs on batches of its own.
+"""The check at start in SGLang, which compares graphs with eager runs on its own batches.
 
 SGLang's runners load these batches as while serving. The batches use unowned cache slots.
 """

@@ -150,7 +150,7 @@ class _Deferral:
     def _supported(self, device: torch.device, cache: Any, *args: Any, **kwargs: Any) -> bool:
         seat = seat_of(cache)
         if seat is not None and seat.can_defer and device.type != "cpu":
-            # Do not defer checks of an assistant, because they change its stopping criteria.
+            # A deferred check would change the state of an assistant's stopping criteria.
             return not kwargs.get("is_assistant")
         return bool(self._own.is_supported(device, cache, *args, **kwargs))
 

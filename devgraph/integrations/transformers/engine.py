@@ -128,9 +128,9 @@ class Engine:
         steps_per_launch: number of decode steps in a launch while all running requests are greedy
             and one of them needs at least half of these steps (and at least two). Other launches
             have one step. A launch returns its tokens together, and waiting requests join after it.
-        fuse: whether to replace operations with fewer, larger kernels (see ``fusion``). This moves
-            weights in memory and may change a token whose two best candidates are nearly equal.
-            ``engine.model.fusion`` reports the replacements.
+        fuse: whether to replace operations with fewer, larger kernels (see ``fusion``). Fusion
+            moves weights in memory and may change a token whose two best candidates are nearly
+            equal. ``engine.model.fusion`` reports the replacements.
         layerwise: whether prompts signal each finished layer, so that ``export(layerwise=True)``
             can send it while later layers are computed.
         facts: facts for the compatibility rules; by default, only whether the model has hooks.

@@ -82,7 +82,7 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         finally:
             for owner, name, value, own in saved:
                 object.__setattr__(owner, name, value)
-                if not own:  # the class has the value
+                if not own:  # The attribute belongs to the class.
                     vars(owner).pop(name, None)
 
 

@@ -485,7 +485,7 @@ class CausalModel:
             with replaced(overriding(self.model, pad_token_id=None)):
                 want, padded = (self._alone(ids, pads=pads).float() for pads in (0, 3))
         except Exception:
-            return False  # It takes no mask.
+            return False  # The model takes no mask.
         limit = max(1e-3, 4 * torch.finfo(self.dtype).eps)
         spread = (want - want.mean(-1, keepdim=True)).norm()
         return bool((padded - want).norm() <= limit * spread)

@@ -115,7 +115,7 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
 
 
 def overriding(model: PreTrainedModel, **values: Any) -> list[tuple[Any, str, Any]]:
-    """Return changes for ``replaced`` of all attributes that the model's configurations have."""
+    """Return changes for ``replaced`` that set ``values`` in configurations that have them."""
     return [
         (config, name, value)
         for config in configs_of(model)

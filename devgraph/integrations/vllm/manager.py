@@ -106,7 +106,7 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         runner = getattr(self, "breakable_cg_runner", None)
         if self._graphs_captured and runner is not None:
             runner.clear_graphs()
-        if not hasattr(self, "graphs"):  # A manager of pieces, without __init__
+        if not hasattr(self, "graphs"):  # a manager that handles only pieces
             return capture(self, create_forward_fn, *args, **kwargs)
         before = set(self.graphs)
 
