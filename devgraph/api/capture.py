@@ -311,7 +311,8 @@ class Captured:
                 eager runs; by default, torch's tolerance for the dtype. Other results must be equal
                 bit for bit.
             atol: absolute tolerance for these results.
-            snapshot_limit: maximum bytes of copies of the state. Larger tensors are hashed.
+            snapshot_limit: maximum total size of the copies of the state, in bytes. Larger
+                tensors are hashed.
 
         Returns:
             A report with ``ok``, ``failures``, ``causes`` and ``not_varied``.
@@ -488,9 +489,9 @@ def capture(
         bound: other state of the graph by name: random generators, trees of tensors, modules, and
             functions that return such trees (``lambda: model.cache``). Every replay compares the
             tensors, in about 0.1 us each, and raises StateError if one was replaced.
-        snapshot_limit: maximum bytes of the copies that restore tensors in arguments and ``bound``,
-            and buffers of modules, after the capture. A larger tensor in arguments or ``bound`` is
-            hashed, and the capture fails if the step writes it.
+        snapshot_limit: maximum size in bytes of the copies that restore tensors in arguments and
+            ``bound``, and buffers of modules, after the capture. A larger tensor in arguments or
+            ``bound`` is hashed, and the capture fails if the step writes it.
         gate_timeout: seconds after which a closed gate invalidates a replay. By default the value
             of the environment variable DEVGRAPH_GATE_TIMEOUT, or 30.
         gates: gates to share with other captures of the pool, instead of ``gate_timeout``.

@@ -93,7 +93,7 @@ class GateChannel(Protocol):
         """
 
     def clear(self) -> None:
-        """Close all places for the next launch, after a launch that did not reach all of them."""
+        """Let the next launch close all places, after a launch that did not reach all of them."""
 
     def finished(self) -> int:
         """Return the number of the last launch that has ended."""

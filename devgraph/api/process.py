@@ -95,7 +95,7 @@ def several_ranks() -> bool:
 def keep_forever(*objects: object) -> None:
     """Prevent the destruction of ``objects``, even at interpreter exit.
 
-    The destructor of an object on a lost device fails and would abort the process.
+    On a lost device, the destructor of an object would fail and abort the process.
     """
     for kept in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -236,7 +236,7 @@ def _causes(report: Report) -> Iterator[str]:
 
 
 def _cause_in_graphs(report: Report, failures: Sequence[Failure]) -> str:
-    """Return the likely cause of ``failures``: replays that differ from a stable eager run."""
+    """Return the likely cause of ``failures``, whose replays differ from a stable eager run."""
     failed = {failure.case for failure in failures}
     wrong = [case for case in report.tried if case.number in failed]
     right = [case for case in report.tried if case.number not in failed]

@@ -18,7 +18,7 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.tensors import Place, byte_range, describe, has_place, overlaps_itself, place_of
 
 DEFAULT_LIMIT = 2**30
-"""Default maximum bytes of the copies of one snapshot."""
+"""Default maximum size of the copies of one snapshot, in bytes."""
 
 _CHUNK = 2**20
 """Number of 64-bit words that are hashed at a time."""
@@ -82,10 +82,11 @@ class Part(NamedTuple):
 
 
 class Snapshot:
-    """Saved contents of tensors, and states of random generators, including the defaults.
+    """Saved contents of tensors, and states of generators, including the default generators.
 
-    ``limit`` is the maximum bytes of all copies; None means ``DEFAULT_LIMIT``. Small tensors are
-    saved first. Above the limit, ``named`` tensors are hashed and ``optional`` tensors are skipped.
+    ``limit`` is the maximum size of all copies in bytes; None means ``DEFAULT_LIMIT``. Small
+    tensors are saved first. Above the limit, ``named`` tensors are hashed and ``optional`` tensors
+    are skipped.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Snapshot:
         """Yield the name and the tensor of each saved part, with a view of its copy.
 
         If only rows are saved, they are the first dimension of the copy, and the last item contains
-        their numbers. The copy of a tensor that overlaps itself consists of bytes.
+        their numbers. Copies of overlapping, quantized and lazily conjugated tensors are bytes.
         """
         for name, tensor, _, _, content, _ in self._saved:
             if content is not None and _is_saved_as_bytes(tensor):

@@ -156,7 +156,7 @@ def _registered(kind: type) -> bool:
 
 
 def leaves_of(path: str, node: Any, depth: int = 0) -> Iterable[tuple[str, Any]]:
-    """Yield pairs of a path and a leaf of a tree."""
+    """Yield pairs of a path and a leaf of a tree, whose root is at level ``depth``."""
     children = children_of(node)
     if children is None:
         yield path, node
@@ -177,6 +177,8 @@ class Copied(NamedTuple):
 
 def own_copy(path: str, node: Any, copies: dict[int, Copied]) -> Any:
     """Return a copy of the tree ``node`` with new containers and the same leaves.
+
+    Objects without tensors, such as a dataclass of plain values, are leaves.
 
     ``copies`` maps the id of each container to its copy, so that a container that occurs twice is
     copied once.

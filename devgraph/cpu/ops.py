@@ -152,7 +152,7 @@ def _kind(func: OpOverload, writes: frozenset[int]) -> Kind:
     if _is_composite(func):
         return Kind.DECOMPOSE
     listed = _KINDS.get(func._schema.name)
-    # Overloads with out arguments write, even if the table lists them as views or allocations.
+    # Overloads with ``out=`` write, even if the table lists them as views or allocations.
     if listed is not None and not (writes and listed in (Kind.VIEW, Kind.ALLOCATE)):
         return listed
     if func.is_view or torch.Tag.inplace_view in func.tags:

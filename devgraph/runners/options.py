@@ -66,7 +66,10 @@ class RunnerOptions(TypedDict, total=False):
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """The checked keywords that all runners share, without the step and its slots."""
+    """The keywords that all runners share, without the step and its slots.
+
+    The texts describe the values that callers pass; the fields contain the checked values.
+    """
 
     config: PhaseConfig
     """The mode of the phase: a ``PhaseConfig``, a policy name, or a mapping of configuration keys.
@@ -138,9 +141,9 @@ class Options:
     (``verify``). Each takes a shape and a ``torch.Generator``. They override the samples of slots,
     and the ``sample`` of ``prove`` overrides them."""
     snapshot_limit: int = DEFAULT_LIMIT
-    """Maximum bytes of the copies from which ``capture`` restores bound tensors and the state of
-    requests. Padding must not write larger tensors: ``capture`` hashes them before its first and
-    after its last graph, and raises if they differ."""
+    """Maximum size in bytes of the copies from which ``capture`` restores bound tensors and the
+    state of requests. Padding must not write larger tensors: ``capture`` hashes them before its
+    first and after its last graph, and raises if they differ."""
     gate_timeout: float | None = None
     """Seconds after which a closed gate invalidates a step; by default the value of the environment
     variable DEVGRAPH_GATE_TIMEOUT, or 30."""

@@ -734,9 +734,9 @@ class Runner:
             state: whether to compare state in addition to outputs.
             rtol: relative tolerance against the real batch; torch's default if None.
             atol: absolute tolerance against the real batch; torch's default if None.
-            snapshot_limit: maximum bytes of copies of the state. In a larger tensor, only the rows
-                whose indices are in an integer slot of the case are restored; the other rows are
-                hashed.
+            snapshot_limit: maximum size of the copies of the state, in bytes. In a larger tensor,
+                only the rows whose indices are in an integer slot of the case are restored; the
+                other rows are hashed.
 
         Returns:
             a report with ``ok``, ``failures``, ``causes`` and ``not_varied``.

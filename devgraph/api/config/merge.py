@@ -49,7 +49,8 @@ def merge(sources: Iterable[Source]) -> Source:
 
     The part for one backend overrides the general part of the same source and of weaker sources.
     The general part overrides the backend-specific parts of weaker sources. If ``buckets`` and
-    ``max_bs`` of different sources contradict each other, the stronger source decides.
+    ``max_bs`` contradict each other, the stronger source decides. Within one source, ``max_bs``
+    removes larger buckets, unless the buckets are in the part for a backend.
     """
     state: _State = {}
     entries: list[tuple[Setting, _Entry]] = []

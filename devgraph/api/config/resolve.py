@@ -82,7 +82,7 @@ class Resolution:
     fired: tuple[FiredRule, ...]
 
     def __str__(self) -> str:
-        """The requested and effective value of each chosen key, and a line for each rule."""
+        """A line for each policy, for each key without its default value, and for each rule."""
         rows = [f"{phase}.{key}: {old} -> {new}" for phase, key, old, new in self.rows()]
         return "\n".join([*rows, *map(str, self.fired)])
 

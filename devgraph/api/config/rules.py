@@ -193,7 +193,7 @@ RULES: tuple[Rule, ...] = (
         "dp-attention",
         when=lambda facts, _: facts.data_parallel_attention,
         explanation="ranks without requests must take part in every vote and step: call agree() "
-        "on every rank, and run() with its decision on idle ranks too",
+        "on every rank, and then run() with the returned decision, also on idle ranks",
         source=f"{_SGLANG}/issues/19252",
     ),
     _note(

@@ -332,10 +332,10 @@ class MarkedCall:
             )
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """Return the memory of each result to copy, relative to the first result in that memory.
+        """Return a tuple for each result that must be copied.
 
-        Each tuple contains the position of the result, the position of the first result in the same
-        memory, and the offset from this first result in bytes.
+        It contains the position of the result, the position of the first result in the same memory,
+        and the offset from this first result in bytes.
         """
         firsts: dict[int, tuple[int, int]] = {}
         shared = []

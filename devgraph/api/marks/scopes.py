@@ -63,8 +63,9 @@ def split_host_args(
                 FrozenValueError(
                     f"region {mark.name} was given a plain {type(value).__name__} "
                     f"({brief(value)}) for host argument {name!r}, at {user_line()}, so every "
-                    f"replay would use this value. To change it in replays, {cure}pass the tracked "
-                    f"host argument unchanged, or compute from it with derive={{...}} on the mark."
+                    f"replay would use this value. To use other values in replays, {cure}pass the "
+                    f"tracked host argument itself, or compute the value with derive={{...}} on "
+                    f"the mark."
                 )
             )
     if mark not in known:

@@ -96,7 +96,7 @@ class Job:
     warmup: int
     """Number of warm-up runs."""
     snapshot_limit: int
-    """Maximum bytes of copies of the state."""
+    """Maximum total size of the copies of the state, in bytes."""
     recaptures: int
     """Maximum number of times that replays capture the step again because state changed."""
     regions: bool

@@ -500,7 +500,11 @@ class TorchBackend(Backend):
             native.capture_end()
 
     def reopen_capture(self) -> None:
-        """Begin a raw stream capture on the current stream, or raise if that is not possible."""
+        """Begin an empty raw capture on the current stream, which torch's clean-up can then end.
+
+        Raises:
+            RuntimeError: the stream is still in a capture.
+        """
         raise NotImplementedError(f"backend {self.name!r} has no raw stream capture")
 
     def prepare_stream(self) -> None:
@@ -618,7 +622,7 @@ class TorchBackend(Backend):
         stream.synchronize()
 
     def retire_stream(self, stream: Any) -> None:
-        """Never capture on ``stream`` again."""
+        """Stop capturing on ``stream``; override this to keep it out of ``fresh_stream``, too."""
         logger.warning("%s: retired a stream that a failed capture left capturing", self.name)
         if stream == self._capture_stream:
             self._capture_stream = None

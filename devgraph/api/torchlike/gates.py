@@ -239,7 +239,7 @@ class FlagGates:
         return words
 
     def current(self) -> int:
-        """Return the handle of the current stream, after submitting all issued work."""
+        """Return the handle of the current stream, after torch has submitted its queued work."""
         return int(self._backend.current_stream_id())
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:

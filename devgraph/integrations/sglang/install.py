@@ -154,8 +154,9 @@ def install(*, mode: str | None = None, strict: bool = True) -> None:
     Args:
         mode: mode configuration as JSON; None reads the variable DEVGRAPH_MODE. Without either,
             SGLang's own options apply.
-        strict: raise an error if this SGLang lacks an attribute that devgraph replaces. Otherwise,
-            log a warning and leave SGLang unchanged.
+        strict: whether to raise an error, instead of logging a warning, if this SGLang lacks an
+            attribute that devgraph replaces, or if the check at start fails. SGLang remains
+            unchanged if it lacks an attribute.
 
     Raises:
         ConfigError: the mode is invalid or unknown to SGLang, or devgraph is already installed with

@@ -58,7 +58,9 @@ from devgraph.runners.decode import DecodeRunner
 logger = logging.getLogger(__name__)
 
 _WIDTHS = (1, 2, 4, 8, 12, 16)
-"""Numbers of tokens for which there are graphs that check proposed tokens. Others are padded."""
+"""Numbers of tokens for which there are graphs that check proposed tokens.
+
+Numbers in between are padded to the next one. Larger numbers run without graphs."""
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
@@ -521,7 +523,7 @@ def accelerate(
     max_step_tokens: int = 512,
     fuse: bool = True,
 ) -> Any:
-    """Run ``model.generate`` and ``model.generate_batch`` in device graphs; return the model.
+    """Make ``model.generate`` and ``model.generate_batch`` run in device graphs; return the model.
 
     By default (``fuse=True``), the model is changed: weights of layers that receive the same tensor
     become views of one larger matrix, and remain views after ``unaccelerate``. The values of the

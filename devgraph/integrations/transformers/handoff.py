@@ -305,7 +305,10 @@ class Handoff:
         return self.data[max(first, end - 8) : end]
 
     def require_received(self) -> None:
-        """Raise HandoffError if nothing was copied into ``data`` after ``from_json``."""
+        """Raise HandoffError if the tensors in ``data`` on the host were not received.
+
+        Data on a device is not checked.
+        """
         end = self._end
         if end.numel() and bool((end == _UNSET).all()):
             raise HandoffError(

@@ -1,4 +1,4 @@
-"""Loading of models by name, from a folder or from a GGUF file, and the demo model."""
+"""Loading of models by name, from a folder or from a GGUF file; search for the demo model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Requests, the sampling of their tokens, the conversion to text, and the scheduler.
 
-A request is *waiting* until a slot is free, then *running* until it ends. All running requests take
-part in every step. A step is a decode step if each request has exactly one token to process.
-Otherwise it is a packed step, in which prompts share the token budget that decoding requests leave.
+A request is *waiting* until a slot is free, then *running* until it ends. A step is a decode step
+if each running request has exactly one token to process. Otherwise it is a packed step, in which
+prompts share the token budget that decoding requests leave; prompts without budget wait.
 Decode steps need the slots ``0 .. n - 1``. ``compact`` returns the moves that close gaps.
 """
 
@@ -63,7 +63,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """A sampler for the tokens of one request, with a separate random stream."""
+    """A sampler for the tokens of one request whose temperature is not 0, with its own stream."""
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         self.draws = 0
@@ -298,7 +298,7 @@ class Scheduler:
         return requests
 
     def hold(self, request: Request) -> int:
-        """Hold a running request, and return its slot, which becomes free."""
+        """Hold a running request. It leaves the returned slot but still counts as one slot."""
         slot = self.release(request)
         assert slot is not None
         self.held[request.id] = request

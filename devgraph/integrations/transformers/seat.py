@@ -193,7 +193,7 @@ class Seat:
 
     @property
     def croppable(self) -> bool:
-        """Whether the last token can be removed."""
+        """Whether transformers may call ``crop``, which checks how many tokens it can remove."""
         return not self._states or self._accepted is not None or self.assisted
 
     def crop(self, tokens: int) -> None:

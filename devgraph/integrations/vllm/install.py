@@ -234,8 +234,9 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
         mode: mode configuration as JSON; None reads the variable DEVGRAPH_MODE. Without either,
             vLLM's own options apply.
         backend: name of the backend; None selects the backend of vLLM's platform.
-        strict: raise an error if this vLLM lacks an attribute that devgraph replaces, and later if
-            a step cannot use its graph. Otherwise, log a warning, and vLLM keeps its own layer.
+        strict: whether to raise an error, instead of logging a warning, if this vLLM lacks an
+            attribute that devgraph replaces, and later if a step cannot use its graph. vLLM keeps
+            its own layer if it lacks an attribute.
 
     Returns:
         Whether devgraph is the graph layer now.
