@@ -106,7 +106,7 @@ class _CheckScope(Scope):
     ) -> None:
         self._fn, self._owned, self._spec, self._note = fn, owned, spec, note
         self._host: dict[Mark, dict[str, Any]] = {}
-        self._is_muted = False
+        self._is_muted = self._has_returned = False
         self._changes: list[Change] = []
         """Attributes and items whose tensors the step replaced, added or removed."""
         self._state: dict[str, str] = {}
@@ -118,7 +118,7 @@ class _CheckScope(Scope):
             arguments=[tensor for _, tensor in owned.tensors],
             reached=[tensor for _, tensor in reached],
             generators=generators,
-            on_violation=lambda violation: None if self._is_muted else note(violation),
+            on_violation=self._report,
         )
         self._args, self._kwargs, copies = owned.own_arguments()
         self._watch = Watch([*owned.roots, *((item.path, item.copy) for item in copies)])
@@ -129,6 +129,7 @@ class _CheckScope(Scope):
         with collector.paused(), self._recorder, entered(self), exact:
             host = {name: _Noted(name, value, self._note) for name, value in spec.declared.items()}
             outputs = self._fn(*self._args, **self._kwargs, **host)
+            self._has_returned = True
             refuse_host_values(outputs)
             self._recorder.note_outputs(tensors_in(outputs))
         outputs = without_history(outputs)  # Autograd history would keep other results alive.
@@ -145,6 +146,13 @@ class _CheckScope(Scope):
                 f"the captured value. Keep such state in tensors, or change it outside of the step."
             )
             self._note(Violation.at(where, kind="python_state", op=path, text=text))
+
+    def _report(self, found: Violation) -> None:
+        if self._has_returned and found.kind == "seeding":  # found in the caller of the step
+            where = line_of(self._fn)
+            found = Violation.at(where, kind=found.kind, op=found.op, text=found.text)
+        if not self._is_muted:
+            self._note(found)
 
     def _kept_tensors(self, outputs: Any) -> Iterator[Violation]:
         """Yield violations for replaced tensors and for results that outlive the step."""

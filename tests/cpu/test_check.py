@@ -45,6 +45,16 @@ def test_check_reports_what_it_cannot_go_on_from(name: str) -> None:
     assert "refused" in {v.kind for v in violations_of(UNSUPPORTED[name][0], X)}
 
 
+def test_check_places_a_seed_without_later_draws_at_the_step() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)
+        return x + 1
+
+    (found,) = violations_of(step, X)
+    assert (found.kind, found.file) == ("seeding", __file__)
+    assert found.line == step.__code__.co_firstlineno
+
+
 def test_check_goes_on_and_finds_everything_in_one_run() -> None:
     kept = []
 
