@@ -37,8 +37,8 @@ GRAPH_STREAMS = 2048 - 248
 torch_npu's stream pools use 70, and each communicator uses several."""
 
 _CURE = (
-    "Capture fewer buckets, or fewer segments per bucket: a breakable capture holds a stream for "
-    "each segment, policy='full' holds one for each bucket."
+    "Capture fewer buckets, or fewer segments per bucket: a breakable capture holds one stream per "
+    "segment, but policy='full' only one per bucket."
 )
 
 

@@ -503,7 +503,7 @@ class _Prober:
         self.cache_layers = _cache_layers(model)
         self.body = _body_of(model)
         self.trace = OperationTrace(self.body)
-        # If there is a pad_token_id, some models search the ids for padding on the host.
+        # Without a pad_token_id, no model searches the ids for padding on the host.
         self.overrides: dict[str, Any] = {"pad_token_id": None}
         if any(getattr(c, "_experts_implementation", None) for c in configs_of(model)):
             # Grouped products read group sizes on the host unless the device has a kernel for them.
