@@ -118,7 +118,7 @@ def test_marks_call_straight_through_outside_a_capture(kit: Kit) -> None:
     dg.graph_break()
     assert not dg.is_capturing()
     assert doubled.__name__ == "doubled"
-    assert doubled.__doc__ == "Double ``x``; a region without host arguments."
+    assert doubled.__doc__ == "Double ``x`` in a region without host arguments."
 
 
 @pytest.mark.parametrize("policy", POLICIES)
