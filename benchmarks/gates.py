@@ -131,7 +131,8 @@ def gates_of(captured: dg.Captured) -> list[dg.Gate]:
 def same(one: dg.Captured, other: dg.Captured) -> None:
     """Exit unless one replay of each returns the same bits."""
     for gate in gates_of(one) if one.gates else ():
-        gate.open()
+        if "wait" in gate.kinds:
+            gate.open()
     want = other.replay().clone()
     if not torch.equal(one.replay(), want):
         raise SystemExit("the results differ")

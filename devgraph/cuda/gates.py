@@ -1,18 +1,21 @@
-"""Gates on CUDA: memory operations on streams, and a kernel in graphs.
+"""Gates on CUDA: memory operations of streams, batched so that several share one graph node.
 
-A graph with 36 nodes of memory operations takes 120 us longer to launch than one with 36 kernels,
-and each wait takes twice as long on the device (one H100).
+A kernel that polls the flag would cost half as much. However, a stream that must then launch a
+kernel for the first time waits for all running kernels, because the driver loads code lazily, and
+the gate is never opened (seen on two H200s).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof, c_uint, c_uint64
-from typing import Any
+from ctypes import addressof, c_uint, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any
 
 from devgraph.api.torchlike.gates import NON_BLOCKING, WRITE, FlagGates, Op
-from devgraph.api.torchlike.node_calls import Capture, RuntimeCallError, structure
-from devgraph.cuda.runtime import KernelParams, Runtime, arguments_of
+from devgraph.api.torchlike.node_calls import RuntimeCallError, structure
+
+if TYPE_CHECKING:
+    from devgraph.api.torchlike.node_graph import NodeBackend
 
 MOST_OPS = 256
 """Maximum number of operations in one batch."""
@@ -31,34 +34,9 @@ MemOp = structure(
     alias=c_uint64,
     reserved2=c_uint64,
 )
-KERNEL = b""".version 6.4
-.target sm_70
-.address_size 64
-.visible .entry gate(.param .u64 signal, .param .u64 flag)
-{
-    .reg .pred %p;
-    .reg .b32 %value;
-    .reg .b64 %address;
-    ld.param.u64 %address, [signal];
-    setp.eq.u64 %p, %address, 0;
-    @%p bra wait;
-    mov.u32 %value, 1;
-    st.release.sys.u32 [%address], %value;
-wait:
-    ld.param.u64 %address, [flag];
-    setp.eq.u64 %p, %address, 0;
-    @%p bra done;
-again:
-    ld.acquire.sys.u32 %value, [%address];
-    setp.ne.u32 %p, %value, 1;
-    @%p bra again;
-done:
-    ret;
-}
-"""
-"""A kernel of one thread: set the word ``signal`` to 1, and wait until the word ``flag`` is 1.
-
-It skips an address of 0."""
+NodeParams = structure(
+    "CUDA_BATCH_MEM_OP_NODE_PARAMS", context=c_void_p, count=c_uint, ops=c_void_p, flags=c_uint
+)
 
 
 class DeviceGates(FlagGates):
@@ -66,12 +44,11 @@ class DeviceGates(FlagGates):
 
     handle = "cuda_stream"
 
-    def __init__(self, backend: Any) -> None:
-        self._runtime: Runtime = backend.driver
+    def __init__(self, backend: NodeBackend) -> None:
+        self._runtime = backend.driver
         super().__init__(backend)
-        self._kernel = self._runtime.kernel(KERNEL, b"gate")
-        self._last: tuple[int, list[int], int] | None = None
-        """Capture, nodes and address of the last recorded signal."""
+        self._last: tuple[int, list[int], list[Op]] | None = None
+        """Capture, nodes and operations of the batch that was recorded last."""
 
     def run(self, stream: int, ops: Sequence[Op]) -> None:
         backend = self._backend
@@ -81,26 +58,28 @@ class DeviceGates(FlagGates):
                 self._runtime.call("StreamBatchMemOp", stream, len(batch), addressof(batch), 0)
 
     def record(self, stream: int, ops: list[Op]) -> None:
-        """Record a kernel that signals or waits; a wait shares the kernel of a signal before it."""
-        ((kind, address, _),) = ops
-        capture, last = self._runtime.capture_of(stream), self._last
-        self._last = None
-        if kind == WRITE:
-            self._runtime.launch(self._kernel, stream, address, 0)
-            if (now := self._runtime.capture_of(stream)) is not None:
-                self._last = now[0], now[2], address
-        elif capture is None or last is None or not self._extend(last, capture, address):
-            self._runtime.launch(self._kernel, stream, 0, address)
+        """Add ``ops`` to the previous node if that node is a batch, otherwise to a new node.
 
-    def _extend(self, signal: tuple[int, list[int], int], capture: Capture, flag: int) -> bool:
-        """Make the kernel of the last signal wait, too; return whether the driver accepts that."""
-        number, nodes, address = signal
-        if (number, nodes) != (capture[0], capture[2]) or len(nodes) != 1:
+        A signal and the wait of the next layer therefore share a node.
+        """
+        capture = self._runtime.capture_of(stream)
+        if capture is not None and self._last is not None:
+            number, nodes, earlier = self._last
+            if (number, nodes) == (capture[0], capture[2]) and self._extend(nodes, earlier + ops):
+                self._last = number, nodes, earlier + ops
+                return
+        self.run(stream, ops)
+        if (now := self._runtime.capture_of(stream)) is not None:
+            self._last = now[0], now[2], ops
+
+    def _extend(self, nodes: Sequence[int], ops: Sequence[Op]) -> bool:
+        """Replace the operations of the last node; return whether the driver accepts them."""
+        if len(nodes) != 1 or len(ops) > MOST_OPS:
             return False
-        arguments = arguments_of(address, flag)
-        params = KernelParams(self._kernel, (1, 1, 1), (1, 1, 1), 0, addressof(arguments))
+        batch = _batch(ops)
+        params = NodeParams(self._runtime.context()[0], len(batch), addressof(batch), 0)
         try:
-            self._runtime.call("GraphKernelNodeSetParams", nodes[0], addressof(params))
+            self._runtime.call("GraphBatchMemOpNodeSetParams", nodes[0], addressof(params))
         except RuntimeCallError:
             return False
         return True

@@ -42,6 +42,7 @@ class PaceKeeper:
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._runtime = runtime
         self._device = device
+        self._function = 0
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (c_int * 16)(1))
         self._config = LaunchConfig((1, 1, 1), (32, 1, 1), 0, None, addressof(self._attribute), 1)
         self._probe: Any = None
@@ -54,11 +55,12 @@ class PaceKeeper:
         if not self._works:
             return
         try:
-            kernel = self._runtime.kernel(_EMPTY_KERNEL, b"empty")
+            if not self._function:
+                self._function = self._runtime.kernel(_EMPTY_KERNEL, b"empty")
             self._config.stream = stream
             config = addressof(self._config)
             for _ in range(LAUNCHES):
-                self._runtime.call("LaunchKernelEx", config, kernel, None, None)
+                self._runtime.call("LaunchKernelEx", config, self._function, None, None)
         except RuntimeCallError as error:
             logger.warning("graphs may stay at a slower pace after captures: %s", error)
 

@@ -165,6 +165,7 @@ class Runtime(NodeRuntime):
         "StreamBeginCaptureToGraph": (*(c_void_p,) * 4, c_size_t, c_int),
         "GraphConditionalHandleCreate": (c_void_p, c_void_p, c_void_p, c_uint, c_uint),
         "GraphAddNode": (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p),
+        "GraphBatchMemOpNodeSetParams": (c_void_p, c_void_p),
     }
     # These calls release the GIL: they may block on a full queue until another thread opens a gate.
     waiting_calls: ClassVar[Mapping[str, Arguments]] = {
@@ -183,7 +184,7 @@ class Runtime(NodeRuntime):
     def __init__(self, brief: Any, waiting: Any, enter: Callable[[], object]) -> None:
         super().__init__(brief, waiting)
         self._enter = enter
-        self._kernels: dict[bytes, int] = {}
+        self._set_going = 0
         self.kinds[_BATCH_MEM_OP] = "batch_mem_op"
 
     @staticmethod
@@ -221,17 +222,10 @@ class Runtime(NodeRuntime):
         return (context,)
 
     def kernel(self, text: bytes, name: bytes) -> int:
-        """Return the kernel ``name`` of PTX code, which the first call loads."""
-        if name not in self._kernels:
-            source, entry = ctypes.create_string_buffer(text), ctypes.create_string_buffer(name)
-            module = self.make("ModuleLoadData", addressof(source))
-            self._kernels[name] = self.make("ModuleGetFunction", module, addressof(entry))
-        return self._kernels[name]
-
-    def launch(self, kernel: int, stream: int, *values: int) -> None:
-        """Launch one thread of a kernel with 64-bit arguments."""
-        config, arguments = LaunchConfig((1, 1, 1), (1, 1, 1), 0, stream), arguments_of(*values)
-        self.call("LaunchKernelEx", addressof(config), kernel, addressof(arguments), None)
+        """Load PTX code and return its kernel ``name``."""
+        source, entry = ctypes.create_string_buffer(text), ctypes.create_string_buffer(name)
+        module = self.make("ModuleLoadData", addressof(source))
+        return self.make("ModuleGetFunction", module, addressof(entry))
 
     @contextlib.contextmanager
     def looping(
@@ -239,10 +233,11 @@ class Runtime(NodeRuntime):
     ) -> Iterator[Callable[[], int]]:
         with self._relaxed():
             prepare()
-            set_going = self.kernel(_SET_GOING, b"set_going")
+            if not self._set_going:
+                self._set_going = self.kernel(_SET_GOING, b"set_going")
         graph, (context,) = self._captured(stream)[0], self.context()
         handle = self.make("GraphConditionalHandleCreate", graph, context, 0, 0)
-        self.launch(set_going, stream, handle, going)
+        self._launch_set_going(stream, handle, going)
         last_nodes = self._captured(stream)[1]
         node = _ConditionalParams(
             type=_CONDITIONAL, handle=handle, kind=_WHILE, size=1, context=context
@@ -257,7 +252,7 @@ class Runtime(NodeRuntime):
         self.call("StreamBeginCaptureToGraph", body, inner, None, None, 0, THREAD_LOCAL)
         try:
             yield lambda: self.count(inner)
-            self.launch(set_going, body, handle, going)
+            self._launch_set_going(body, handle, going)
         except BaseException:
             with contextlib.suppress(RuntimeCallError):
                 self.end_capture(body)
@@ -279,6 +274,13 @@ class Runtime(NodeRuntime):
         capture = self.capture_of(stream)
         assert capture is not None, "a loop outside of a capture"
         return capture[1:]
+
+    def _launch_set_going(self, stream: int, handle: int, going: int) -> None:
+        """Launch a kernel that sets the condition behind ``handle`` to the byte at ``going``."""
+        config = LaunchConfig((1, 1, 1), (1, 1, 1), 0, stream)
+        values = c_uint64(handle), c_uint64(going)
+        arguments = (c_void_p * 2)(*map(addressof, values))
+        self.call("LaunchKernelEx", addressof(config), self._set_going, addressof(arguments), None)
 
     def copy_attributes(self, source: int, target: int) -> None:
         super().copy_attributes(target, source)  # The driver takes the target first.
@@ -353,14 +355,6 @@ class Runtime(NodeRuntime):
         error = self.function("PointerGetAttribute")(addressof(kind), _MEMORY_TYPE, side.device)
         # The driver knows all device addresses, so an unknown address is pageable host memory.
         return bool(error) or kind.value == _HOST_MEMORY
-
-
-def arguments_of(*values: int) -> Any:
-    """Return the array of pointers that the driver takes as a kernel's 64-bit arguments."""
-    held = (c_uint64 * len(values))(*values)
-    pointers: Any = (c_void_p * len(values))(*[addressof(held) + 8 * i for i in range(len(values))])
-    pointers.held = held  # The pointers do not keep it alive.
-    return pointers
 
 
 def _function(params: Any) -> Any:

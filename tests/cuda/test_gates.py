@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import c_uint32, c_uint64
+from ctypes import c_uint32
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch
 import devgraph as dg
 from devgraph.api.torchlike.gates import CAPACITY
 from devgraph.api.torchlike.node_calls import RuntimeCallError
-from devgraph.cuda.gates import DeviceGates, MemOp
-from devgraph.cuda.runtime import KernelParams, Runtime
+from devgraph.cuda.gates import DeviceGates, MemOp, NodeParams
 
 COMPUTE, OPENER = 11, 900
 """The launch stream, and the first stream that a channel makes."""
@@ -31,11 +30,8 @@ class Driver:
         self.destroyed: list[int] = []
         self._handles = OPENER
 
-    def kernel(self, text: bytes, name: bytes) -> int:
-        assert b".entry gate(" in text and name == b"gate"
-        return 77
-
-    launch = Runtime.launch
+    def context(self) -> tuple[int]:
+        return (77,)
 
     def make(self, name: str, flags: int) -> int:
         assert (name, flags) == ("StreamCreate", 1)
@@ -49,20 +45,19 @@ class Driver:
         getattr(self, name)(*args)
 
     def StreamBatchMemOp(self, stream: int, count: int, address: int, flags: int) -> None:
-        array = (MemOp * count).from_address(address)
-        self.put_off.append([MemOp.from_buffer_copy(op) for op in array])
-        self.serve()
+        ops = _ops(address, count)
+        if stream == COMPUTE and self.capturing:
+            self.nodes.append(ops)
+        else:
+            self.put_off.append(ops)
+            self.serve()
 
-    def LaunchKernelEx(self, config: int, kernel: int, arguments: int, extra: None) -> None:
-        assert kernel == 77 and self.capturing
-        self.nodes.append(_ops(arguments))
-
-    def GraphKernelNodeSetParams(self, node: int, address: int) -> None:
+    def GraphBatchMemOpNodeSetParams(self, node: int, address: int) -> None:
         if self.refuses_parameters:
             raise RuntimeCallError("refused", 1)
-        params = KernelParams.from_address(address)
-        assert params.func == 77 and node == len(self.nodes)
-        self.nodes[-1] = _ops(params.kernelParams)
+        params = NodeParams.from_address(address)
+        assert params.context == 77 and node == len(self.nodes)
+        self.nodes[-1] = _ops(params.ops, params.count)
 
     def MemsetD32Async(self, address: int, value: int, count: int, stream: int) -> None:
         (c_uint32 * count).from_address(address)[:] = [value] * count
@@ -83,12 +78,9 @@ class Driver:
                 assert _done(op), "a closed gate"
 
 
-def _ops(arguments: int) -> list[Any]:
-    """Return the operations of the kernel: a write of 1 and a wait for 1."""
-    pointers = (c_uint64 * 2).from_address(arguments)
-    signal, flag = (c_uint64.from_address(pointer).value for pointer in pointers)
-    ops = MemOp(2, 0, signal, 1), MemOp(1, 0, flag, 1, 1)
-    return [op for op in ops if op.address]
+def _ops(address: int, count: int) -> list[Any]:
+    array = (MemOp * count).from_address(address)
+    return [MemOp.from_buffer_copy(op) for op in array]
 
 
 def _done(op: Any) -> bool:

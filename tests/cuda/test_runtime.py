@@ -37,6 +37,9 @@ class Driver(StubDriver):
     def note(self, *what: Any) -> int:
         return 201 if self.needs_context and not self.context else super().note(*what)
 
+    def GraphBatchMemOpNodeSetParams(self, node: int, params: int) -> int:
+        return self.note("set operations", node)
+
     def StreamBatchMemOp(self, stream: int, count: int, ops: int, flags: int) -> int:
         return self.note("operations", stream, count)
 
