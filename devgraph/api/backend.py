@@ -110,8 +110,8 @@ class Backend(Device):
         """Measure the pace of replays; return None if captures cannot slow replays down.
 
         The pace is the time from one kernel to the next in a graph of tiny kernels, in
-        microseconds. Runners call this before and after each round of captures. The measurement
-        takes some milliseconds and waits for the device.
+        microseconds. Runners call this before the first round of captures and after each round. The
+        measurement takes some milliseconds and waits for the device.
         """
         return None
 

@@ -411,8 +411,8 @@ def _zeros(nbytes: int, device: torch.device | str) -> torch.Tensor:
             raise
         what = str(error).partition("\n")[0]
         raise ResourceError(
-            f"static buffers of {nbytes} bytes do not fit into memory on {device}; lower the "
-            f"largest batch ({what})"
+            f"static buffers of {nbytes} bytes do not fit into memory on {device}; reduce the "
+            f"size of the largest batch ({what})"
         ) from error
 
 

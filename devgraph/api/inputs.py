@@ -161,8 +161,9 @@ class Inputs:
                 self._has_warned = True
                 warn(
                     f"the input {brief(source)} shares memory with {written}, which the step "
-                    f"writes. A replay copies the input before the step begins, so later writes of "
-                    f"the step do not change it. Pass a clone() if this is intended."
+                    f"writes. A replay copies the input before the step begins, so the step does "
+                    f"not see its own later writes through this input. If that is intended, pass "
+                    f"a clone()."
                 )
 
     def _require_apart(self, pairs: Sequence[Pair]) -> None:

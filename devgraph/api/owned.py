@@ -652,7 +652,7 @@ class Weights:
     of None or deletions. After a report, the next replay compares all tensors. Other replays
     compare the addresses of a few tensors and, in rotation, a part of the entries, so the cost of a
     replay on a device does not grow with the number of modules. With ``modes``, modes (train, eval)
-    and removed hooks are compared too. New tensors are compared if ``names`` has their names.
+    and removed hooks are compared too. A new tensor is refused if its name is in ``names``.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class Report:
     moved: tuple[str, ...] = ()
     """Python values that eager runs changed."""
     changed: str = ""
-    """The first difference of other state from the capture, if there are failures."""
+    """The first change of other watched state since the capture, if there are failures."""
     draws: bool = False
     """Whether the step draws random numbers from a default generator."""
 

@@ -97,8 +97,8 @@ class Options:
         self("target", text, metavar="MODULE:FUNCTION", **more)
         text = (
             "a function without parameters that returns the arguments of the target: a tuple, a "
-            "dictionary of keyword arguments, or a pair of both (default: no arguments). Without "
-            "MODULE, the function is in the module of the target"
+            "dictionary of keyword arguments, or a pair of tuple and dictionary (default: no "
+            "arguments). Without MODULE, the function is in the module of the target"
         )
         self("--inputs", text, metavar="MODULE:FUNCTION")
         text = "a host argument and its value at capture, a Python literal; may be repeated"

@@ -126,7 +126,7 @@ def _inputs(args: argparse.Namespace, *, module: str) -> tuple[tuple[Any, ...], 
         if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], Mapping):
             return inputs[0], dict(inputs[1])
         return inputs, {}
-    wanted = "it must return a tuple of arguments, a dictionary of keywords, or a pair of both"
+    wanted = "it must return a tuple of arguments, a dict of keywords, or a pair (tuple, dict)"
     raise CommandError(f"{args.inputs} returned a {type(inputs).__name__}; {wanted}")
 
 

@@ -2,7 +2,7 @@
 
 One operator serves prefill, chunked prefill and decode. Packed queries (layout ``TND``) attend to a
 paged cache. The block table is constant, because each slot is a row of blocks. Only two lists of
-lengths are host arguments, so an update replaces only these lists.
+lengths depend on the host argument ``spans``, so an update replaces only these lists.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class UpdateChannel:
             self._watched.add(regions)
 
     def unwatch(self, regions: Any) -> None:
-        """Stop watching ``regions`` after their last replay has ended or was released."""
+        """Stop watching ``regions`` after their last replay has ended or has been released."""
         with self._watching:
             self._watched.discard(regions)
 
@@ -189,7 +189,7 @@ class UpdateChannel:
             return list(self._watched)
 
     def settle(self) -> list[Any]:
-        """Wait until all watched replays have ended or were released; return their regions."""
+        """Wait until all watched replays have ended or have been released; return their regions."""
         waiting = watched = self.watched()
         while waiting := [regions for regions in waiting if not regions.settled()]:
             time.sleep(0.0001)

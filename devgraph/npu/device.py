@@ -4,7 +4,7 @@ A captured graph holds every hardware stream on which it was captured. CANN does
 whether a running graph may be destroyed, so a graph is kept until its last replay has ended.
 
 To free a pool's memory, torch_npu waits for the device while it holds the GIL. A capture forbids
-this wait. While a replay waits for an update, the wait would be a deadlock, because the update
+this wait. While a replay waits for an update, this wait would deadlock, because the update
 thread needs the GIL. Frees are therefore deferred until they are safe.
 """
 

@@ -12,8 +12,8 @@ NO_RESOURCE = frozenset({207005, 207007, 207008, 207009, 207010, 207012})
 """Codes for an exhausted resource: memory, events, streams, notifies, models, or a limit."""
 
 OTHER_KERNELS = frozenset({107033, 107034, 107040, 207019})
-"""Codes for updates that need other kernels: the task group was interrupted or is in a wrong state,
-or the update failed or is not supported."""
+"""Codes after which an update is assumed to need other kernels. The task group was interrupted or
+is in the wrong state, or the update failed or is not supported."""
 
 UNJOINED = 107025
 """Code for a captured stream that was not joined to the stream on which the capture began."""

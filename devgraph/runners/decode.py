@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class DecodeRunner(Runner):
     """A runner for decode steps: requests of ``width`` tokens each, in a graph for each bucket.
 
-    Buckets count requests. In the graph of bucket b, a slot has b rows (one for each request) or
-    b * width rows (one for each token). Rows after the real rows contain pad values.
+    Buckets count requests. In the graph of bucket b, a slot has b rows (one for each request),
+    b + 1 rows (offsets) or b * width rows (one for each token). Rows after the real rows contain
+    pad values.
 
     Args:
         forward: the step, which receives a ``Batch`` and returns tensors. It must not change state

@@ -68,7 +68,7 @@ class EncoderRunner(Runner):
         forward: Receives a ``Batch`` of packed rows and returns tensors with a row per token or
             per item. Padded rows must not affect other rows.
         inputs: The slots of an item's data, with a dim ``"tokens"``, or ``"requests"`` for one row
-            per item. Pass tensors that all items use in ``bound``.
+            per item. Pass in ``bound`` the tensors that all items use.
         budgets: Rows of the graphs. ``buckets`` of the configuration replaces them, and ``max_bs``
             limits them.
         max_items: Maximum number of items in a pack. ``max_requests`` of the configuration limits

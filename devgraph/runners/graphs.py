@@ -262,8 +262,8 @@ class Graphs:
         )
         if not (is_variant and self.counting.fits(size) and self.rows(size) <= graph.key.bucket):
             raise InputError(
-                f"the decision is for bucket {graph.key}, but the batch has {size} of "
-                f"the variant {dict(options)}; decide again"
+                f"the decision is for bucket {graph.key}, but the batch has {size} and "
+                f"needs the variant {dict(options)}; decide again"
             )
 
     def _choose(self, variant: Variant, size: Size) -> Decision:

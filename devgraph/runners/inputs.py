@@ -29,7 +29,7 @@ additional launch. Larger padding is filled in place and needs no memory."""
 
 
 Parts = tuple[torch.Tensor, torch.Tensor | None]
-"""The real and the padded rows of a view; None without padded rows."""
+"""The real and the padded rows of a view; the second is None if there are no padded rows."""
 
 
 class InputArena:
@@ -80,10 +80,11 @@ class InputArena:
             lent[slot.name] = self.buffers[slot.name]
             if lent[slot.name].numel() < math.prod(slot.shape(largest)):
                 raise ConfigError(
-                    f"input slot {slot.name!r} needs {slot.shape(largest)}, but the buffer of the "
-                    f"share= runner has {tuple(lent[slot.name].shape)}, the size of its largest "
-                    f"bucket; add a larger bucket to it, or create the runner with the larger "
-                    f"batches first, and pass it as share= to the other, or rename the slot"
+                    f"input slot {slot.name!r} needs shape {slot.shape(largest)}, but the buffer "
+                    f"of the share= runner has shape {tuple(lent[slot.name].shape)}, the size of "
+                    f"its largest bucket. Add a larger bucket to that runner, rename the slot, or "
+                    f"create the runner with the larger batches first and pass it as share= to the "
+                    f"other"
                 )
         return lent
 

@@ -347,7 +347,7 @@ class _CaseRun:
             if others and numbers is None:
                 message = (
                     f"the step writes {name} in rows that belong to no request of the batch; write "
-                    f"only the rows batch.state_slots"
+                    f"only the rows in batch.state_slots"
                 )
                 where = f"slot {STATE_SLOTS!r}, row {min(others)}:"
                 yield self.case.failure(where, message, "padding")

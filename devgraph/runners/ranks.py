@@ -353,7 +353,8 @@ class RankGroup:
         is_idle = decision is None or decision.reason is Reason.EMPTY_BATCH
         busy = None if is_idle else decision
         if busy is None:
-            able = 1 if unable else 2  # A rank without requests does not cause a step.
+            # Not 0: a rank without requests does not force an eager step on its own.
+            able = 1 if unable else 2
         else:
             able, unable = 2 if busy.ok else 0, None
             if busy.key is not None:

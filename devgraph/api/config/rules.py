@@ -6,7 +6,8 @@ decides its effect on an explicit choice:
 - ``safety`` prevents wrong results, a crash or a hang: the choice is an error.
 - ``preference`` prevents a loss of speed or memory: the choice is kept, with a warning.
 - ``note`` changes nothing and states a requirement for the engine.
-- ``scope`` disables a phase that never runs on this node; all nodes share one configuration.
+- ``scope`` disables a phase that never runs on this node, because all nodes share one
+  configuration.
 
 A rule applies to every registered policy (devgraph/api/policy), except to policies that make all
 promises in the rule's ``spares``.
@@ -268,4 +269,4 @@ RULES: tuple[Rule, ...] = (
         **_TRACED,
     ),
 )
-"""The table in the order of application."""
+"""The table of rules. After each change, the application starts again at the top."""

@@ -67,7 +67,7 @@ class Names:
 
         with contextlib.ExitStack() as undo:
             for name, module in self._root.named_modules() if self._root is not None else ():
-                if name and not isinstance(module, torch.jit.ScriptModule):  # It has no hooks.
+                if name and not isinstance(module, torch.jit.ScriptModule):  # no hooks
                     enter = entering(name)
                     undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                     undo.callback(module.register_forward_hook(leave, always_call=True).remove)

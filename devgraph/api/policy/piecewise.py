@@ -631,15 +631,14 @@ class _CompiledStep:
         """
         for one, other in zip(traced, eager, strict=True):
             text = (
-                f"the step that torch.compile traced returns {brief(one)} instead of "
-                f"{brief(other)}, the result of an eager run{{}}. torch.compile may trace other "
-                f"plain values, and ignores functools caches. Use policy='breakable', which "
-                f"compiles nothing."
+                f"the step that torch.compile traced returns {brief(one)} {{}} of an eager run. "
+                f"torch.compile may freeze other plain values than the eager run reads, and it "
+                f"ignores functools caches. Use policy='breakable', which compiles nothing."
             )
             if (one.dtype, one.shape) != (other.dtype, other.shape):
-                raise CaptureError(text.format(""))
+                raise CaptureError(text.format(f"instead of {brief(other)}, the result"))
             if self._compiler.name == "eager" and not is_near(one, other):
-                warn(text.format(", with other values"))
+                warn(text.format("with other values than the result"))
 
     def _check(self) -> Any:
         """Run the step eagerly with tracked host arguments, and check the claims of all marks.

@@ -77,8 +77,9 @@ class TorchPool(Pool):
 
     torch's pool handle becomes invalid when its last graph is freed, and the next capture would
     fail an internal assertion. Therefore the pool keeps the handle alive: with a MemPool for device
-    memory, and with a one-node graph (the *keeper*) for pinned host memory. All captures use one
-    stream, because the allocator reuses blocks only within a stream.
+    memory, and with a one-node graph (the *keeper*) for pinned host memory. Captures use one
+    stream unless the caller passes another, because the allocator reuses blocks only within a
+    stream.
     """
 
     backend: TorchBackend
@@ -439,7 +440,7 @@ class TorchBackend(Backend):
 
     @property
     def capture_stream(self) -> Any:
-        """The stream of all captures of this device."""
+        """The stream of captures for which the caller passes no stream."""
         if self._capture_stream is None:
             self._capture_stream = self.fresh_stream()
         return self._capture_stream

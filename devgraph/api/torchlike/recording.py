@@ -189,8 +189,9 @@ def _inner(
 class NodeRecording(Recording):
     """All region parameters of one graph for one key.
 
-    At the first uses of the key, the parameters are written into the graph's own executable. Later
-    uses launch a separate executable (``build``), which costs memory but needs no update.
+    At the first uses of the key, the parameters are written into the graph's own executable, if it
+    accepts them. Later uses launch a separate executable (``build``), which costs memory but needs
+    no update.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Changes:
         before: Callable[..., object] = lambda *_, **__: None,
         after: Callable[..., object] = lambda *_, **__: None,
     ) -> None:
-        """Call ``before`` and ``after`` around a method of ``owner``, with equal arguments."""
+        """Call ``before`` and ``after`` around a method of ``owner``, with the same arguments."""
 
         def wrap(method: Any) -> Any:
             @functools.wraps(method)

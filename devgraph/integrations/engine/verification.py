@@ -172,8 +172,8 @@ class StartCheck:
             except DeviceLost as lost:
                 raise DeviceLost(
                     f"{self._engine}: the check of graph {name} failed on the device. The graph "
-                    f"probably reads memory of the captured batch, such as the metadata of "
-                    f"attention without a mark. {lost}"
+                    f"probably reads memory of the captured batch, such as the metadata of an "
+                    f"unmarked attention call. {lost}"
                 ) from error
             raise
 

@@ -1,6 +1,6 @@
 """The check at start in SGLang, which compares graphs with eager runs on its own batches.
 
-SGLang's runners load these batches as while serving. The batches use unowned cache slots.
+SGLang's runners load these batches as they do while serving. The batches use unowned cache slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from devgraph.integrations.sglang.segments import undifferentiated
 from devgraph.runners.inputs import Staging
 
 _CONTEXTS = (5, 23)
-"""Context lengths of the requests in the two batches per shape."""
+"""Base context lengths of the two batches per shape; lengths of requests vary around them."""
 
 
 class _Replays:

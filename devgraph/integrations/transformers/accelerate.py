@@ -301,8 +301,9 @@ class _Acceleration:
             )
         if assisted and self._is_stateful:
             raise InputError(
-                f"{request}: graphs do not support this, and transformers does not check proposed "
-                f"tokens with recurrent state. Change the request, or do not propose tokens"
+                f"{request}: graphs do not support this, and transformers cannot check proposed "
+                f"tokens for a model with recurrent state. Change the request, or do not propose "
+                f"tokens"
             )
         if text not in self._logged:
             self._logged.add(text)
