@@ -37,9 +37,7 @@ def test_lost_device_names_the_graph_and_nothing_else_is_called_on_it() -> None:
 
     made, cache = check(), torch.zeros(3)
     with (
-        pytest.raises(
-            dg.DeviceLost, match=r"check of graph bucket 8 .*without a mark.*start a new"
-        ),
+        pytest.raises(dg.DeviceLost, match=r"graph bucket 8 .*unmarked attention.*start a new"),
         made.started([cache]),
     ):
         made.run("bucket 8", lambda: torch.ones(2), replay)
