@@ -847,9 +847,14 @@ def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> Devi
 
 
 def has_hooks(model: PreTrainedModel) -> bool:
-    """Whether forwards of ``model`` call hooks other than hooks of transformers and torch."""
+    """Whether forwards of ``model`` call hooks of other code than transformers, torch or devgraph.
+
+    Another thread may just probe a model with the same layers by hooks of devgraph.
+    """
     return any(
-        not str(getattr(hook, "__module__", "")).startswith(("transformers.", "torch."))
+        not str(getattr(hook, "__module__", "")).startswith(
+            ("transformers.", "torch.", "devgraph.")
+        )
         for module in model.modules()
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         for hook in hooks.values()

@@ -69,6 +69,16 @@ All models need one lock: they may share layers, and rotary functions belong to 
 """
 
 
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``hook`` for this thread only, because other threads may run the same modules."""
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if threading.get_ident() == thread else None
+
+    return call
+
+
 @contextlib.contextmanager
 def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes inside the block, under ``model_lock`` and without checks of the owner."""
@@ -117,9 +127,10 @@ class OperationTrace:
                 if hasattr(home, _ROTARY):
                     rotations[home] = functools.partial(self._record_rotary, home)
                 if "RMSNorm" in type(parent).__name__ and "forward" not in parent.__dict__:
-                    hook = parent.register_forward_pre_hook(self._record_norm, with_kwargs=True)
+                    norm = in_this_thread(self._record_norm)
+                    hook = parent.register_forward_pre_hook(norm, with_kwargs=True)
                     hooks.enter_context(hook)
-                record = functools.partial(self._record_linear, parent)
+                record = in_this_thread(functools.partial(self._record_linear, parent))
                 for child in parent.children():
                     if type(child) is nn.Linear:
                         hooks.enter_context(child.register_forward_pre_hook(record))

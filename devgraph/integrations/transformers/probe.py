@@ -37,7 +37,12 @@ from transformers.modeling_utils import AttentionInterface
 from devgraph.api.errors import DeviceGraphError
 from devgraph.api.modes import OwnMode
 from devgraph.integrations.transformers.attention import LayerShape
-from devgraph.integrations.transformers.fusion import OperationTrace, model_lock, replaced
+from devgraph.integrations.transformers.fusion import (
+    OperationTrace,
+    in_this_thread,
+    model_lock,
+    replaced,
+)
 from devgraph.integrations.transformers.names import CACHES, cache_name
 from devgraph.integrations.transformers.state import Mixer, state_tensors
 
@@ -205,7 +210,7 @@ def _body_of(model: PreTrainedModel) -> torch.nn.Module:
         with torch.no_grad(), contextlib.ExitStack() as hooks:
             for module in model.modules():
                 if module is not model:
-                    hooks.enter_context(module.register_forward_pre_hook(stop))
+                    hooks.enter_context(module.register_forward_pre_hook(in_this_thread(stop)))
             model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device))
     except _BodyFound:
         pass
@@ -261,10 +266,11 @@ class _StateProbe(DynamicCache):  # type: ignore[misc]
         self._outputs: dict[torch.nn.Module, Any] = {}
 
     def run(self, model: PreTrainedModel, body: torch.nn.Module) -> tuple[Mixer, ...]:
+        enter, leave = in_this_thread(self._enter), in_this_thread(self._leave)
         with contextlib.ExitStack() as hooks:
             for module in body.modules():
-                hooks.enter_context(module.register_forward_pre_hook(self._enter))
-                hooks.enter_context(module.register_forward_hook(self._leave))
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
             _first_run(model, body, self, overriding(model, pad_token_id=None))
         return tuple(
             Mixer(module=m, layer=i, output=self._outputs[m], forward=m.forward)

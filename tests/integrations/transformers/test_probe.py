@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.masking_utils import causal_mask_function
 
 from devgraph.api.errors import InputError
 from devgraph.integrations.transformers import model as adapter
+from devgraph.integrations.transformers.engine import has_hooks
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import (
     UnsupportedModelError,
@@ -265,3 +267,22 @@ def test_stand_in_for_a_mask_is_where_the_model_is() -> None:
     """Attention of a model's own fails alike, or not, on every device."""
     watch = _AttentionProbe(make_model("llama").to("meta"), (), own=None)
     assert watch.mask(mask_function=causal_mask_function).device.type == "meta"
+
+
+def test_other_thread_runs_shared_layers_during_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = make_model("llama"), make_model("llama", seed=1)
+    other.model.layers = model.model.layers
+    ids = torch.tensor([[3, 5, 7]])
+    want, got = other(ids).logits, []
+    own = model.forward
+
+    def beside(*args: Any, **kwargs: Any) -> Any:
+        thread = threading.Thread(target=lambda: got.append((other(ids).logits, has_hooks(other))))
+        thread.start()
+        thread.join()
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", beside)
+    probe(model)
+    assert got
+    assert all(torch.equal(logits, want) and not hooked for logits, hooked in got)
