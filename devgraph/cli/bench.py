@@ -38,7 +38,7 @@ from devgraph.cli.tables import (
 from devgraph.cli.timing import Timing, median, say_cautions, seconds_per_call
 
 Peer = Callable[[Backend, Decoder, Tensor, Tensor, int], Callable[..., Tensor] | None]
-"""Captures the step with another package. Returns the replay, or None if the package is missing."""
+"""A function that captures with another package and returns the replay, or None if it is absent."""
 
 
 @attrs.define(kw_only=True)

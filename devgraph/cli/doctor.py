@@ -49,6 +49,8 @@ from devgraph.cli.arguments import check_group
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
 from devgraph.cli.timing import seconds_per_call
 
+logger = logging.getLogger(__name__)
+
 # Distribution, purpose and installation command of each package.
 _PACKAGES = (
     ("torch", "everything", "pip install torch (2.11 or newer)"),
@@ -61,7 +63,7 @@ _PACKAGES = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 if a declared capability does not work."""
+    """Print the report; return 1 if a probe fails, a setting is invalid, or a backend is absent."""
     found = backends()
     names = [info.name for info in found]
     for name in args.backend or ():
@@ -250,7 +252,7 @@ def _devices() -> list[str]:
 
 
 def _settings() -> dict[str, Any]:
-    """Return the mode from the environment and pyproject.toml, and the errors in all settings."""
+    """Return the mode and variables that runners apply, and the errors in all settings."""
     mode: dict[str, Any] = {}
     errors: list[str] = []
 
@@ -327,8 +329,6 @@ def _memory(entry: dict[str, Any]) -> str | None:
     sizes = entry["memory"]
     return sizes and f"{format_bytes(sizes['free'])} free of {format_bytes(sizes['total'])}"
 
-
-logger = logging.getLogger(__name__)
 
 _SIZE = 64
 

@@ -41,7 +41,7 @@ from devgraph.runners.options import warn_above
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; return 1 if a device cannot run its part."""
+    """Print the plan; return 1 if a group, or this machine, cannot run the mode."""
     config = DeviceGraphConfig.from_args(args)
     names = [source.name for source in sources_of(argparse.Namespace())]
     # In a cluster, each node applies its own environment.
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 @attrs.frozen(kw_only=True)
 class _Plan:
-    """The plan for devices of one kind."""
+    """The plan of this machine or of one group of a cluster."""
 
     title: str
     """Name, node count and backend of the group; without a cluster, only the backend."""
@@ -373,7 +373,7 @@ class Estimate:
     """Minimum number of streams: one per graph, and another for the graph's collectives. None if
     graphs of the backend hold no streams."""
     uncovered: str = ""
-    """Step sizes that fit no bucket, as text."""
+    """Step sizes above all buckets or with too much padding, as text."""
     bytes: int | None = 0
     """Memory of the largest bucket if graphs share a pool, otherwise of all buckets."""
 
@@ -411,7 +411,7 @@ def estimate(
         streams = graphs * (1 + facts.collectives)
     memory = None
     if sizes is not None:
-        # Decode graphs compute logits for every row, but prefill computes logits after the replay.
+        # Decode computes logits for every row, but prefill only for each request's last token.
         row_bytes = sizes.token_bytes + (sizes.logit_bytes if phase == "decode" else 0)
         rows = buckets.maximum * max(widths)
         if not capabilities.shared_pool:

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _fastest_paces: weakref.WeakKeyDictionary[Backend, float] = weakref.WeakKeyDictionary()
 """Fastest pace of replays on each backend in this process, in microseconds per kernel."""
 
-_RETRY_RUNS = 2  # warm-up runs before a failed capture is retried; torch recommends this number
+_RETRY_RUNS = 2  # warm-up runs before a failed capture is retried
 
 _RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
 """Reasons after which ``capture`` retries a graph, but ``idle`` does not."""
@@ -259,14 +259,14 @@ class CaptureScheduler:
         self.rounds += 1
 
     def learn_together(self) -> None:
-        """Determine the outputs of the step on all ranks, in a round without captures."""
+        """Learn the shapes of the step's outputs on all ranks, in a round without captures."""
         self._begin(())
         tag = f"{self._name}/outputs{self.rounds}"
         with self._ranks.reporting(f"{tag}/outcome"):
             self._learn_outputs(self._barrier(tag))
 
     def _learn_outputs(self, barrier: Callable[[], None]) -> None:
-        """Determine the outputs of the step once, together with all ranks."""
+        """Learn the shapes of the outputs and allocate them, once and together with all ranks."""
         if self._outputs_known:
             return
         self._run_largest(barrier)

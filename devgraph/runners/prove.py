@@ -201,7 +201,7 @@ class Proof:
     def _inputs(
         self, real: Size
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
-        """Return inputs, marks of real rows, and the slots without a source of legal data."""
+        """Return inputs, data of slots with ``real``, and slots without a source of legal data."""
         step = self.step
         implied = (self._implied or self._even_offsets)(real)
         last = self._last(real, self.generator)
@@ -301,7 +301,7 @@ class _CaseRun:
             randomize(value, proof.generator)
 
     def failures(self) -> list[Failure]:
-        """Return the differences between the runs, which must be the same on every rank."""
+        """Return the failures of the case. All ranks make the same runs, even if only one fails."""
         compared, terms = self._compared, self._proof.terms
         shared, scratch, unused = (functools.partial(_places, v) for v in self._shared_values())
         want, got, failures = self._on_padded_batch(shared, scratch)
@@ -663,7 +663,7 @@ class _Pad(NamedTuple):
 def _places(
     pads: Iterable[_Pad], tensor: torch.Tensor, numbers: torch.Tensor | None
 ) -> Iterator[RowPlace]:
-    """Yield the rows of ``tensor`` whose numbers are ``pads``.
+    """Yield the rows of ``tensor`` whose numbers are pad values in ``pads``.
 
     If ``numbers`` is given, the tensor has only these rows. Otherwise rows are along any dimension,
     or along two adjacent dimensions (pages of slots).
@@ -682,7 +682,7 @@ def _places(
 
 
 def _writes(pads: Iterable[_Pad], seen: RunResult) -> bool:
-    """Whether a run changed a row of state whose number is one of ``pads``."""
+    """Whether a run changed a row of state whose number is a pad value in ``pads``."""
     pads = [*pads]
     return any(
         read(

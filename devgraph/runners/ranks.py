@@ -52,7 +52,7 @@ roll call every ``_LOOK_S``."""
 
 _NEUTRAL = 2**31  # the vote of a rank without a preference
 
-_SPIN_S = 0.002  # polling without pauses, for about one decode step of a small model
+_SPIN_S = 0.002  # seconds of polling without pauses: about one decode step of a small model
 
 
 class PeerFailed(AgreementError):
@@ -353,7 +353,7 @@ class RankGroup:
         is_idle = decision is None or decision.reason is Reason.EMPTY_BATCH
         busy = None if is_idle else decision
         if busy is None:
-            # Not 0: a rank without requests does not force an eager step on its own.
+            # Not 0, so that ranks without requests run no step if all ranks have none.
             able = 1 if unable else 2
         else:
             able, unable = 2 if busy.ok else 0, None

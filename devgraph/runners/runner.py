@@ -157,7 +157,7 @@ class Runner:
         self._dispatcher = Dispatcher(self._step, self._steps, self.graphs, self._scheduler)
         self._process = identity.token
         self._busy: list[Runner] = [] if share is None else share._busy
-        """The runner that is running a step, if any, among those that share buffers."""
+        """The runner in a step or another call, if any; one list for runners that share buffers."""
         self._closed = False
         # A bound step needs no further decision, because bound steps are dropped whenever a
         # decision could change, except if the weights epoch changes.
@@ -270,7 +270,8 @@ class Runner:
             the outputs of the step; tensors without rows for an empty batch.
 
         Raises:
-            InputError, InputTypeError, HostArgumentError: invalid data; nothing was changed.
+            InputError, InputTypeError, HostArgumentError: invalid data; nothing was changed except
+                that ``accepted`` has discarded state.
             StateError: the runner is closed, or a bound tensor has moved or has another layout.
             DeviceGraphError: the step cannot run in a graph and the runner is strict.
             GateTimeoutError: a gate of an earlier step was not opened in time.
@@ -326,7 +327,7 @@ class Runner:
         state_slots: Sequence[int] | torch.Tensor | None,
         accepted: Sequence[int | None] | None,
     ) -> tuple[Any, tuple[int, ...]]:
-        """Roll back the state of the requests; return the complete inputs and the request slots."""
+        """Roll back the state of the requests; return inputs with their slots, and the slots."""
         state = self._require_state("run")
         if inputs is None:
             return None, ()
@@ -439,7 +440,7 @@ class Runner:
         """Capture the buckets that are not captured yet, largest first, and retry failed captures.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration, this only runs the step to
-        allocate its outputs. Afterwards, each call of ``idle`` captures one bucket, and ``run``
+        allocate its outputs. Afterwards, ``idle`` captures at most one bucket per call, and ``run``
         captures a lazy bucket that enough batches have needed. With several ranks, only ``idle``
         captures.
 
@@ -514,8 +515,8 @@ class Runner:
         """Close all graphs, because captured weights or buffers are no longer valid.
 
         Steps run eagerly until ``capture`` is called. With ``capture="lazy"`` or ``"background"``,
-        they run eagerly until their bucket is captured on demand. Bound tensors are bound again
-        with their current address and layout.
+        they run eagerly until ``run`` or ``idle`` captures their bucket. Bound tensors are bound
+        again with their current address and layout.
         """
         with self._between_steps("invalidate"):
             self._steps.clear()

@@ -155,7 +155,10 @@ class Step:
         return [root for function in functions for root in roots_of(function)]
 
     def tensors(self, *, weights: bool = True) -> list[tuple[str, torch.Tensor]]:
-        """Return reached and bound tensors and the requests' state; parameters if ``weights``."""
+        """Return reached tensors, bound tensors and the requests' state, each with its name.
+
+        Parameters are left out unless ``weights`` is true.
+        """
         named = [*self._reached()[0], *self._given()]
         return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]
 

@@ -27,9 +27,9 @@ class GraphMemory:
         self._device_type = device_type
         self._name = backend
         self.backend_in_use: Backend | None = None
-        """The backend, or None before the first capture."""
+        """The backend, or None before ``backend`` is read for the first time."""
         self.limits: tuple[float, ...] = ()
-        """Executable budgets of a pool. The lowest budget applies; see ``Pool.limit``."""
+        """Executable budgets of each pool. The lowest budget applies; see ``Pool.limit``."""
         self.releasable = False
         """Whether new pools are releasable, on backends that support this."""
         # Keyed by (handle, releasable), because only some engines of a process may use sleep mode.

@@ -161,9 +161,10 @@ class SharedOutputs:
         self._buffers: dict[Hashable, Tensor] = {}
 
     def places(self, output: Any, *, rows: int | None, capacity: int | None) -> list[Tensor]:
-        """Return views of the leading rows of buffers, one view per tensor of ``output``.
+        """Return views of the first ``rows`` of the buffers (None: all), one per ``output`` tensor.
 
-        Capture the largest shape first, because its size becomes the size of the buffers.
+        A new buffer has ``capacity`` rows, if given, or else the rows of the first captured shape.
+        Therefore, capture the largest shape first.
         """
         found = []
         for index, tensor in enumerate(tensors(output)):

@@ -39,7 +39,7 @@ def phases_to_check(config: DeviceGraphConfig | None = None) -> frozenset[str]:
 
 
 class StartCheck:
-    """The check at start of this process. ``failed`` maps graphs that differ to the difference."""
+    """The check at start of this process. ``failed`` describes how each wrong graph differs."""
 
     def __init__(self, engine: str, memory: GraphMemory, *, strict: bool = False) -> None:
         self.phases: frozenset[str] = frozenset()

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 _WIDTHS = (1, 2, 4, 8, 12, 16)
 """Numbers of tokens for which there are graphs that check proposed tokens.
 
-Numbers in between are padded to the next one. Larger numbers run without graphs."""
+Numbers in between are padded to the next one. Larger numbers run transformers' own code."""
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
@@ -124,8 +124,8 @@ class _Deferral:
 
     Normally, the loop of ``generate`` checks in every step whether to stop, so that host and device
     wait for each other. The deferred check runs one step later, and the loop undoes the extra step.
-    transformers supports deferral only on one type of device. The patch supports it for all caches
-    whose slots can undo a step, unless the extra step would draw random numbers.
+    transformers supports deferral only on one type of device. The patch enables it on every device
+    but the CPU, unless the extra step would draw random numbers or change recurrent state.
     """
 
     def __init__(self) -> None:
@@ -533,11 +533,11 @@ def accelerate(
     nearly equal may change. ``fuse=False`` leaves the weights in place.
 
     transformers' own loop still runs, with its scores, streams and random numbers. Only the
-    forwards of a generation are replaced. The first request captures the graphs. A request that
-    graphs cannot serve runs transformers' own code. ``generate_stats`` counts such requests by
+    forwards of a generation are replaced. A graph is captured when a second step needs it. A
+    request that graphs cannot serve runs transformers' own code. ``generate_stats`` counts it by
     reason, the first request per reason logs a warning, and a decode mode with ``strict`` refuses
-    them. In a returned cache, padded rows are zero, whereas transformers stores keys there and
-    hides them with its masks.
+    such requests. In a returned cache, padded rows are zero, whereas transformers stores keys there
+    and hides them with its masks.
 
     ``generate_batch`` uses a separate random stream for each request. Threads that run the same
     model, or models that share layers, wait for each other.

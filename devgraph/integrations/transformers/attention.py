@@ -11,7 +11,7 @@ lengths as host arguments. If the device has a fused kernel for the dtype and he
 functions ``varlen_*`` replace them and read lengths from device tensors.
 
 Rows that no request has written never affect a result. ``packed_exact`` and ``varlen_*`` do not
-read such rows. ``decode_bounded`` reads only rows that ``KVCache.prepare`` has cleared.
+read such rows. ``decode_bounded`` reads them only after ``KVCache.prepare`` has cleared them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SlotAttention(Protocol):
     """
 
     row_multiple: int
-    """The number of rows in a slot is a multiple of this number."""
+    """A divisor of the number of rows in each slot."""
 
     def attend(
         self,
@@ -69,7 +69,7 @@ BLOCK_ROWS = 256
 """Maximum number of query rows per mask in ``packed_exact``."""
 
 _WINDOW_STEP = 64
-"""Granularity of the first row that a windowed layer reads, which limits the number of views."""
+"""A windowed layer begins at a multiple of this row, so that few distinct views occur."""
 
 Scoring = tuple[float, float | None, int | None, bool]
 """Scale, softcap and window of a layer (the last two may be None), and whether to call torch's

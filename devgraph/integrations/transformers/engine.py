@@ -93,7 +93,7 @@ class Completion:
 
 @attrs.define(kw_only=True)
 class EngineStats:
-    """Times and token counts since the engine was created or ``reset_stats`` was called.
+    """Time and decoded tokens since the engine was created or ``reset_stats`` was called.
 
     ``engine.decode.stats()`` and ``engine.prefill.stats()`` count steps, graphs and fallbacks.
     """
@@ -101,6 +101,7 @@ class EngineStats:
     seconds: float = 0.0
     """Time inside ``step`` in seconds."""
     decode_seconds: float = 0.0
+    """The part of ``seconds`` in decode steps, which return ``decode_tokens`` tokens."""
     decode_tokens: int = 0
 
 
@@ -122,8 +123,8 @@ class Engine:
         max_requests: maximum number of running requests.
         max_len: maximum number of tokens per request, including its prompt; None means the limit of
             the model, but at most 2048.
-        max_step_tokens: maximum number of tokens in a packed step; longer prompts run in chunks. A
-            model that runs its own attention (see ``engine.model.own``) runs one prompt at a time.
+        max_step_tokens: maximum number of tokens in a step; longer prompts run in chunks. A model
+            that runs its own attention (see ``engine.model.own``) runs one prompt at a time.
         eos_token_ids: tokens that end a request; None means the model's own end-of-sequence tokens.
         steps_per_launch: number of decode steps in a launch while all running requests are greedy
             and one of them needs at least half of these steps (and at least two). Other launches
@@ -131,13 +132,13 @@ class Engine:
         fuse: whether to replace operations with fewer, larger kernels (see ``fusion``). Fusion
             moves weights in memory and may change a token whose two best candidates are nearly
             equal. ``engine.model.fusion`` reports the replacements.
-        layerwise: whether prompts signal each finished layer, so that ``export(layerwise=True)``
-            can send it while later layers are computed.
+        layerwise: whether steps with prompts signal each finished layer, so that the handoffs of
+            ``export(layerwise=True)`` are filled while later layers are computed.
         facts: facts for the compatibility rules; by default, only whether the model has hooks.
             ``traceable`` is always set to false, because steps replace attributes of the model.
 
     Raises:
-        UnsupportedModelError: the model cannot run correctly here.
+        UnsupportedModelError: the model has a requirement that the engine does not support.
         InputError, ConfigError: an argument is invalid, the model is on another device, or a rule
             forbids the chosen policy.
     """
@@ -166,7 +167,7 @@ class Engine:
             raise InputTypeError(f"tokenizer has no method decode: {brief(tokenizer)}")
         if not isinstance(fuse, bool):
             raise InputTypeError(f"fuse must be true or false, got {brief(fuse)}")
-        # Within a launch of several steps, the host cannot change lengths.
+        # Slot attention takes lengths from the host, which cannot change them within a launch.
         single = self.steps_per_launch == 1
         self.model = CausalModel(
             model,
@@ -239,7 +240,7 @@ class Engine:
             self.runners.append(self.several)
 
     def make_decode(self, config: PhaseConfig, steps: int = 1, **options: Any) -> DecodeRunner:
-        """Return a runner for decode steps, or for launches of ``steps`` that return tokens.
+        """Return a runner for decode steps; with several ``steps`` per launch, it returns tokens.
 
         The caller must append the runner to ``runners``, so that the engine suspends and closes it.
         """
@@ -256,7 +257,7 @@ class Engine:
         )
 
     def clear(self, slot: int) -> None:
-        """Prepare a slot for a new request."""
+        """Mark the cache rows of a slot as unclean and zero its state, for a new request."""
         self.model.cache.release(slot)
         if self.model.states:
             self.decode.assign(slot)
@@ -281,7 +282,7 @@ class Engine:
 
         Raises:
             InputError, InputTypeError: the prompt is empty, an id is outside the vocabulary, the
-                request needs more positions than a slot has, or another argument is invalid.
+                request needs more than ``max_len`` positions, or another argument is invalid.
         """
         self._check_open()
         ids = self._ids(prompt)
@@ -330,11 +331,12 @@ class Engine:
         worst = min(ids) if min(ids) < 0 else max(ids)
         if not 0 <= worst < self.model.shape.vocabulary:
             raise InputError(
-                f"token id {worst} is outside the vocabulary of {self.model.shape.vocabulary}"
+                f"token id {worst} is outside the vocabulary, which has "
+                f"{counted(self.model.shape.vocabulary, 'token')}"
             )
 
     def cancel(self, request_id: int) -> None:
-        """End a request, and discard those of its events that ``step`` has not returned."""
+        """End a request, and discard its events that ``step`` has not returned."""
         self._check_open()
         self._drop(self._scheduler.find(request_id))
 
@@ -351,24 +353,24 @@ class Engine:
         """Hold a running request and return its state.
 
         The request must have its first token. A held request takes part in no step, but counts
-        against ``max_requests`` until it is cancelled, or released by ``release`` or a transport. A
-        second call returns the same handoff.
+        against ``max_requests`` until it is cancelled, is released by ``release`` or a transport,
+        or times out. Further calls return the handoff of the first call.
 
         With ``layerwise``, the prompt must not have run yet. The step that completes the prompt
-        fills the handoff layer by layer and then holds the request. Transports send each layer when
-        it is ready, and the receiver gets the complete handoff with the first token.
+        fills the handoff layer by layer and then holds the request. ``TorchTransport`` sends each
+        layer when it is ready; ``fetch`` returns when the last layer and the first token are there.
 
         Args:
             request_id: id of the request.
             layerwise: whether to export before the prompt has run; the engine must have been
                 created with ``layerwise``.
-            timeout_s: time in seconds after which an unreleased request ends. A warning in the log
-                then names the request and the process that fetched the handoff.
+            timeout_s: time in seconds from this call after which an unreleased request ends. A
+                warning in the log then names the request and the rank that fetched the handoff.
 
         Raises:
             StateError: the prompt has not run (with ``layerwise``: it has already run), or the
                 engine was created without ``layerwise``.
-            InputError: there is no such request.
+            InputError: no waiting, running or held request has this id.
         """
         self._check_open()
         request = self._scheduler.find(request_id)
@@ -437,13 +439,13 @@ class Engine:
 
         Args:
             handoff: the handoff. Its tensors must not change before the request has a slot.
-            convert: whether to accept another dtype and convert the tensors. If so, the weights of
-                the engines are not compared.
+            convert: whether to accept another dtype and convert the tensors. If the dtypes differ,
+                the weights of the engines are not compared.
             wait: whether the request may wait for a slot.
 
         Raises:
-            HandoffError: the header does not match this model (``fields`` names each difference),
-                or no slot is free (``retriable``).
+            HandoffError: the handoff does not match this engine (``fields`` names each difference),
+                has ended or was not received, or no slot is free without ``wait`` (``retriable``).
         """
         self._check_open()
         if not isinstance(handoff, Handoff):
@@ -500,8 +502,8 @@ class Engine:
                     fields=("random_state",),
                 ) from error
         if request.stream is not None:
-            for token in request.generated:  # already returned by the exporter
-                request.stream.push(token)
+            for token in request.generated:
+                request.stream.push(token)  # The exporter has already returned this text.
         return request
 
     def release(self, request_id: int) -> None:
@@ -570,8 +572,8 @@ class Engine:
         """Run one step of all running requests, and return its events.
 
         Waiting requests join first. If the step raises an error, no request advances, and the next
-        call repeats the step. If the tokenizer raises an error, its request is cancelled and named
-        in a note on the error, and the next call returns the events of all requests.
+        call repeats the step. An error in a handoff or in the tokenizer cancels its request, which
+        a note on the error names. After such an error, the next call returns the missing events.
         """
         self._check_able()
         begin = time.perf_counter()
@@ -639,7 +641,7 @@ class Engine:
     def _chosen(
         self, chunks: Sequence[Chunk], out: Mapping[str, Tensor]
     ) -> list[tuple[Request, int]]:
-        """Return the new tokens of a step."""
+        """Return the next token of each chunk that completes, and count all chunks as cached."""
         best = out["tokens"]
         samplers = [chunk.request.sampler if chunk.completes else None for chunk in chunks]
         if any(samplers):
@@ -648,7 +650,7 @@ class Engine:
         for chunk in chunks:
             chunk.request.cached += chunk.count
         if not any(chunk.completes for chunk in chunks):
-            return []  # Do not wait for unneeded tokens.
+            return []  # Reading the tokens would wait for the device.
         tokens = zip(chunks, best.tolist(), strict=True)
         return [(chunk.request, token) for chunk, token in tokens if chunk.completes]
 
@@ -760,7 +762,7 @@ class Engine:
             self._captured = True
 
     def capture(self) -> None:
-        """Capture the graphs of all runners, prefill first."""
+        """Capture all graphs, prefill first, unless the mode sets lazy or background captures."""
         self._check_able()
         for runner in self.runners:
             asked = self.config.phase(runner.phase).capture
@@ -768,7 +770,7 @@ class Engine:
         self._captured = True
 
     def idle(self) -> bool:
-        """Capture one missing graph between steps; return False if no graph is missing."""
+        """Capture or verify one graph, as ``Runner.idle`` does; return False if none is due."""
         self._check_able()
         return any(runner.idle() for runner in reversed(self.runners))
 
@@ -804,7 +806,7 @@ class Engine:
         self._stats = EngineStats()
 
     def close(self) -> None:
-        """Free the graphs and the cache. Idempotent."""
+        """Free the graphs, and end the handoffs of exported requests. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -847,9 +849,9 @@ def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> Devi
 
 
 def has_hooks(model: PreTrainedModel) -> bool:
-    """Whether forwards of ``model`` call hooks of other code than transformers, torch or devgraph.
+    """Whether a module of ``model`` has forward hooks that its user or another library registered.
 
-    Another thread may just probe a model with the same layers by hooks of devgraph.
+    Hooks of devgraph do not count: another thread may be probing a model with the same layers.
     """
     return any(
         not str(getattr(hook, "__module__", "")).startswith(
@@ -862,10 +864,11 @@ def has_hooks(model: PreTrainedModel) -> bool:
 
 
 def _with_defaults(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
-    """Return ``phase`` with the engine's defaults for all keys that are not set explicitly.
+    """Return ``phase`` with the engine's defaults for keys that are not set explicitly.
 
-    By default, graphs are captured lazily. If all modules are classes of transformers or torch,
-    there are no warm-up runs, because such modules cache nothing in a first run.
+    Graphs are captured lazily unless the phase is strict or sets its capture or its buckets. If all
+    modules are classes of transformers or torch, which initialize nothing in their first run, there
+    are no warm-up runs.
     """
     changes: dict[str, Any] = {}
     if not (phase.strict or phase.explicit & {"capture", "buckets", "max_bs"}):

@@ -3,11 +3,11 @@
 A decode step of a small model runs hundreds of kernels that each move a few kilobytes. Even in a
 graph, the number of kernels determines its speed. Three replacements work for all model families:
 
-* *norms*: one call of ``torch.nn.functional.rms_norm`` instead of eight kernels; * *projections*:
-one matrix product for consecutive linear layers with the same input (query, key and value, or gate
-and up). The weights become views of one matrix, so that no weight is stored twice; * *rotary
-embeddings*: one rotation of query and key together. The table of sines contains the signs, so the
-halves of query and key are merely swapped.
+* *norms*: one call of ``torch.nn.functional.rms_norm`` instead of about eight kernels.
+* *projections*: one matrix product for consecutive linear layers with the same input (query, key
+  and value, or gate and up). The weights become views of one matrix.
+* *rotary embeddings*: one rotation of query and key together. The table of sines contains the
+  signs, so the halves of query and key are only swapped.
 
 Each replacement is verified first. ``OperationTrace`` records shapes while the model runs. On
 random data of these shapes, the original and the replacement must agree. All other operations run
@@ -81,7 +81,7 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes inside the block, under ``model_lock`` and without checks of the owner."""
+    """Set attributes inside the block, under ``model_lock`` and without the owner's own setter."""
     with model_lock:
         changes = list(changes)
         saved = [(o, name, getattr(o, name), name in vars(o)) for o, name, _ in changes]
@@ -203,7 +203,7 @@ class _Projections:
 
     def refresh(self) -> None:
         """Join the weights again if one of them is no longer a view of the joined matrix."""
-        # Read the parameters directly, because every eager step checks every layer.
+        # Every eager step checks every layer, and ``layer.weight`` is a slow attribute.
         if any(own["weight"].data_ptr() != address for own, address in self._addresses):
             if is_capturing():
                 raise CaptureError(
@@ -369,7 +369,7 @@ class Fusion:
         return rotate(*args, **kwargs)
 
     def close(self) -> None:
-        """Release the model. Idempotent."""
+        """Drop all replacements, which refer to the model. Idempotent."""
         self._projections, self._forwards, self._rotary = [], [], {}
 
 

@@ -131,7 +131,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Handoff:
-    """One request after its prefill: a header, and the named tensors of each layer.
+    """The state of one request: a header, and the named tensors of each layer.
 
     The tensors of layer ``i`` are ``"i.k"`` and ``"i.v"`` as ``[tokens, kv_heads, head_dim]``, and
     ``"i.NAME"`` for each recurrent state.
@@ -148,7 +148,7 @@ class Handoff:
     kv_heads: Numbers
     head_dim: Numbers
     value_dim: Numbers
-    """Size of a value head. Only in models with latent attention, it differs from ``head_dim``."""
+    """Size of a value head. It differs from ``head_dim`` only in models with latent attention."""
     windows: Numbers
     """Number of rows that a token attends to; None means all rows."""
     states: States
@@ -386,7 +386,7 @@ def check_fit(
 ) -> None:
     """Raise HandoffError with one line per header field that differs from the receiver's.
 
-    With ``convert``, the dtypes may differ, and the digests of weights are not compared then. A
+    With ``convert``, the dtypes may differ; if they do, the digests of weights are not compared. A
     buffer whose size does not match the header is refused as well.
     """
 

@@ -1,7 +1,8 @@
 """The step functions that runners call for a causal language model.
 
-The model is not changed. Inside a step, its configuration selects this adapter's attention function
-and, for mixtures of experts, an implementation without data-dependent shapes.
+Inside a step, the configuration of the model selects the attention function of ``CausalModel`` and,
+for mixtures of experts, an implementation without data-dependent shapes. Outside of steps, the
+model runs its own code.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
 ROW_MULTIPLE = 64
-"""Granularity of slots and of ``kv_len``, so that graphs need an update only every 64 steps."""
+"""Slot sizes and ``kv_len`` are multiples of this, so graphs need an update every 64 steps."""
 
 
 class _Step:
@@ -71,7 +72,7 @@ class _Step:
         self.lengths: Tensor | None = None
         self.tokens = int(batch.input_ids.shape[0])
         self.width = (batch.width or 1) if decode else self.tokens
-        # The scratch row is in the slot after the last slot.
+        # Padding writes the scratch row, so its slot is ``max_requests``.
         self.slots = batch.slot_mapping[:: self.width] // max_len
 
 
@@ -85,7 +86,7 @@ class CausalModel:
     A model with its own attention (``own`` is the reason) runs it on whole slots, with a mask that
     is computed on the device. Its steps need no host arguments, and a packed step contains the
     tokens of one request. Mixers keep recurrent state in the state slots of the runners (see
-    ``state``). In both cases, steps must first reproduce the logits of the unchanged model.
+    ``state``). In both cases, the constructor compares logits of steps and of the unchanged model.
 
     For the other arguments and the errors, see ``Engine``.
 
@@ -197,7 +198,7 @@ class CausalModel:
         slots = [
             InputSlot("input_ids", ("tokens",), torch.int64, **numbers(self.shape.vocabulary)),
             InputSlot("position_ids", ("tokens",), torch.int64, **numbers(highest)),
-            # No sample, so that proofs write to the scratch row instead of live requests.
+            # Without a sample, proofs write to the scratch row instead of live requests.
             InputSlot("slot_mapping", ("tokens",), torch.int64, pad=scratch),
         ]
         if steps > 1:
@@ -236,9 +237,9 @@ class CausalModel:
     ) -> dict[str, Any]:
         """Return the host arguments for a decode step, and clear the rows that become readable.
 
-        The values are rounded, so that few distinct values occur. ``positions`` contains the
-        position of each request's first new token. For a launch of several steps, ``longest`` is
-        the length of the longest sequence after the launch.
+        ``kv_len`` and ``kv_from`` are rounded, so that few distinct values occur. ``positions``
+        contains the position of each request's first new token. For a launch of several steps,
+        ``longest`` is the length of the longest sequence after the launch.
         """
         if self.varlen:
             return {}
@@ -566,7 +567,7 @@ class CausalModel:
         if self.varlen:
             return self._attend_varlen(step, layer, query, scale), None
         shape = (1, query.shape[2], query.shape[1], layer.shape.value_dim)
-        # Results for padding must be constant, so rows that the kernel does not write are zero.
+        # Packed kernels do not write padded rows, which must not differ between runs.
         out = query.new_empty(shape) if step.decode else query.new_zeros(shape)
         scoring = (scale, softcap, window, self.fused)
         keys, values = layer.keys_by_slot, layer.values_by_slot
@@ -600,7 +601,7 @@ class CausalModel:
         return varlen_decode(query, keys, values, spans, scale, window, width, self.max_len)
 
     def close(self) -> None:
-        """Release the model. Idempotent."""
+        """Drop the fused replacements. Idempotent."""
         if self.fusion is not None:
             self.fusion.close()
 

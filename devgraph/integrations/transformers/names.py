@@ -11,7 +11,7 @@ CACHES: tuple[str, ...] = ("past_key_values", "cache_params")
 """Names of the cache in arguments and outputs of forwards, the most common name first."""
 
 LENGTH = "past_key_values_length"
-"""The parameter through which position embeddings receive the length of the cache."""
+"""Name of the parameter of position embeddings that receives the length of the cache."""
 
 if "cache" in CausalLMOutputWithPast.__dataclass_fields__:
     # Since 5.24, forwards warn that the older names are deprecated.

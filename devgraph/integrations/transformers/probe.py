@@ -48,7 +48,7 @@ from devgraph.integrations.transformers.state import Mixer, state_tensors
 
 _TOKENS = 3
 _OTHER_LENGTH = 5
-"""The length that the cache reports in a second run, on which the results must not depend."""
+"""The length that the cache reports in a second run, whose results must equal the first run's."""
 
 # Attention arguments that have no effect here: dropout is off, the mask determines causality and
 # window, and positions are applied earlier.
@@ -99,7 +99,7 @@ class ModelShape:
     output_type: type[Any]
     """Type of the body's output, which can be created from just ``last_hidden_state``."""
     uses_length: bool
-    """Whether the model reads the length of its cache, which does not affect the results."""
+    """Whether the model may read the length of its cache, which does not affect the results."""
     own: str | None
     """Reason why the model runs its own attention, or None if it uses kernels of this package."""
     overrides: dict[str, Any]

@@ -3,7 +3,7 @@
 A request is *waiting* until a slot is free, then *running* until it ends. A step is a decode step
 if each running request has exactly one token to process. Otherwise it is a packed step, in which
 prompts share the token budget that decoding requests leave; prompts without budget wait.
-Decode steps need the slots ``0 .. n - 1``. ``compact`` returns the moves that close gaps.
+Decode steps need the slots ``0 .. n - 1``, so ``Scheduler.compact`` closes gaps before each step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from devgraph.api.errors import InputError, InputTypeError, brief, counted, fini
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 _COLDEST = 1e-30
-"""Minimum temperature. Logits that are divided by a lower temperature overflow."""
+"""Minimum temperature above 0. Logits that are divided by a lower temperature overflow."""
 
 
 @attrs.frozen(kw_only=True)
@@ -45,7 +45,7 @@ class SamplingParams:
     """Number of best tokens to keep; 0 keeps all tokens."""
 
     top_p: float = 1.0
-    """Minimum total probability of the best tokens to keep."""
+    """Total probability that the best tokens must reach; the other tokens are excluded."""
 
     seed: int | None = None
     """Seed of the random stream. Equal seeds yield equal tokens in any batch. None draws a seed."""
@@ -63,7 +63,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """A sampler for the tokens of one request whose temperature is not 0, with its own stream."""
+    """A sampler with its own random stream, for one request with a temperature above 0."""
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         self.draws = 0
@@ -211,7 +211,7 @@ class Request:
         return Chunk(self.slot, self.cached, ids, count == self.to_go, self)
 
     def accept(self, token: int) -> str:
-        """Append a token, set ``finish_reason`` at the end, and return text that became final."""
+        """Append a token, set ``finish_reason`` if it ends the request, and return final text."""
         self.tokens.append(token)
         if token in self.eos:
             self.finish_reason = FinishReason.EOS
@@ -253,8 +253,8 @@ class Chunk(Piece):
 class Scheduler:
     """The waiting, running and held requests of an engine.
 
-    A request is held from its export until its release. Held requests count against the slots, so
-    that an engine exports no faster than other engines admit.
+    A request is held from the end of its export until its release. Held requests count against the
+    slots, so that an engine exports no faster than other engines admit.
     """
 
     def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:
@@ -318,7 +318,7 @@ class Scheduler:
         return moves
 
     def plan(self) -> list[Chunk]:
-        """Return the chunks for the next step, decoding requests first."""
+        """Return the chunks for the next step; with ``alone``, one prompt or only decoding ones."""
         decoding = [r.chunk(1) for r in self.running if r.to_go == 1]
         budget = self.max_step_tokens - len(decoding)
         chunks = []

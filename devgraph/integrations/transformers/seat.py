@@ -71,7 +71,7 @@ class Seat:
         self._cache = weakref.ref(cache)
         self._next: Tensor | None = None
         self._accepted: int | None = None
-        """Number of accepted tokens of the checking runner's last step; None means all tokens."""
+        """Number of accepted tokens in the last step of the checking runner; None elsewhere."""
         self._kind = cache.layer_class_to_replicate
         self._originals = list(cache.layers)
         for slot in range(len(pads)):
@@ -197,7 +197,7 @@ class Seat:
         return not self._states or self._accepted is not None or self.assisted
 
     def crop(self, tokens: int) -> None:
-        """Remove the last ``-tokens`` tokens, or all tokens after the first ``tokens``."""
+        """Keep the first ``tokens`` tokens, or remove the last ``-tokens`` if it is negative."""
         length = min(self.length, tokens) if tokens > 0 else max(0, self.length + tokens)
         removed = self.length - length
         if not removed:
@@ -224,7 +224,7 @@ class Seat:
         return {"state_slots": slots, "accepted": None if accepted is None else [accepted]}
 
     def are_next(self, positions: Tensor | None, count: int) -> bool:
-        """Whether ``positions`` are the positions of the next ``count`` tokens of every row."""
+        """Whether the last of ``positions`` is that of the ``count``-th next token in every row."""
         if positions is None:
             return True
         ends = [self.length + count - 1 - pad for pad in self.pads]
@@ -267,7 +267,7 @@ class Seat:
         return logits
 
     def packed(self, ids: Tensor) -> Tensor:
-        """Run packed steps of ``ids``, ``[batch, n]``; return ``[batch, 1, vocabulary]``."""
+        """Run packed steps of ``ids``, ``[batch, n]``; return the logits of the last tokens."""
         engine = self._engine
         self._state_options(engine.decode)
         logits: Tensor | None = None
@@ -303,7 +303,7 @@ class Seat:
 
 
 class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a seated cache. Operations on the whole cache take effect at the first layer."""
+    """A layer of a seated cache. transformers calls ``crop`` on all layers; the first crops all."""
 
     is_initialized = True
 
@@ -317,7 +317,7 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> Tensor:
-        """The current rows, after which the next step writes."""
+        """A copy or a view of the rows so far; the next step writes the rows after them."""
         return self.seat.rows(self._index)[0]
 
     @property

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 32 << 20
-"""Maximum size of a message. After a cancellation, the transfer ends with the current message."""
+"""Maximum bytes of a message. After a cancellation, the transfer ends with the current message."""
 
 _MORE, _LAST, _ENDED = range(3)
 """States of a transfer: more parts follow, the next part is the last, or the handoff has ended."""
@@ -352,7 +352,7 @@ class _Peer:
 
     def _group(self, device: torch.device) -> Any:
         if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)  # set per thread
+            torch.accelerator.set_device_index(device.index)  # Each thread has its own index.
         if device.type not in self._groups:
             connect = _library(device)
             assert connect is not None  # Otherwise, both ranks use the host.
@@ -365,7 +365,7 @@ class _Peer:
             work.wait(self._timeout)
             return
         end = time.monotonic() + self._timeout.total_seconds()
-        # On a device, wait() blocks only the stream, but forever if the other rank is gone.
+        # On a device, wait() blocks only the stream, which never continues if the rank is gone.
         while not work.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("a message did not arrive in time")
