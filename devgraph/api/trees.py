@@ -186,7 +186,7 @@ def own_copy(path: str, node: Any, copies: dict[int, Copied]) -> Any:
     if id(node) in copies:
         return copies[id(node)].copy
     children = children_of(node)
-    if children is None or _is_value(node, children):
+    if children is None or _is_value(node):
         return node
     own = [(suffix, own_copy(path + suffix, child, copies)) for suffix, child in children]
     made = rebuilt(node, (child for _, child in own))
@@ -194,7 +194,7 @@ def own_copy(path: str, node: Any, copies: dict[int, Copied]) -> Any:
     return made
 
 
-def _is_value(node: Any, children: Children) -> bool:
+def _is_value(node: Any) -> bool:
     """Whether ``node`` is an object without tensors, such as a configuration."""
     if isinstance(node, list | dict | tuple) or not fields_of(node):
         return False

@@ -121,8 +121,8 @@ class BreakablePlan:
         self.held = None
 
 
-class BreakableScope(Scope):
-    """The scope that ends the current graph at each marked function; a base for other policies."""
+class _BreakableScope(Scope):
+    """The scope that ends the current graph at each marked function."""
 
     def __init__(
         self, job: Job, session: Session, host: Mapping[Mark, dict[str, Any]], *, stubs: bool
@@ -209,15 +209,14 @@ def capture_segments(
     *,
     host: Mapping[Mark, dict[str, Any]] | None = None,
     finish: Callable[[Any], None] | None = None,
-    scope_type: type[BreakableScope] = BreakableScope,
 ) -> BreakablePlan:
     """Capture ``job.fn`` in segments. After a failure, all segments are freed.
 
     ``host`` contains the host keyword arguments by mark, if they differ from the job's arguments.
     ``finish`` is called with the outputs before the last segment ends. If it is given, the capture
-    also runs all segments, and uses no capture stubs. ``scope_type`` decides the effect of marks.
+    also runs all segments, and uses no capture stubs.
     """
-    scope = scope_type(job, session, host or {}, stubs=finish is None)
+    scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):
         scope.open()
         outputs = job.outputs.filled(job.call_tracked())
