@@ -86,13 +86,13 @@ _TIMED = 3
 """Number of calls that are timed before and after a capture if ``min_speedup`` is given."""
 
 _RECENT = 4
-"""Number of recent keys with a fast path that does not compute the key of a call."""
+"""Maximum number of fast paths, each of which recognizes one key without computing it."""
 
 _MAX_KEYS = 1024
-"""Number of keys above which the oldest key without a graph is dropped."""
+"""Maximum number of keys. A further key replaces the oldest key that has no graph."""
 
 _FLOAT_KEYS = 4
-"""Number of keys that differ in one float at which a warning names this float."""
+"""Number of keys that differ only in floats at which a warning names the float arguments."""
 
 
 class EagerReason(str, enum.Enum):
@@ -107,13 +107,13 @@ class EagerReason(str, enum.Enum):
     OTHER_DEVICE = "other_device"
     """A tensor is not on the device of the backend."""
     IN_CAPTURE = "in_capture"
-    """The call is inside another capture or its warm-up."""
+    """The call is inside another capture or its warm-up, or other code is capturing."""
     TRACED = "traced"
-    """A torch mode, such as FakeTensorMode, or a ``torch.func`` transform is active."""
+    """A torch mode, a ``torch.func`` transform, forward AD or a saved-tensor hook is active."""
     SWITCHED_OFF = "switched_off"
     """The call is inside ``with step.eager()``, or DEVGRAPH_EMULATE is on."""
     SHARED_MEMORY = "shared_memory"
-    """An argument shares memory with a tensor that the step references and writes."""
+    """An argument shares memory with a tensor that the step writes but does not take."""
     BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
     """Gradients need policy ``full`` and no host arguments."""
 
@@ -154,7 +154,7 @@ class _Entry:
     used: int = 0
     """Stamp of the last use."""
     repeat: Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None = None
-    """A fast path for calls with this key; it returns ``_OTHER`` for other keys."""
+    """A fast path for calls with this key; it returns ``_OTHER`` for all other calls."""
     eager_seconds: list[float] = attrs.field(factory=list)
     graph_seconds: list[float] = attrs.field(factory=list)
 
@@ -292,7 +292,7 @@ class Graphed:
         return self._slow_call(tuple(key), entry, call)
 
     def _keep_repeat(self, entry: _Entry, call: _Call) -> None:
-        """Give the entry a fast path, and make it the most recent entry."""
+        """Make the entry the most recent one if its calls allow a fast path."""
         others = [other for other in self._recent if other is not entry]
         # If the entry is already recent, its fast path refused this call and must be renewed.
         if entry.repeat is None or len(others) < len(self._recent):
@@ -303,7 +303,7 @@ class Graphed:
     def _repeat_of(
         self, entry: _Entry, call: _Call
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
-        """Return a fast path for calls like ``call``, or None if an argument is a tree.
+        """Return a fast path for calls like ``call``; None for trees, parameters and repeats.
 
         The fast path does not refer to the ``Graphed``, so that dropping the last reference to that
         object frees the graphs.
@@ -566,7 +566,7 @@ class Graphed:
             leaves = self._named_leaves(call.args, call.kwargs)
             names = [path for path, leaf in leaves if isinstance(leaf, float)]
             warn(
-                f"{', '.join(names)} of {self!r} changes between calls, and each value needs a "
+                f"{' or '.join(names)} of {self!r} changes between calls, and each value needs a "
                 f"separate graph. Pass a tensor, or declare the value in host_args= if only "
                 f"marked functions use it."
             )
@@ -707,7 +707,7 @@ class Graphed:
     def prove(self, cases: int = 3) -> Report:
         """Compare each graph with eager runs on fresh inputs; see ``Captured.prove``.
 
-        Graphs with other training flags, constants or frozen parameters are omitted.
+        A graph is omitted if its training flags, constants or frozen parameters are not current.
 
         Raises:
             StateError: no graph is captured yet.
@@ -725,7 +725,7 @@ class Graphed:
         return Report.merged(reports)
 
     def _is_current(self, key: tuple[Any, ...]) -> bool:
-        """Whether a call with ``key`` is possible in the present state of the function."""
+        """Whether a call can have ``key`` in the current state of the function."""
         needs_gradient, _, _, training, constants = key[-5:]
         try:
             present = self._named.constants() if self._named is not None else ()
@@ -837,7 +837,7 @@ class _GraphedModule(Graphed):
 
 
 _OTHER = object()
-"""Returned by a ``repeat`` for a call with another key."""
+"""Returned by a ``repeat`` that cannot run the call."""
 
 _NO_TIMES: list[float] = []
 """The ``graph_seconds`` of an entry that is not being timed."""
@@ -973,9 +973,9 @@ def graphed(
             key are timed, and a graph below the ratio is closed. None keeps all graphs.
         host_args: the host arguments and their values at capture; see ``capture``.
         pool: memory to share with other captures; None creates a pool.
-        strict: whether to raise if a call runs without a graph, except the first call with a key.
-        clone: whether to return copies of the outputs. Without copies, the next call with the same
-            key overwrites the outputs.
+        strict: whether to raise if a key cannot have a graph, instead of running it eagerly.
+        clone: whether to return copies of the outputs. Without copies, later calls may overwrite
+            the outputs.
 
     Raises:
         InputError: an argument is out of range.

@@ -73,7 +73,7 @@ class Owned:
 
     ``tensors`` are the tensors in arguments and in ``bound``, with their names. A replay can copy
     new inputs into ``given``, the tensors in arguments. ``in_objects`` are the tensors inside
-    modules and other objects in arguments.
+    objects in arguments, except parameters and buffers of modules.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Owned:
         self.written: set[int] = set()
         """The ``id`` of each argument tensor that the step writes."""
         self._others: dict[int, torch.Tensor] = {}
-        """State other than arguments and weights, by ``id``: ``bound`` and named tensors."""
+        """Tensors other than ``given`` and weights that the step can reach, by ``id``."""
         self.changed: dict[int, torch.Tensor] = {}
         """The tensors of ``_others`` that the step writes."""
         self.moved: dict[str, tuple[Any, Any]] = {}
@@ -150,7 +150,7 @@ class Owned:
         self._is_first_captured = False
         """Whether the captured run was the first run."""
         self.iterated: Collection[str] = ()
-        """The names of values that the step iterates over."""
+        """Names of the values that the step iterates over."""
         self._after_run: list[Entry] = []
         """Named places with their contents after the first run."""
 
@@ -415,7 +415,7 @@ class Owned:
             logger.warning(text_of_changes(changes))
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
-        """Return the caller's state and the named state, which replays and proofs compare."""
+        """Return the arguments with ``bound=``, and the modules. Proofs compare them as well."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Functions in arguments are omitted: the step calls them, and they return no bound trees.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -650,9 +650,9 @@ class Weights:
 
     torch's registration hooks report every assignment of a tensor to a module, but not assignments
     of None or deletions. After a report, the next replay compares all tensors. Other replays
-    compare the addresses of a few tensors and, in rotation, a part of the entries, so the cost of a
-    replay on a device does not grow with the number of modules. With ``modes``, modes (train, eval)
-    and removed hooks are compared too. A new tensor is refused if its name is in ``names``.
+    compare the addresses of a few tensors (on the CPU: of all) and, in rotation, a few modules.
+    With ``modes``, modes (train, eval) and hooks of the modules are compared too, and tables of
+    tensors only in rotation. A new tensor is refused if its name is in ``names``.
     """
 
     def __init__(
@@ -863,7 +863,7 @@ def raise_rebinding(changes: Iterable[Change]) -> None:
 
 
 def without_history(outputs: Any) -> Any:
-    """Detach outputs from autograd, because a replay has no backward; return leaves unchanged."""
+    """Detach outputs from autograd, because a replay has no backward; keep leaf tensors as is."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach() if t.grad_fn is not None else t, outputs, is_leaf=is_size
     )

@@ -48,8 +48,8 @@ _MOST_NAMED = 300
 """Maximum number of objects that ``Named`` visits."""
 
 _MOST_SPACES = 32
-"""Number of compared mappings beyond which a replay does not compare the numbers of attributes of
-objects in module containers."""
+"""Number of compared mappings above which the attribute dictionaries of objects in module
+containers are no longer compared."""
 
 _MODULES = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _DEEPEST = 8
@@ -60,7 +60,7 @@ _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
 _CELL, _POSITION = "cell_contents", "position"
 
 POSITION = "position #"
-"""The beginning of the plain value of an iterator or a random generator."""
+"""Prefix of the text that stands for the position of an iterator or a random generator."""
 
 
 class _Absent:
@@ -134,8 +134,8 @@ def content_of(value: Any) -> Any:
 
 CONTAINERS = (Mapping, list, deque)
 SMALL = 1024
-"""Maximum number of elements in a set or mapping whose contents are compared. The maximum size of
-an array in bytes is 64 times this number."""
+"""Maximum number of elements of a set, or of keys of a mapping, that are compared one by one. The
+contents of an array are compared up to 64 times this number of bytes."""
 
 _BUFFERS = (bytearray, array.array, memoryview, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
@@ -152,7 +152,7 @@ def containers(path: str, node: Any) -> Iterator[tuple[str, Any]]:
 def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterator[Entry]:
     """Yield every place below ``roots`` with a tensor, a generator, a tuple or a plain value.
 
-    This includes the gradients of tensors.
+    The gradient of a leaf tensor is a place as well.
     """
     for path, value in walk(roots, weights):
         for entry in _members(path, value, weights):
@@ -245,9 +245,9 @@ def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
 class _Place(NamedTuple):
     """All or some places of one object.
 
-    ``form`` is the format of a place's path, with ``{path}`` of the object and ``{key}``.
-    ``holder`` is the object or its dictionary, and ``keys`` are keys or attributes; None selects
-    all except ``without``.
+    ``form`` is the format of a place's path: ``{path}`` is the path of the object. ``holder`` is
+    the object or its ``__dict__``. ``keys`` are keys or attribute names; None selects all keys.
+    Keys in ``without`` are left out.
     """
 
     path: str
@@ -318,7 +318,7 @@ class _Place(NamedTuple):
 
 _ATTRIBUTE, _ITEM, _NAME, _WHOLE = "{path}.{key}", "{path}[{key!r}]", "{key}", "{path}"
 _CLOSED: tuple[type, ...] = (types.GeneratorType, functools._lru_cache_wrapper, queue.SimpleQueue)
-"""Types of Python objects whose values are in places that cannot be assigned."""
+"""Types of objects that hold values which cannot be assigned from outside."""
 
 
 def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
@@ -354,7 +354,7 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
             modules = [(name, space[name]) for name in uses.globals & space.keys()]
             modules += [(name, sys.modules[name]) for name in names & sys.modules.keys()]
             for name, module in modules:
-                if isinstance(module, types.ModuleType) and _is_users(module):
+                if isinstance(module, types.ModuleType) and _is_user_module(module):
                     used = sorted(uses.names & vars(module).keys())
                     yield _Place(name, _ATTRIBUTE, vars(module), used)
         defaults, code = value.__defaults__ or (), value.__code__
@@ -427,14 +427,14 @@ _STATE_OF = {
     "threading": ("_flag", "_value"),
     "torch.utils.data.dataloader": ("_num_yielded",),
 }
-"""The attributes with the state of library objects, by the module of their class."""
+"""Attributes that hold the state of a library object, by the module of its class."""
 
 _STATEFUL = frozenset({"argparse", "collections", "queue", "types", "weakref", "_weakrefset"})
-"""Standard library modules; attributes of objects of their classes are searched."""
+"""Standard library modules. The attributes of instances of their classes are searched."""
 
 
 def has_state(value: Any) -> bool:
-    """Whether attributes of ``value`` are searched: its class is a container or user-defined.
+    """Whether attributes of ``value`` are searched: its class is user-defined or a known container.
 
     The user's subclasses of devgraph classes (backends, runners, ...) do not count, because a
     capture changes their attributes.
@@ -506,7 +506,7 @@ def _is_of_user(tensor: torch.Tensor) -> bool:
     return bool(vars(tensor)) or type(tensor) not in _TENSORS or any(_hooks_of(tensor))
 
 
-def _is_users(module: types.ModuleType) -> bool:
+def _is_user_module(module: types.ModuleType) -> bool:
     return not is_machinery_module(module.__name__)
 
 
@@ -676,20 +676,21 @@ class Named:
 
     The search starts from ``roots``, pairs of a name and an object. With ``regions``, it includes
     regions, except those with host arguments or a context, whose host code an update runs again.
-    ``places`` omits modules of Python libraries. ``spaces`` are mappings, and the ``__dict__`` of
-    torch modules and of user objects, with their lengths. ``inner`` contains pairs (id of the
-    holder, key) of places inside module containers, which are compared last; for ``spaces`` the key
-    is None. ``whole`` are the mappings over which the step iterates. ``tables`` are the parameters
-    and buffers of modules, if the step iterates over them. ``texts`` are string values that the
-    step reads and may use as keys (``ACTIVATIONS[config.act]``). ``probed`` contains the ``id`` of
-    each mapping in which the step may look up missing keys.
+
+    - ``places``: the places, except modules of Python libraries.
+    - ``spaces``: mappings, and the ``__dict__`` of torch modules and user objects, with lengths.
+    - ``inner``: (``id`` of the holder, key) of places inside module containers; the key of a
+      mapping in ``spaces`` is None.
+    - ``whole``: mappings over which the step iterates; ``tables``: such tables of modules' tensors.
+    - ``texts``: strings that the step reads and may use as keys (``ACTIVATIONS[config.act]``).
+    - ``probed``: the ``id`` of each mapping in which the step may look up missing keys.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
         self._regions, roots = regions, [*roots]
         self._receivers = {id(v.__self__) for _, v in roots if isinstance(v, types.MethodType)}
-        """The ``id`` of each object whose method is a root. Its special methods are not searched
-        unless the code names them."""
+        """The ``id`` of each object whose method is a root. Its ``__call__`` is not searched unless
+        the code names it."""
         methods = (v for _, v in roots if isinstance(v, types.MethodType))
         self._inside = {id(v.__self__) for v in methods if v.__name__ == "forward"}
         """The ``id`` of each module whose ``forward`` is a root. Its hooks run outside the step."""
@@ -698,13 +699,13 @@ class Named:
             self._search(roots, frozenset())
 
     def is_current(self) -> bool:
-        """Whether all places, and their number in each object, are unchanged since the search."""
+        """Whether every place, and the size of every mapping, is unchanged since the search."""
         return all(e.now() is e.value and not e.is_modified for e in self.places) and all(
             not space.is_modified for space in self.spaces
         )
 
     def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
-        """Search; if the step names a class, assume that the step calls the methods ``called``."""
+        """Search, assuming that the step calls the methods ``called`` of each class it names."""
         self._called = called
         self.names: set[str] = {_CELL, "forward", "parametrizations"}
         self._read: set[str] = {_CELL}
@@ -743,7 +744,7 @@ class Named:
                 entries = self._below(path, value)
             seen.add(id(value))
             is_open = isinstance(value, torch.nn.Module | threading.local) or has_state(value)
-            if isinstance(value, types.FunctionType):  # that may keep state in its attributes
+            if isinstance(value, types.FunctionType):  # It may keep state in its own attributes.
                 code = value.__code__
                 is_open = value.__name__ in {*code.co_freevars, *_uses_of(code).globals}
             for space in (value, attributes_of(value) if is_open else None):
@@ -754,7 +755,7 @@ class Named:
                         self.inner.add((id(space), None))
             for entry in entries:
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
-                if isinstance(entry.value, types.ModuleType) and not _is_users(entry.value):
+                if isinstance(entry.value, types.ModuleType) and not _is_user_module(entry.value):
                     continue
                 noted = entry if isinstance(entry.value, dict) else entry.noted()
                 if (
@@ -891,7 +892,7 @@ class Named:
                 self.probed.add(id(value))
                 return True
             return self.names.isdisjoint(key for key in value if isinstance(key, str))
-        # The search skips the methods of these classes.
+        # The methods of these classes are not searched, so they may read every attribute.
         is_library = isinstance(value, _OF_LIBRARY) or type(value).__module__ in _STATE_OF
         if is_library or is_iterator(value):
             return True
@@ -906,7 +907,7 @@ class Named:
     ) -> Iterator[Entry]:
         """Yield the named attributes and methods of a user class and of its bases.
 
-        If ``kind`` is a metaclass, ``instance`` is the class whose attributes may hide them.
+        For a metaclass ``kind``, attributes of its class ``instance`` may hide those of ``kind``.
         """
         named = self.names.union(implicit)
         if "getattr" in self.names:
@@ -979,7 +980,7 @@ _OF_TENSORS = frozenset(
 _INSTANCE = frozenset(
     "__new__ __init__ __post_init__ __call__ __enter__ __exit__ __torch_function__".split()
 )
-"""Special methods that run if a step creates and calls an object of a class that it names."""
+"""Special methods that may run if a step creates an object of a class that it names."""
 
 
 def _environment(code: types.CodeType) -> Iterator[Entry]:
@@ -1006,7 +1007,7 @@ class Change(NamedTuple):
     """A place whose tensors changed."""
 
     verb: str
-    """``replaces``, ``adds`` or ``removes``."""
+    """``replaces``, ``adds``, ``removes`` or, for an iterator, ``advances``."""
     path: str
     tensors: list[tuple[str, torch.Tensor]]
     """The current tensors of the place, as pairs with their paths."""

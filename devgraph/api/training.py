@@ -188,8 +188,8 @@ def results_of(
 class TrainingGraphs:
     """The forward and the backward graph of one key.
 
-    The backward graph reads the activations of the forward graph. Between the two graphs, their
-    pool may therefore capture and replay only other callables of the same step, in call order.
+    The backward graph reads activations of the forward graph, so between the two only graphs of
+    other callables of the same step may run in their pool, in call order.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class TrainingGraphs:
         self.index = 0
         self._leaf_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._input_grads: list[tuple[int, torch.Tensor | None]] = []
-        """The ``id`` and the gradient of each input, at the first position of the input."""
+        """The ``id`` of each input, and its gradient at its first position, or None."""
         self._used_by: list[set[int]] = []
         """For each differentiable output, the ``id`` of each wanted tensor that it depends on."""
         self._weight_grads: list[tuple[int, torch.Tensor | None]] = []
@@ -430,7 +430,7 @@ class TrainingGraphs:
 def _copy_gradients(
     shared: dict[int, list[tuple[torch.Tensor, torch.Tensor]]], before: int | None = None
 ) -> None:
-    """Replace gradients of leaf tensors with copies if they are in graph memory.
+    """Replace gradients that are in graph memory with copies, for all or for smaller indices.
 
     Autograd stores the first gradient of a leaf without a copy. Each forward would overwrite this
     gradient, and so would the backward of a callable with a larger index, which was captured
