@@ -42,7 +42,7 @@ from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, ten
 from devgraph.api.trees import leaves_of
 
 CHECKED = 4
-"""Number of tensors whose addresses a replay compares. Identities are compared for all tensors."""
+"""Maximum number of weights, of modules and of a function's tensors that every replay compares."""
 
 AGAIN = "capture again (in a runner: invalidate() and capture())"
 """Remedy for a graph that would use old state."""

@@ -174,7 +174,7 @@ class Captured:
         return self.replay(*inputs, **named)
 
     def _settled(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Pair] | None:
-        """Return None if the state is unchanged; otherwise capture again and return the result."""
+        """Return None if the state is unchanged, else the result of ``_capture_again``."""
         self._require_open()
         with self._lock:
             try:
@@ -568,7 +568,7 @@ def capture(
 
 
 def _planned(job: Job, policy: str, gates: Gates, *, weights: bool = False) -> tuple[Plan, float]:
-    """Capture ``job``; return the plan and the seconds. ``weights``: restore parameters too."""
+    """Capture ``job``; return the plan and the seconds. ``weights`` restores parameters too."""
     chosen, names, owned = get_policy(policy), job.names, job.owned
     job.require_device(owned.tensors)
     started = time.perf_counter()

@@ -361,7 +361,7 @@ class EvictableExecutable(Recording):
             executable.launch()
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return a callable that launches once per call. Its second call binds to ``stream``."""
+        """Return a callable that launches once per call; its first call binds later ones."""
         bound, clock = self._bound, self._recordings.clock
 
         def launch() -> None:

@@ -167,7 +167,7 @@ class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @attrs.define(eq=False)
 class Settings:
-    """All torch settings at one moment, to be restored later.
+    """torch's modes and process-wide switches at one moment, to be restored later.
 
     torch keeps a default device as a mode on the stack of function modes.
     """

@@ -137,11 +137,11 @@ class Report:
     the same state differed in the last bits."""
     tried: tuple[Case, ...] = ()
     replaced: tuple[str, ...] = ()
-    """Tensors whose memory differs from the capture, by name."""
+    """Names of tensors whose memory differs from their memory at capture."""
     moved: tuple[str, ...] = ()
-    """Python values that eager runs changed."""
+    """Names of Python values that eager runs changed."""
     changed: str = ""
-    """The first change of other watched state since the capture, if there are failures."""
+    """A description of the first change of other watched state; empty without failures."""
     draws: bool = False
     """Whether the step draws random numbers from a default generator."""
 
@@ -420,7 +420,7 @@ class State:
         self._random = self._next_random = self.snapshot.random
 
     def begin(self) -> None:
-        """Restore the state from before the proof, so that a run of a case starts from it.
+        """Restore the state that each run of a case starts from.
 
         The default random generator is not restored but continues from the end of the previous
         case. Otherwise, a graph that repeats the draws of its capture would pass.
@@ -609,7 +609,7 @@ class Comparison:
         shared: RowsOf = no_rows,
         scratch: RowsOf = no_rows,
     ) -> list[tuple[str, str]]:
-        """Return the places that differ, each with a description of the difference."""
+        """Return the names of outputs and state that differ, each with a description."""
         names = [name for name, _ in want.outputs]
         others = [name for name, _ in got.outputs]
         if names != others:
@@ -646,7 +646,7 @@ class Comparison:
 
 
 def rows_of(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the rows where ``mask`` is true, indexed as bytes: some dtypes cannot be indexed."""
+    """Return the rows where ``mask`` is true; bytes are indexed, because some dtypes cannot be."""
     flat = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
     return flat[mask].view(tensor.dtype).reshape(-1, *tensor.shape[1:])
 
@@ -783,7 +783,7 @@ class _Prover:
         ]
 
     def runs(self, host: Mapping[str, Any]) -> tuple[Run, Run]:
-        """Return an eager run and a replay on new inputs."""
+        """Return an eager run and a replay as functions, both on one set of new inputs."""
         data = []
         for path, leaf in [*self.inputs, *self._renewed]:
             if path in self._sample:

@@ -217,7 +217,7 @@ class Snapshot:
     def vary(self, names: Container[str]) -> tuple[bool, list[str]]:
         """Replace zeros in the copies of written floating-point tensors with noise below 1.
 
-        Zeros would hide a wrong factor. ``restore`` writes the noise until ``settle``. Return
+        Zeros would hide a wrong factor. ``restore`` writes the noise until ``end_cases``. Return
         whether a copy changed, and the names of other written tensors that are zero.
         """
         changed, constant = False, []
@@ -248,7 +248,7 @@ class Snapshot:
             bits.masked_fill_(zeros, 0)
 
     def settle(self) -> None:
-        """Restore the copies from before ``disturb``."""
+        """Undo ``disturb``."""
         with torch.inference_mode():
             for tensor, row, before in reversed(self._disturbed):
                 row.copy_(before)
@@ -256,7 +256,7 @@ class Snapshot:
         self._disturbed.clear()
 
     def end_cases(self) -> None:
-        """Restore everything from before ``disturb`` and ``vary``."""
+        """Undo ``disturb`` and ``vary``, and restore the tensors and generators."""
         self.settle()
         with torch.inference_mode():
             for address in [*self._varied]:

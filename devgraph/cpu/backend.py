@@ -272,12 +272,12 @@ class CpuBackend(Backend):
     ) -> list[Violation]:
         """Return the violations in a step: code that a device capture refuses or freezes.
 
-        Violations are in order of execution, at most one per line and kind. The Python code of the
-        step runs twice, because the first run may initialize state, but no operation is executed.
-        Tensors that the step stores in torch objects, such as optimizer state, stay there but
-        contain no data. After a violation, the check continues with an assumed value: a host read
-        returns 1, and a mask selects every element. The check ends if no value can be assumed.
-        Functions marked ``no_graph`` are not checked. ``fn`` receives ``host_args`` as tracked
-        values.
+        Violations are in order of execution, at most one per line, kind and operation. The Python
+        code of the step runs twice, because the first run may initialize state, but no operation is
+        executed.
+        Tensors that the step stores in torch objects, such as optimizer state, contain no data.
+        After a violation, the check continues with an assumed value: a host read returns 1, and a
+        mask selects every element. The check ends if no value can be assumed. Functions marked
+        ``no_graph`` are not checked. ``fn`` receives ``host_args`` as tracked values.
         """
         return check_step(self.metadata, fn, args, kwargs or {}, host_args)

@@ -19,7 +19,7 @@ class _View:
     """The memory and the layout of one returned tensor."""
 
     storage: int
-    """Index of the result storage, or ``-1 - i`` if argument ``i`` itself is returned."""
+    """Index of the result storage, or ``-1 - i`` for a view of argument ``i``."""
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]

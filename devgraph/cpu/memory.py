@@ -141,8 +141,8 @@ class Hold:
 class BlockPool:
     """Blocks of CPU memory for the tensors of captures. Thread-safe.
 
-    New blocks are poisoned with NaN, huge integers or True. Memory that was in use before the
-    current recording is not poisoned, because recorded operations still read its old contents.
+    New blocks are poisoned with NaN, huge integers or True. Memory of older blocks that were freed
+    in the current recording is not poisoned, because recorded operations may read its contents.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class BlockPool:
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
     def _allocate(self, nbytes: int, origin: Any) -> tuple[torch.UntypedStorage, bool]:
-        """Return the storage of a new block, and whether recorded operations read its old data."""
+        """Return the storage of a new block, and whether recorded operations may read old data."""
         window, nbytes = nbytes, -(-nbytes // ALIGNMENT) * ALIGNMENT
         slab, address = self._take(nbytes)
         start = address - slab.base

@@ -505,7 +505,7 @@ class Recorder:
         return empty(layouts) if isinstance(layouts, Layout) else map_layouts(layouts, empty)
 
     def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Such a tensor has no single address.
+        # A sparse or nested tensor has no single address.
         if tensor.layout is not torch.strided or tensor.is_nested:
             return tensor
         for pool in self._pools:

@@ -159,7 +159,7 @@ class NpuGraph(TorchGraph):
         """Apply new values now; if a region raises, restore the old values and re-raise.
 
         The launch applies the values instead if ``backend.try_new_values`` is false. It also does
-        so if all regions raise before they launch anything, as the backend's attention does.
+        so if regions can raise only before they launch work, as the backend's attention does.
         """
         regions = self._settled()
         if self.backend.try_new_values and not all(mark.raises_before_launch for mark in host):

@@ -102,7 +102,7 @@ _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
 def _has_no_tensor(node: Any) -> bool:
-    """Whether a call passes ``node`` itself, not a copy, so that a body may change it."""
+    """Whether ``node`` contains no tensor. A body may change such a node, which is not copied."""
     return not tensors_in(node)
 
 

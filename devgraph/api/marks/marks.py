@@ -342,7 +342,7 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
     # Tracers compare functions by their code objects. If all marks had the same code object, a
     # tracer would reuse the trace of a step for the same step with another region.
     marked.__code__ = marked.__code__.replace(co_name=mark.name)  # type: ignore[attr-defined]
-    # Code generated from a trace would call the unmarked function of the torch module.
+    # Otherwise, code generated from a trace would call torch's function of this name, unmarked.
     if (marked.__module__ or "").partition(".")[0] == "torch":
         marked.__module__ = __name__
     marked.__devgraph_mark__ = mark  # type: ignore[attr-defined]
@@ -426,7 +426,7 @@ def region(
 
     Raises:
         HostArgumentError: a name is not a parameter of the function.
-        InputTypeError: an argument is neither a list of names nor a mapping of functions by name.
+        InputTypeError: an argument has a wrong type, or the function is a generator or async.
     """
     return _marking(
         "region",

@@ -47,8 +47,8 @@ class UpdateBudget:
     misses: int = 8
     """Number of keys that may be recorded at their first step.
 
-    Each replay of a recorded key increases this number by one, up to the limit. If it is 0, a new
-    key is recorded at its second step, and its first step runs broken.
+    Each such key takes one from the remaining number, and each replay of a recorded key adds one,
+    up to the limit. At 0, a new key is recorded at its second step, and its first step runs broken.
     """
     copies: int = 4
     """Maximum number of topology copies."""

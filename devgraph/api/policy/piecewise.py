@@ -384,8 +384,7 @@ _MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
 def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
     """Split ``graph`` into parts at marked functions and where modes change.
 
-    A part must not switch modes, because parts run separately, and an exception may end a part
-    early.
+    A part must not switch modes, because parts run separately and an exception may end one early.
     Return the split graph, and the modes of each part by the number in the part's name.
     """
     parts: dict[Node, int] = {}
@@ -446,7 +445,7 @@ class _Build:
         self.pieces += 1
         inputs = piece.graph.find_nodes(op="placeholder")
         examples = [node.meta["example_value"] for node in inputs]
-        key = modes, _shape_of(piece, examples)
+        key = modes, _signature_of(piece, examples)
         if key not in self.known:
             if self._compiler == "eager":
                 self.known[key] = piece.forward
@@ -520,7 +519,7 @@ class _Part(torch.nn.Module):
             return self._run(*args)
 
 
-def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
+def _signature_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
     """Return the signature of a piece: its operations, and the layouts of its inputs."""
     numbers = {node: index for index, node in enumerate(piece.graph.nodes)}
 

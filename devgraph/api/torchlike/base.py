@@ -228,7 +228,7 @@ class TorchPool(Pool):
     def renew(self, stuck: Any) -> None:
         """Use new memory for later captures, and keep the old memory and the graph ``stuck``.
 
-        The next capture creates a new keeper, because the current stream may be unable to capture.
+        The next capture creates a new keeper; the current stream may be unable to capture one now.
         """
         if stuck is not None:
             # torch still considers the capture active, so freeing memory would fail an assertion.

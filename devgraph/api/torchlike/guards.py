@@ -62,8 +62,8 @@ class SideStreams:
     def unjoined(self, stream: int, capture: Capture) -> list[int]:
         """Return the streams that forked from ``capture``, on ``stream``, and have unjoined work.
 
-        If there are none, return forked streams without work. Call this before the end of the
-        capture, because afterwards the driver does not know the streams.
+        If there are none, return all forked streams. Call this before the end of the capture,
+        because afterwards the driver does not know the streams.
         """
         capture_id, graph, joined = capture
         forked = {}

@@ -65,7 +65,7 @@ class _Call:
 
 
 class _Direct:
-    """The launch of a driver's executable, after torch's prologue if there is one."""
+    """The launch of a driver's executable, after ``prologue`` if the graph draws random numbers."""
 
     def __init__(
         self, backend: NodeBackend, handle: int, prologue: Callable[[], None] | None
@@ -107,7 +107,7 @@ class _Own:
         self.raw: RawGraph | None = RawGraph(self._backend.driver, raw)
         """The captured graph, or None after it was freed."""
         self.prologue: Callable[[], None] | None = None
-        """torch's replay, which advances random generators; None for a graph without draws."""
+        """torch's replay of its empty graph, to advance random generators; None without draws."""
         self.captured: NodeRecording | None = None  # the recording of the capture
         self.held: NodeRecording | None = None  # the recording that the executable launches
 
@@ -500,7 +500,7 @@ class NodeGraph(TorchGraph):
 
 
 class NodeBackend(TorchBackend):
-    """A torch namespace with driver calls for graphs of nodes.
+    """A backend over a torch namespace and a driver with graphs of nodes.
 
     A vendor sets ``stream_handle_name`` or overrides ``stream_handle``, and calls ``use_runtime``
     once. Without a runtime, graphs are plain ``TorchGraph`` objects, without updates, node counts
