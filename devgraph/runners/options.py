@@ -68,7 +68,7 @@ class RunnerOptions(TypedDict, total=False):
 class Options:
     """The keywords that all runners share, without the step and its slots.
 
-    The texts describe the values that callers pass; the fields contain the checked values.
+    The docstrings describe the values that callers pass; the fields contain the checked values.
     """
 
     config: PhaseConfig

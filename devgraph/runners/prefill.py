@@ -33,9 +33,9 @@ class PrefillRunner(Runner):
     Unused rows contain pad values (a length sentinel, ``Pad.last()`` for offsets).
 
     Under the other policies, a graph contains only the body, which must not depend on the number of
-    requests, so batches with any number of requests can replay it. Slots with a row per request
-    keep their real size, and regions, ``no_graph`` functions and the tail can read them from the
-    batch. The tail runs eagerly after the replay.
+    requests, so that one graph serves batches with any number of requests. Slots with a row per
+    request keep their real size. Regions, ``no_graph`` functions and the tail can read these slots
+    from the batch. The tail runs eagerly after the replay.
 
     Args:
         body: receives a ``Batch``; returns tensors with a row per token (see ``hidden``).

@@ -713,11 +713,12 @@ class Runner:
 
         A case runs a batch eagerly and as a graph from the same state: ``bound`` tensors, tensors
         that the step reaches, and random generators. A replay must equal an eager run of the
-        padded batch bit for bit, in outputs and state, even with poisoned padding. It must equal
-        an eager run of the real batch within a tolerance, because kernels may depend on the number
-        of rows. If a compiler generated kernels of the graph, this tolerance applies to every
-        comparison. Padding must not write rows of state that real rows use. After the proof, the
-        state is restored bit for bit. Outputs of earlier runs are overwritten.
+        padded batch bit for bit, in outputs and state. Other data in padding must not change its
+        outputs. It must equal an eager run of the real batch within a tolerance, because kernels
+        may depend on the number of rows. If a compiler generated kernels of the graph, this
+        tolerance applies to every comparison. Padding must not write rows of state that real rows
+        use. After the proof, the state is restored bit for bit. Outputs of earlier runs are
+        overwritten.
 
         Integers come from ``sample``, from the sample or the range of their slot, or from the last
         batch that ran in a graph, with its requests in another order. Other integer slots keep

@@ -313,8 +313,8 @@ class OutputSlot:
     """The kind and position of the rows of an output tensor.
 
     Args:
-        rows: ``"requests"`` or ``"tokens"``, or None for a tensor whose shape does not depend on
-            the batch. Callers receive only real rows.
+        rows: ``"requests"``, ``"requests+1"`` or ``"tokens"``, or None for a tensor whose shape
+            does not depend on the batch. Callers receive only real rows.
         dim: Index of the dimension of the rows.
     """
 

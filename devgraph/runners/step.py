@@ -128,9 +128,9 @@ class Step:
         """Run the block without gradients and with the autocast of captures, then restore state.
 
         Random generators, bound tensors, the state of requests and tensors that the engine's
-        functions reach are restored, even if the block fails; parameters are not. Tensors above the
-        limit are hashed instead; ``require_unwritten`` of the yielded snapshot checks them. An
-        inner trial uses the snapshot of the outer trial.
+        functions reach are restored, even if the block fails; parameters are not. Above the limit,
+        bound tensors and the state of requests are hashed, so that ``require_unwritten`` of the
+        yielded snapshot detects writes. An inner trial uses the snapshot of the outer trial.
         """
         autocast = current_autocast() if self.autocast is None else self.autocast
         outer = self._saved

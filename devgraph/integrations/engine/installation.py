@@ -133,7 +133,7 @@ class Installed:
         return True
 
     def take_out(self, memory: GraphMemory) -> None:
-        """Restore ``memory`` and undo the changes. Idempotent."""
+        """Map released memory again, and undo the changes. Idempotent."""
         if self.changes is not None:
             memory.restore()
             changes, self.changes = self.changes, None

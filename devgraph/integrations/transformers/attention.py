@@ -34,7 +34,7 @@ from devgraph.runners.batch import Batch
 
 
 class SlotAttention(Protocol):
-    """The extension ``slot_attention``: a backend's own attention over slots, an updatable region.
+    """The extension ``slot_attention``: a backend's own attention over slots, in a region.
 
     Under ``full``, the region is part of the graph, and updates change the lengths. Under
     ``breakable``, the region is an eager segment.
@@ -149,8 +149,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self.max_len = max_len
 
         self._blocks: list[Tensor] = []
-        """Keys and values, ``[tensors, kv_heads, rows, dim]``. Adjacent layers share a block, so
-        that one operation copies several tensors."""
+        """Keys and values, ``[tensors, kv_heads, rows, dim]``. Adjacent layers of equal sizes share
+        a block, so that one operation copies several tensors."""
 
         def block(tensors: int, heads: int, dim: int) -> tuple[Tensor, ...]:
             rows = slots * max_len + 1
@@ -372,7 +372,7 @@ def decode_bounded(
 def decode_whole(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, out: Tensor, scoring: Scoring
 ) -> None:
-    """Run ``decode_bounded`` over whole slots, for graphs that cannot be updated."""
+    """Compute ``decode_bounded`` over whole slots, for graphs that cannot be updated."""
     _decode(query, keys, values, mask, out, scoring, 0, mask.shape[-1])
 
 
@@ -473,7 +473,7 @@ def varlen_packed(
     window: int | None,
     max_len: int,
 ) -> Tensor:
-    """Run ``packed_exact`` with lengths in device tensors.
+    """Return the attention of a packed step, ``[1, tokens, heads, value_dim]``.
 
     The region reads ``query_starts``, ``row_starts`` and ``lengths`` from the batch, because their
     sizes depend on the number of requests, but graphs depend only on the number of tokens. Padded

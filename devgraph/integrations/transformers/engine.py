@@ -134,8 +134,8 @@ class Engine:
             equal. ``engine.model.fusion`` reports the replacements.
         layerwise: whether steps with prompts signal each finished layer, so that the handoffs of
             ``export(layerwise=True)`` are filled while later layers are computed.
-        facts: facts for the compatibility rules; by default, only whether the model has hooks.
-            ``traceable`` is always set to false, because steps replace attributes of the model.
+        facts: facts for the compatibility rules; by default, the only fact is whether the model has
+            hooks. ``traceable`` is always false, because steps replace attributes of the model.
 
     Raises:
         UnsupportedModelError: the model has a requirement that the engine does not support.
@@ -537,7 +537,7 @@ class Engine:
                 self._leave(request)
 
     def _join(self) -> None:
-        """Assign free slots to waiting requests."""
+        """Assign free slots to waiting requests, and fill the slots of admitted handoffs."""
         self._expire()
         for request in self._scheduler.admit():
             assert request.slot is not None
@@ -838,7 +838,7 @@ class Engine:
 
 
 def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> DeviceGraphConfig:
-    """Return the configuration in an object, a dictionary, JSON text, or (None) the environment."""
+    """Return the configuration in an object, a dictionary or JSON text; see ``Engine`` for None."""
     if given is None:
         return DeviceGraphConfig.from_args(argparse.Namespace())
     if isinstance(given, DeviceGraphConfig):

@@ -452,7 +452,7 @@ def mask_of(
     none = rows[:1] * 0
     shown = function(none, none, positions[:, None, :, None], rows)
     shown = shown.expand(positions.shape[0], 1, positions.shape[1], rows.shape[0])
-    # Some models compare masks with the lowest number of the dtype.
+    # Use the lowest number instead of -inf, because some models compare masks with it.
     hide = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
 
@@ -651,7 +651,7 @@ def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 class _NoLists(TorchFunctionMode):
-    """A mode that refuses host reads which bypass the dispatcher."""
+    """A mode that refuses ``tolist`` and ``numpy``, which bypass the dispatcher."""
 
     is_devgraph_mode = True
 

@@ -90,7 +90,7 @@ class Sampler:
         return self._generator.get_state()
 
     def resume(self, seed: int, draws: int, state: Tensor | None) -> None:
-        """Continue the random stream of another sampler after ``draws`` tokens."""
+        """Continue the stream of another sampler from ``state``, or start one from ``seed``."""
         self.draws = draws
         if state is None:
             self._generator.manual_seed(seed)
@@ -165,7 +165,7 @@ class FinishReason(str, enum.Enum):
     LENGTH = "length"
     """The model produced ``max_new_tokens`` tokens."""
     CANCELLED = "cancelled"
-    """The request was cancelled, or the tokenizer raised an error."""
+    """The request was cancelled, for example because the tokenizer raised an error."""
 
 
 @attrs.define(eq=False)
@@ -236,7 +236,7 @@ class Piece:
     ids: list[int]
     """Tokens to run."""
     completes: bool
-    """Whether the step produces the token after ``ids``."""
+    """Whether no known token is left after ``ids``, so that the step yields the next token."""
 
     @property
     def count(self) -> int:

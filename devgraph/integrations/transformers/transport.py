@@ -1,7 +1,7 @@
 """Transports, which send handoffs between processes.
 
 A transport has three operations. The exporter offers a handoff and passes the id of the offer to
-the receiver. The receiver fetches the handoff, and releases it after it has admitted the request.
+the receiver. The receiver fetches the handoff, admits the request, and releases the offer.
 ``TorchTransport`` uses torch.distributed; ``NixlTransport`` reads the memory of the exporter.
 """
 
