@@ -59,7 +59,7 @@ class HostValues(Mapping[str, Any]):
 
 
 class Live:
-    """The size and the tensors of the current run, which all batches of a runner's graphs share."""
+    """The size and the run slots of the current run, which all graphs of a runner share."""
 
     __slots__ = ("size", "tensors")
 
@@ -218,7 +218,7 @@ def end_batch(batch: Batch) -> None:
 
 
 class HostArgs:
-    """The declared host arguments; with ``partly``, runs may omit some of them."""
+    """The declared host arguments; with ``partly``, runs may omit those from ``prepare``."""
 
     def __init__(self, declared: Mapping[str, Any] | None, *, partly: bool = False) -> None:
         self.declared = declared_names(declared)

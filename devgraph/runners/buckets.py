@@ -118,7 +118,7 @@ class Buckets(tuple[int, ...]):
         return next(self.at_least(rows), None)
 
     def uncovered(self, capacity: int, max_padding: float) -> list[range]:
-        """Return the sizes up to ``capacity`` that need more padding than ``max_padding``."""
+        """Return the sizes up to ``capacity`` that exceed all buckets or ``max_padding``."""
         gaps = []
         below = 0
         for size in self:

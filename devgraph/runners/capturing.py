@@ -151,7 +151,7 @@ class CaptureScheduler:
         return graph if is_alone and self._is_due(graph) and not graph.dropped else None
 
     def elect(self, *, ready: bool) -> BucketGraph | None:
-        """Return the largest graph that all ranks capture between two steps, or None."""
+        """Return the largest graph that a rank proposes, or None if there is none or no time."""
         all_graphs, has_room = list(self._graphs), bool(self.pending)
         is_lazy = self._config.capture == "lazy"
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
@@ -203,7 +203,7 @@ class CaptureScheduler:
                     break
                 done.append(graph)
             self._require_unwritten(done, before)
-        # If a tensor was replaced after an earlier capture, keep the address of that capture.
+        # Keep addresses of earlier captures, so that proofs report tensors replaced since then.
         self._step.places = {**addresses(self._step.tensors()), **self._step.places}
         self.pace = _measure_pace(self._backend)
         if self.pace is not None and self.pace.slow:

@@ -39,7 +39,7 @@ class Reason(str, enum.Enum):
     DISABLED = "disabled"
     """The policy of this phase is ``disabled``."""
     EMPTY_BATCH = "empty_batch"
-    """The batch has no requests."""
+    """The batch has no requests or no tokens."""
     OVER_LARGEST_BUCKET = "over_largest_bucket"
     """The batch has more rows than the largest bucket."""
     OVER_MAX_REQUESTS = "over_max_requests"
@@ -61,7 +61,7 @@ class Reason(str, enum.Enum):
     TIME_BUDGET = "time_budget"
     """``time_budget_s`` was spent before this bucket."""
     RANKS_DROPPED = "ranks_dropped"
-    """Another rank could not capture this bucket."""
+    """Another rank could not capture this bucket, or its check found a difference."""
     VOTED_EAGER = "voted_eager"
     """Another rank has to run this step eagerly."""
     VERIFY_FAILED = "verify_failed"
@@ -104,7 +104,7 @@ class Decision:
 
     Attributes:
         reason: ``Reason.GRAPH``, or the reason to run eagerly.
-        key: variant and bucket of the graph. An eager decision has a key too if the bucket exists.
+        key: variant and bucket of the graph. An eager decision has a key if a bucket was chosen.
     """
 
     reason: Reason
@@ -165,7 +165,7 @@ _REMEDIES: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     ),
     Reason.UPDATE_TOPOLOGY: (
         UpdateTopologyError,
-        "choose the policy 'breakable', or reduce the host argument",
+        "choose the policy 'breakable', or pass coarser values of the host argument",
     ),
 }
 

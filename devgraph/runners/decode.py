@@ -25,8 +25,8 @@ class DecodeRunner(Runner):
     pad values.
 
     Args:
-        forward: the step, which receives a ``Batch`` and returns tensors. It must not change state
-            in padded rows, and may be called any number of times on pad values only.
+        forward: the step, which receives a ``Batch`` and returns tensors. Padded rows must not
+            write real state. The runner may call it any number of times on pad values only.
         inputs: the input slots.
         outputs: an ``OutputSlot`` for all returned tensors, or a tree of slots with the structure
             of the result.

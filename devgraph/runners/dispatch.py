@@ -101,7 +101,7 @@ class Dispatcher:
         host_args: Mapping[str, Any] | None,
         clone: bool,
     ) -> Any:
-        """Replay a bound step and return its outputs. Run eagerly if the launch fails."""
+        """Replay a bound step, or run it eagerly if its graph cannot launch; return the outputs."""
         self._step.require_names()
         try:
             step.run(inputs, host_args)

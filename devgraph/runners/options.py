@@ -82,8 +82,8 @@ class Options:
     """Host arguments and their values at capture (or ``HostSlot``s)."""
     facts: EngineFacts | None = None
     """Facts about the engine; by default, a plain engine. Compatibility rules replace defaults that
-    do not work with these facts, and refuse explicit choices that do not. A variant of width n
-    counts as n - 1 speculative tokens. The rules do not cover encoders."""
+    do not suit these facts, and refuse explicit choices that do not, or warn about them. A variant
+    of width n counts as n - 1 speculative tokens. The rules do not cover encoders."""
     backend: Backend
     """A backend or its name, ``"auto"`` by default."""
     pool: Pool | None = None
@@ -114,9 +114,9 @@ class Options:
     the state of waiting requests."""
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None = None
     """Callable that plans a step on the host. Before every launch, warm-up run, capture and eager
-    step, it receives the padded batch with all slots filled. It may write bound tensors and slots
-    in place, and return host arguments, which callers of ``run`` then omit. Returned sequences must
-    have the length of the bucket."""
+    step, it receives the batch with all slots filled, padded except in eager steps. It may write
+    bound tensors and slots in place, and return host arguments, which callers of ``run`` then omit.
+    Returned sequences must have an entry for each row of this batch."""
     share: Any = None
     """Runner whose pool and buffers this runner uses, for example a target model's runner for a
     draft model. Input slots with the same name, dtype and row shape, and outputs with the same

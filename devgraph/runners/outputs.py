@@ -4,8 +4,8 @@ Every graph ends with a copy of the step's result into these buffers. Therefore 
 memory of each other's results, and an output has the same address in all buckets.
 
 In debug mode outputs are leased, to detect late reads: after the next run, every operation on a
-leased output or on a view of it raises ``StaleOutputError``. Copies (``clone``, ``cpu`` from
-another device, arithmetic) have no lease.
+leased output or on a view of it raises ``StaleOutputError``, except for queries of its shape.
+Copies (``clone``, ``cpu`` from another device, arithmetic) have no lease.
 """
 
 from __future__ import annotations

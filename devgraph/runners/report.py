@@ -85,7 +85,7 @@ class RunnerStats:
     eager: Mapping[str, int]
     """Number of other steps outside a graph, by ``Reason`` value."""
     idle_steps: int
-    """Number of graph steps on pad values only, because other ranks had requests."""
+    """Number of graph steps on pad values only, for requests of other ranks or ``idle_dummy``."""
     real_rows: int
     padded_rows: int
     captures: int

@@ -475,7 +475,7 @@ class Runner:
                 self._scheduler.learn_together()
 
     def idle(self, *, ready: bool = True) -> bool:
-        """Capture one bucket. If all are captured, repeat one check of the key ``verify``.
+        """Capture one bucket. If none is due, repeat one check of the key ``verify``.
 
         Call this while the engine is idle. With ``capture="lazy"``, the call captures a bucket only
         if enough batches have needed it. Otherwise it captures the largest remaining bucket.

@@ -1,8 +1,8 @@
 """The pytest plugin: choice of the backend under test, markers, skips and lost devices.
 
 Tests that use the fixture ``devgraph_backend`` get the name of the backend as a marker, so that
-``-m cuda`` selects them. If the ``-m`` expression is just the name of a backend, it also chooses
-that backend. A test with its own backend marker uses the marked backend.
+``-m cuda`` selects them. If the ``-m`` expression is just the name of a built-in backend, it also
+chooses that backend. A test with its own backend marker uses the marked backend.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def totals(
 class Publisher:
     """A logger of the counters after captures, which can also write them to a file.
 
-    The file ``DEVGRAPH_STATS_FILE`` is replaced atomically after captures, at exit, and every few
+    The file ``DEVGRAPH_STATS_FILE`` is replaced atomically after captures, at exit, and every ten
     seconds while counters change, so that it survives a killed process. Its format is Prometheus
     text if the name ends in ".prom", otherwise JSON. "{pid}" in the name stands for the process ID.
     """

@@ -533,11 +533,11 @@ def accelerate(
     nearly equal may change. ``fuse=False`` leaves the weights in place.
 
     transformers' own loop still runs, with its scores, streams and random numbers. Only the
-    forwards of a generation are replaced. A graph is captured when a second step needs it. A
-    request that graphs cannot serve runs transformers' own code. ``generate_stats`` counts it by
-    reason, the first request per reason logs a warning, and a decode mode with ``strict`` refuses
-    such requests. In a returned cache, padded rows are zero, whereas transformers stores keys there
-    and hides them with its masks.
+    forwards of a generation are replaced. By default, a graph is captured when a second step needs
+    it. A request that graphs cannot serve runs transformers' own code. ``generate_stats`` counts it
+    by reason, the first request per reason logs a warning, and a decode mode with ``strict``
+    refuses such requests. In a returned cache, padded rows are zero, whereas transformers stores
+    keys there and hides them with its masks.
 
     ``generate_batch`` uses a separate random stream for each request. Threads that run the same
     model, or models that share layers, wait for each other.

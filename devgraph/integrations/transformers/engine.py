@@ -573,7 +573,7 @@ class Engine:
 
         Waiting requests join first. If the step raises an error, no request advances, and the next
         call repeats the step. An error in a handoff or in the tokenizer cancels its request, which
-        a note on the error names. After such an error, the next call returns the missing events.
+        a note on the error names. The next call then returns the events of the failed call too.
         """
         self._check_able()
         begin = time.perf_counter()

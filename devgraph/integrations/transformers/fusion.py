@@ -92,7 +92,7 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         finally:
             for owner, name, value, own in saved:
                 object.__setattr__(owner, name, value)
-                if not own:  # The attribute belongs to the class.
+                if not own:  # Only the class has the attribute.
                     vars(owner).pop(name, None)
 
 
@@ -212,7 +212,7 @@ class _Projections:
                 )
             self.join()
 
-    @torch.inference_mode(False)  # The joined weights must remain writable.
+    @torch.inference_mode(False)  # Inference tensors cannot be written in other modes.
     @torch.no_grad()
     def join(self) -> None:
         """Concatenate the weights, and turn the layers' weights into views of the result.

@@ -42,7 +42,7 @@ def difference(got: Any, want: Any) -> str:
 
 
 def same(got: Any, want: Any, what: str = "the result") -> None:
-    """Fail unless the tensors in ``got`` and ``want`` are bitwise equal."""
+    """Fail unless ``got`` and ``want`` are equal, their tensors bit for bit."""
     if message := difference(got, want):
         pytest.fail(f"{what} {message}")
 

@@ -279,7 +279,7 @@ def test_temporaries_of_a_step_reuse_memory(kit: Kit) -> None:
 
 
 def test_memory_of_hundreds_of_pools_is_known(kit: Kit) -> None:
-    """Snapshots drop one reference too many to each pool number, so Python frees large numbers."""
+    """Each snapshot of torch drops one reference too many to each number in the id of a pool."""
     pools = [kit.backend.make_pool() for _ in range(300)]
     for _ in range(2):
         assert [pool.bytes for pool in pools] == [0] * 300
