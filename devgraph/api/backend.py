@@ -184,7 +184,7 @@ def own_pool(backend: Backend, pool: Pool | None, *, releasable: bool = False) -
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill ``tensor`` with values that no correct result contains."""
+    """Fill ``tensor`` with values that are unlikely results: NaN, large integers, or True."""
     if tensor.dtype is torch.float4_e2m1fn_x2:  # fill_ does not support it
         tensor = tensor.view(torch.uint8)
     if tensor.is_floating_point() or tensor.is_complex():

@@ -303,10 +303,10 @@ class Graphed:
     def _repeat_of(
         self, entry: _Entry, call: _Call
     ) -> Callable[[Graphed, tuple[Any, ...], dict[str, Any]], Any] | None:
-        """Return a fast path for calls like ``call``; None for trees, parameters and repeats.
+        """Return a fast path for calls like ``call``, or None if there is none.
 
-        The fast path does not refer to the ``Graphed``, so that dropping the last reference to that
-        object frees the graphs.
+        Trees, parameters and repeated tensors have none. The fast path does not refer to the
+        ``Graphed``, so that dropping the last reference to that object frees the graphs.
         """
         flat, names, graph = (*call.args, *call.kwargs.values()), (*call.kwargs,), entry.graph
         needs_gradient = call.needs_gradient

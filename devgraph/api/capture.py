@@ -318,7 +318,7 @@ class Captured:
             A report with ``ok``, ``failures``, ``causes`` and ``not_varied``.
 
         Raises:
-            CaptureError: a case replaced a tensor, or wrote a tensor above ``snapshot_limit``.
+            CaptureError: a case wrote a tensor above ``snapshot_limit``.
         """
         terms = Terms(
             cases=cases,

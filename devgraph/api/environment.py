@@ -60,13 +60,13 @@ def switch(variable: str) -> bool | str:
 
 
 def applied_by_runners() -> list[str]:
-    """Return the names of the set variables that runners apply to their mode."""
+    """Return the names of the variables that runners apply to their mode, unless they are off."""
     names = (EMULATE_VARIABLE, VERIFY_VARIABLE)
     return [name for name in names if boolean(os.environ.get(name, "")) is not False]
 
 
 def warn_unknown() -> None:
-    """Warn about each set variable that has devgraph's prefix but is unknown."""
+    """Warn about each unknown environment variable with devgraph's prefix."""
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in VARIABLES and not name.startswith(_OTHERS):
             _warn(name)

@@ -111,7 +111,7 @@ class UnjoinedStreamError(CaptureError):
 
 
 class CaptureBusyError(CaptureError):
-    """Another thread holds the device's capture lock."""
+    """Another thread holds the device's capture lock for too long."""
 
 
 class UpdateError(DeviceGraphError):

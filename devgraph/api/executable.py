@@ -119,7 +119,7 @@ class Residency:
     evicted: int
     """Number of evictions of executables and recordings."""
     seconds: float
-    """Seconds in which executables were made, except those that torch makes in a capture."""
+    """Seconds spent on making executables, except those that torch makes in a capture."""
 
 
 class Recordings:

@@ -36,7 +36,7 @@ from devgraph.api.marks.source import user_line
 logger = logging.getLogger(__name__)
 
 _MOST_ERRORS = 64
-"""Number of invalid replays that are remembered for ``Gate.wait``."""
+"""Maximum number of invalid replays whose errors are kept for ``Gate.wait`` and ``Gate.open``."""
 
 Fence = Callable[[], bool]
 """A callable that reports whether the work before an ``open_after`` has finished."""

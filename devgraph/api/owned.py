@@ -411,11 +411,11 @@ class Owned:
         changes += [c for c in changed_contents(self._after_run) if c[0] not in self.moved]
         if self.moved:
             warn(text_of_changes(changes))
-        elif changes:  # Steps may append to a list for a purpose outside of the step.
+        elif changes:  # No warning: a step may append to a list that other code reads.
             logger.warning(text_of_changes(changes))
 
     def watch(self) -> tuple[list[Watched], list[Watched]]:
-        """Return the arguments with ``bound=``, and the modules. Proofs compare them as well."""
+        """Return the watched arguments with ``bound=``, and modules; proofs check both, too."""
         modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
         # Functions in arguments are omitted: the step calls them, and they return no bound trees.
         owners = {n: v for n, v in self.arguments.items() if not returns_tree(v)}
@@ -529,7 +529,7 @@ class _FirstRun:
 
 _EMPTY = Entry("", None, None, ABSENT)
 _FLAGS = {"requires_grad": ("backward", "grad", "requires_grad"), "_version": ("_version",)}
-"""Attributes of tensors that replays compare, and the names in code for which they do."""
+"""Attributes of tensors that replays compare if the step's code contains one of the names."""
 
 
 def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) -> list[str]:
@@ -651,8 +651,8 @@ class Weights:
     torch's registration hooks report every assignment of a tensor to a module, but not assignments
     of None or deletions. After a report, the next replay compares all tensors. Other replays
     compare the addresses of a few tensors (on the CPU: of all) and, in rotation, a few modules.
-    With ``modes``, modes (train, eval) and hooks of the modules are compared too, and tables of
-    tensors only in rotation. A new tensor is refused if its name is in ``names``.
+    With ``modes``, modes (train, eval) and removed hooks are compared too, and tables of tensors
+    only in rotation. A new tensor is refused if its name is in ``names``.
     """
 
     def __init__(

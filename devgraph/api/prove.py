@@ -85,7 +85,7 @@ class Case:
     updated: bool = False
     """Whether host arguments again have the values at capture, after cases with other values."""
     filled: tuple[str, ...] = ()
-    """Slots whose real rows are pad values, because no legal data is known for this size."""
+    """Input slots whose real rows are pad values, because no legal data is known for this size."""
 
     def failure(self, where: str, message: str, kind: str = "graph", **lasting: bool) -> Failure:
         own: dict[str, Any] = {"host_args": self.host_args, "bucket": self.bucket, **lasting}
@@ -307,7 +307,7 @@ def _count(failures: Iterable[Failure]) -> str:
 
 
 def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill a floating-point tensor with noise that resembles its data.
+    """Replace the data of a floating-point or complex tensor with noise.
 
     Data between 0 and 1 becomes noise between 0 and 1, and other non-negative data becomes
     non-negative noise, because operators check probabilities and variances. Integers and bools keep
@@ -380,7 +380,7 @@ def compare_near(
 
 @contextlib.contextmanager
 def in_case(case: Case, inputs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Note the case and its integer inputs on an error that is raised in the block."""
+    """Note the case and the ranges of its integer inputs on an error of the block."""
     try:
         yield
     except Exception as error:

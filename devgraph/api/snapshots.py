@@ -36,7 +36,7 @@ RowsOf = Callable[[torch.Tensor, "torch.Tensor | None"], Iterable[RowPlace]]
 saved rows; it is None if the whole tensor was saved."""
 
 _restores: Counter[int] = Counter()
-"""Number of calls of ``Snapshot.restore`` by thread."""
+"""Number of calls of ``Snapshot.restore_random`` by thread."""
 
 
 def restores_elsewhere() -> int:
@@ -199,8 +199,8 @@ class Snapshot:
     def disturb(self, names: Container[str], rows: RowsOf) -> None:
         """Change ``rows`` in the copies of written floating-point tensors until ``settle``.
 
-        ``restore`` writes the changed copies. Tensors in ``names`` were written without a change of
-        their version counter.
+        ``restore`` writes the changed copies. ``names`` adds written tensors whose version counter
+        did not change.
         """
         with torch.inference_mode():
             for name, tensor, copy, numbers in self._copies():

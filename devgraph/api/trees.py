@@ -178,10 +178,8 @@ class Copied(NamedTuple):
 def own_copy(path: str, node: Any, copies: dict[int, Copied]) -> Any:
     """Return a copy of the tree ``node`` with new containers and the same leaves.
 
-    Objects without tensors, such as a dataclass of plain values, are leaves.
-
-    ``copies`` maps the id of each container to its copy, so that a container that occurs twice is
-    copied once.
+    Objects without tensors, such as a dataclass of plain values, are leaves. ``copies`` maps the id
+    of each container to its copy, so that a container that occurs twice is copied once.
     """
     if id(node) in copies:
         return copies[id(node)].copy

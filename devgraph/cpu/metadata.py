@@ -212,7 +212,7 @@ def _is_pointwise(plan: OpPlan) -> bool:
 
 
 def _has_expanded_half(*tree: Any) -> bool:
-    """Whether a 16-bit float tensor is expanded; eager kernels then order strides differently."""
+    """Whether a 16-bit float tensor is expanded; kernels then order strides unlike fake results."""
     halves = (t for t in tensors_in(tree) if t.dtype in (torch.bfloat16, torch.float16))
     return any(0 in tensor.stride() for tensor in halves)
 

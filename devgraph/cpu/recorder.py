@@ -54,7 +54,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 class Recorder:
     """A recording of the operations of the current thread from ``__enter__`` to ``__exit__``.
 
-    No operation is executed and no random number is drawn. Outputs are poisoned tensors of
+    No operation is executed, and random generators are restored. Outputs are poisoned tensors of
     ``pool``, which every replay writes. Views are created immediately, because they are only
     aliases. Python code runs once, so replays repeat its control flow and its Python numbers.
 

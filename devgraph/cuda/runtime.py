@@ -189,7 +189,7 @@ class Runtime(NodeRuntime):
 
     @staticmethod
     def find(enter: Callable[[], object]) -> Runtime | None:
-        """Return the driver's calls, or None if the driver is older than CUDA 12.3."""
+        """Return the driver's calls, or None without a driver of CUDA 12.3 or newer."""
         name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
         try:
             runtime = Runtime(ctypes.PyDLL(name), ctypes.CDLL(name), enter)

@@ -169,7 +169,7 @@ class _GradientStop(torch.autograd.Function):
 
 
 class _Watched(NamedTuple):
-    """A result that a region allocated, with a weak reference to its memory."""
+    """A result in memory that the call allocated, with a weak reference to the memory."""
 
     position: int
     requires_grad: bool
@@ -216,7 +216,7 @@ class MarkedCall:
         self.settings = Settings.current()
         """torch's settings at the call, restored for later runs."""
         self.note: Any = None
-        """Vendor data: node set, tape span or task-group handle."""
+        """Vendor data: captured nodes, a tape span, or the event of a task group."""
         self.nodes: range | None = None
         """The nodes of the call in the graph, if the backend reports them."""
         with torch._C.DisableTorchFunction():  # user code must not see these queries
@@ -240,7 +240,7 @@ class MarkedCall:
         body: Callable[..., Any] | None = None,
         memory: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
-        """Run ``body`` (by default the function) in the capture, and return results for the caller.
+        """Run ``body`` (by default the function) during the capture, and return its results.
 
         Bridges are allocated in ``memory()``.
         """
@@ -361,7 +361,7 @@ class MarkedCall:
         ]
 
     def run(self, host: dict[str, Any]) -> None:
-        """Run the body again with other host values, writing the same result addresses."""
+        """Run the function again with other host values; write results to the fixed addresses."""
         self._settle()
         try:
             if self.settings.are_active():

@@ -416,12 +416,12 @@ def region(
         derive: functions of host arguments, by the parameter that receives the result. The step
             does not pass these parameters.
         reduce: functions of one value, by host argument. The region receives the reduced value,
-            which is also the key of the recording.
+            which is also part of the recording's key.
         context: called once for each replay on the replaying thread. Its immutable result is
             passed as the keyword argument ``context``.
         fake: a function that takes the arguments with fake tensors and returns fake results. Policy
-            ``piecewise`` needs it if ``fn`` cannot run with fake tensors.
-        capture_stub: called instead of the function during a breakable capture. It takes the same
+            ``piecewise`` needs it if ``fn`` cannot run so, or has ``mutates`` and returns results.
+        capture_stub: called instead of the function during a capture with breaks. It takes the same
             arguments, whose data may be uninitialized, and returns results of the same shapes.
 
     Raises:

@@ -81,7 +81,7 @@ def _active() -> _CompiledStep:
 
 
 def _host_value(name: str) -> Any:
-    """Return the value of host argument ``name`` for the current marked function."""
+    """Return the value of host argument ``name`` in the current run of the step."""
     return _active().live[name]
 
 

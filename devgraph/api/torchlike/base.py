@@ -501,7 +501,7 @@ class TorchBackend(Backend):
             native.capture_end()
 
     def reopen_capture(self) -> None:
-        """Begin an empty raw capture on the current stream, which torch's clean-up can then end.
+        """Begin an empty driver capture on the current stream, which torch's clean-up can then end.
 
         Raises:
             RuntimeError: the stream is still in a capture.
@@ -623,7 +623,7 @@ class TorchBackend(Backend):
         stream.synchronize()
 
     def retire_stream(self, stream: Any) -> None:
-        """Stop capturing on ``stream``; override this to keep it out of ``fresh_stream``, too."""
+        """Replace ``stream`` as capture stream; overrides also keep it out of ``fresh_stream``."""
         logger.warning("%s: retired a stream that a failed capture left capturing", self.name)
         if stream == self._capture_stream:
             self._capture_stream = None

@@ -357,7 +357,7 @@ class NodeGraph(TorchGraph):
     # Recordings.
 
     def _own_recording(self) -> NodeRecording:
-        """Record the key of the capture, so that regions that cannot be updated fail now."""
+        """Record the regions for the captured key, so that regions without updates fail now."""
         try:
             recording = self._recorded(self._host)
         except (UpdateError, RuntimeCallError) as error:
@@ -622,5 +622,5 @@ def _replay_calls_operations(native: Any) -> bool:
 
 
 def compilers() -> tuple[str, ...]:
-    """Return the compilers of a device for which Inductor generates Triton code."""
+    """Return the compilers of a device on which Inductor needs Triton."""
     return ("eager", "inductor") if importlib.util.find_spec("triton") else ("eager",)
