@@ -27,10 +27,10 @@ SHAPES = {"small": (1024, 2816, 8, 8), "8b": (4096, 12288, 32, 8)}
 """Hidden size, inner size, heads and KV heads."""
 
 HEAD = 128
-REPLAYS, ROUNDS = 20, 9
+REPLAYS, ROUNDS, SEQUENCE = 20, 9, 8
 ROWS = (
     *(("cost", "small", t, v) for t in (64, 2048) for v in ("waits", "both", "both_during")),
-    *(("overlap", "small", t, "") for t in (64, 2048)),
+    *(("overlap", "small", t, v) for t in (64, 2048) for v in ("one", "sequence")),
     *(("breaks", "8b", t, v) for t in (64, 512, 2048) for v in ("loads", "sends")),
 )
 """Kind, shape, tokens and variant of each row."""
@@ -169,14 +169,26 @@ def cost(model: Model, variant: str) -> Any:
     return {**model.compare(with_gates, without, REPLAYS, before), **counts}
 
 
-def overlap(model: Model, _variant: str) -> Any:
-    """Return the share of a transfer that overlaps with the step; both take equally long."""
+def overlap(model: Model, variant: str) -> Any:
+    """Return the share of a transfer that overlaps with the step; both take equally long.
+
+    ``one`` step is launched on an idle device. In a ``sequence``, the host launches each step while
+    the device executes the previous one.
+    """
     namespace = torch.get_device_module(model.backend.device)
+    steps = SEQUENCE if variant == "sequence" else 1
     plain, gated = model.capture(), model.capture(wait)
     same(gated, plain)
     gates, stream = gates_of(gated), namespace.Stream()
-    plain.replay()
-    alone = statistics.median(model.seconds(plain.replay) for _ in range(ROUNDS))
+
+    def seconds(run: Callable[[], object]) -> float:
+        """Return the median of the seconds for a call of ``run``."""
+
+        def runs() -> None:
+            for _ in range(steps):
+                run()
+
+        return statistics.median(model.seconds(runs) for _ in range(ROUNDS)) / steps
 
     def transfer(cycles: int, *, opens: bool) -> None:
         with namespace.stream(stream):
@@ -185,21 +197,17 @@ def overlap(model: Model, _variant: str) -> Any:
                 if opens:
                     gate.open_after(stream)
 
-    trial = 100_000
-    spent = statistics.median(
-        model.seconds(lambda: transfer(trial, opens=False)) for _ in range(ROUNDS)
-    )
-    cycles = int(trial * alone / spent)
-
     def layerwise() -> None:
         gated.replay()
         transfer(cycles, opens=True)
 
+    plain.replay()
+    alone = seconds(plain.replay)
+    trial = 100_000
+    cycles = int(trial * alone / seconds(lambda: transfer(trial, opens=False)))
     layerwise()
-    sent = statistics.median(
-        model.seconds(lambda: transfer(cycles, opens=False)) for _ in range(ROUNDS)
-    )
-    both = statistics.median(model.seconds(layerwise) for _ in range(ROUNDS))
+    sent = seconds(lambda: transfer(cycles, opens=False))
+    both = seconds(layerwise)
     return {
         "step": alone * 1e6,
         "transfer": sent * 1e6,

@@ -120,8 +120,9 @@ def gates(rows: Any) -> Rows:
         work = f"{row['shape']}, {row['tokens']} tokens"
         if row["kind"] == "overlap" and "layerwise" in row:
             both = row["step"] + row["transfer"]
-            what = f"{work}, a step with a transfer layer by layer"
-            yield Pair(what, "us", row["layerwise"], both, "in sequence")
+            steps = "each of several steps" if row["variant"] == "sequence" else "a step"
+            what = f"{work}, {steps} with a transfer layer by layer"
+            yield Pair(what, "us", row["layerwise"], both, "one after the other")
         elif "with" in row:
             cost = row["kind"] == "cost"
             what = (variants if cost else breaks)[row["variant"]]

@@ -25,6 +25,10 @@ from devgraph.api.torchlike.base import TorchBackend
 CAPACITY = 4096
 """Maximum number of places (names times iterations) of one capture or runner."""
 
+_BEGUN, _DONE, _SIGNALS, _OPENED = 0, 1, 2, 2 + CAPACITY
+"""Indexes of the host's words: the launches that have begun and ended last, then one word for the
+signal of each place, and one for the launch in which a stream of ``open_after`` opened it."""
+
 WRITE, AT_LEAST, EQUAL = -1, 0, 1
 """Kinds of ``Op``: a write, and two waits, whose values are the drivers' comparison flags."""
 
@@ -76,11 +80,9 @@ class FlagGates:
         self._words = backend.pin(torch.zeros(2 * CAPACITY + 2, dtype=dtype, device="cpu"))
         backend.namespace.current_stream(backend.device).synchronize()
         self._host = (self.word * len(self._words)).from_address(self._words.data_ptr())
-        """The words ``[begun, done, *signals, *opened]``, as the host reads them."""
+        """The words as the host reads them."""
         self._flag = self._flags.data_ptr()
         self._published = self.published(self._words.data_ptr())
-        self._begun, self._done = self._published, self._published + self._size
-        self._signal = self._done + self._size
         self._launched = self._used = 0
         self._spares: list[Any] = []
         """Openers that are not in use."""
@@ -104,7 +106,7 @@ class FlagGates:
         if self._used:
             self.fill(stream, self._flag, 0, self._used)
             if signals:
-                self.fill(stream, self._signal, 0, self._used)
+                self.fill(stream, self._word(_SIGNALS), 0, self._used)
         places = sorted(opened)
         for _, run in itertools.groupby(enumerate(places), lambda item: item[1] - item[0]):
             (_, first), *rest = run
@@ -113,17 +115,17 @@ class FlagGates:
             if len(self._spares) < _SPARES and self.finished() >= self._launched:
                 self._make_openers()
             self._launched = launch
-            self.run(stream, [Op(WRITE, self._begun, launch & self._mask)])
+            self.run(stream, [Op(WRITE, self._word(_BEGUN), launch & self._mask)])
 
     def end(self, launch: int) -> None:
-        self.run(self.current(), [Op(WRITE, self._done, launch & self._mask)])
+        self.run(self.current(), [Op(WRITE, self._word(_DONE), launch & self._mask)])
 
     def wait(self, place: int, timeout: float, recording: bool) -> None:
         self._launch([Op(EQUAL, self._place(place), 1)], recording)
 
     def signal(self, place: int, recording: bool) -> None:
         self._place(place)
-        self._launch([Op(WRITE, self._signal + self._size * place, 1)], recording)
+        self._launch([Op(WRITE, self._word(_SIGNALS + place), 1)], recording)
 
     def _launch(self, ops: list[Op], recording: bool) -> None:
         (self.record if recording else self.run)(self.current(), ops)
@@ -135,7 +137,7 @@ class FlagGates:
         if isinstance(fence, _After):
             opener.wait_event(fence.event)
             self._note(fence)
-        begun = Op(AT_LEAST, self._begun, launch & self._mask)
+        begun = Op(AT_LEAST, self._word(_BEGUN), launch & self._mask)
         writes = [Op(WRITE, self._place(place), 1) for place in places]
         self.run(getattr(opener, self.handle), [begun, *writes])
 
@@ -153,12 +155,11 @@ class FlagGates:
         self, launch: int, place: int, source: int
     ) -> tuple[Fence, Callable[[], None]] | None:
         value = launch & self._mask
-        if self._host[0] != value:
+        if self._host[_BEGUN] != value:
             return None
-        index = 2 + CAPACITY + place
+        index = _OPENED + place
         # Write the flag last, because the launch may then end and free the words.
-        word = self._published + self._size * index
-        ops = [Op(WRITE, word, value), Op(WRITE, self._place(place), 1)]
+        ops = [Op(WRITE, self._word(index), value), Op(WRITE, self._place(place), 1)]
         fence = _After(lambda: self._host[index] == value, source, next(self._numbers), None)
         self._note(fence)
         return fence, lambda: self.run(source, ops)
@@ -172,11 +173,15 @@ class FlagGates:
         self._dirty = True
 
     def finished(self) -> int:
-        return int(self._launched - ((self._launched - self._host[1]) & self._mask))
+        return int(self._launched - ((self._launched - self._host[_DONE]) & self._mask))
 
     def signalled(self, place: int, launch: int) -> bool:
-        given = self._host[0] == launch & self._mask and self._host[2 + place] == 1
-        return given or self.finished() >= launch
+        has_begun = self._host[_BEGUN] == launch & self._mask
+        return (has_begun and self._host[_SIGNALS + place] == 1) or self.finished() >= launch
+
+    def _word(self, index: int) -> int:
+        """Return the address at which streams write the host's word ``index``."""
+        return self._published + self._size * index
 
     def _place(self, place: int) -> int:
         if place >= CAPACITY:
