@@ -1,4 +1,4 @@
-"""The ``devgraph`` program, which runs one command and prints errors as single lines."""
+"""The ``devgraph`` program, which runs one command and reports errors on standard error."""
 
 from __future__ import annotations
 
