@@ -233,7 +233,7 @@ COMMANDS = {
     ),
     "demo": ("generate text with a small real model, downloaded on first use", _demo),
     "bench": ("time eager and every policy on the same work", _bench),
-    "check": ("list the places in a function that a device capture would refuse or freeze", _check),
+    "check": ("list the operations that a device capture would refuse or freeze", _check),
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
     "completion": ("print a completion script for a shell", _completion),
     "troubleshoot": ("print the documentation of an error class", _troubleshoot),
@@ -254,10 +254,10 @@ def check_model(name: str) -> None:
         raise CommandError(f"--model {name}: there is no such folder or file")
 
 
-def check_group(name: str | None, names: Sequence[str], place: str) -> None:
+def check_group(name: str | None, names: Sequence[str], file: str) -> None:
     """Refuse a ``--group`` that does not exist."""
     if name is not None and name not in names:
-        raise CommandError(f"{place} has no group {name!r}. {did_you_mean(name, names)}")
+        raise CommandError(f"{file} has no group {name!r}. {did_you_mean(name, names)}")
 
 
 def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:

@@ -92,14 +92,15 @@ def _print(name: str, findings: Sequence[Mapping[str, Any]]) -> None:
     for finding in findings:
         problem, _, rest = finding["text"].partition(". ")
         advice[f"{finding['kind']}: {rest} See {finding['see']}.".replace("  ", " ")] = None
-        place = f"{_path(finding)}:{finding['line']}: {finding['kind']}"
-        say(f"{place}: {problem.rstrip('.')}", style="place")
+        location = f"{_path(finding)}:{finding['line']}: {finding['kind']}"
+        say(f"{location}: {problem.rstrip('.')}", style="place")
         print_lines(f"    {finding['source']}")
     say()
     for text in advice:
         say(f"- {text}")
     say()
-    say(f"{name}: {counted(len(findings), 'place')} that a device capture would refuse or freeze")
+    found = counted(len(findings), "operation")
+    say(f"{name}: {found} that a device capture would refuse or freeze")
 
 
 def _github(finding: Mapping[str, Any]) -> str:
@@ -114,9 +115,9 @@ def _sarif(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for finding in findings:
         path = _path(finding)
         file = {"uri": path.as_uri() if path.is_absolute() else path.as_posix()}
-        place = {"artifactLocation": file, "region": {"startLine": finding["line"]}}
+        location = {"artifactLocation": file, "region": {"startLine": finding["line"]}}
         result = {"ruleId": finding["kind"], "level": "error", "message": {"text": finding["text"]}}
-        results.append({**result, "locations": [{"physicalLocation": place}]})
+        results.append({**result, "locations": [{"physicalLocation": location}]})
     rules = [{"id": kind, "help": {"text": _explanation(kind)}} for kind in KINDS]
     driver = {"name": "devgraph", "version": __version__, "rules": rules}
     runs = [{"tool": {"driver": driver}, "results": results}]

@@ -126,8 +126,8 @@ def _plan_groups(
     if args.backend != "auto":
         raise CommandError("--backend is not allowed with --cluster: each group names its backend")
     if args.fact:
-        place = f"state facts per group in {args.cluster}"
-        raise CommandError(f"--fact is not allowed with --cluster: {place}")
+        way = f"state facts per group in {args.cluster}"
+        raise CommandError(f"--fact is not allowed with --cluster: {way}")
     cluster = Cluster.from_file(args.cluster)
     check_group(args.group, [group.name for group in cluster.groups], args.cluster)
     groups = tuple(group for group in cluster.groups if args.group in (None, group.name))

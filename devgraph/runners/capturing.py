@@ -204,7 +204,7 @@ class CaptureScheduler:
                 done.append(graph)
             self._require_unwritten(done, before)
         # Keep addresses of earlier captures, so that proofs report tensors replaced since then.
-        self._step.places = {**addresses(self._step.tensors()), **self._step.places}
+        self._step.addresses = {**addresses(self._step.tensors()), **self._step.addresses}
         self.pace = _measure_pace(self._backend)
         if self.pace is not None and self.pace.slow:
             logger.warning(

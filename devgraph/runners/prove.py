@@ -87,7 +87,7 @@ class Proof:
         leaves = step.tensors(weights=not terms.quick)
         state = State(step.backend, leaves, step.roots(), limit=terms.snapshot_limit)
         now = step.tensors()
-        names = replaced(step.places, addresses(now))
+        names = replaced(step.addresses, addresses(now))
         # A graph may still read the old memory of a replaced tensor, which may have the same
         # contents. Therefore each case changes the contents of the new tensor.
         self.renewed = [leaf for name, leaf in now if name in names and not terms.quick]
@@ -294,7 +294,7 @@ class _CaseRun:
         self._read: dict[torch.Tensor, list[int]] = {}
         # Change the rows that padding may write. Otherwise, a write of the value that an earlier
         # batch left would go unnoticed.
-        used = functools.partial(_places, [*self._used_pads()])
+        used = functools.partial(_pad_rows, [*self._used_pads()])
         self._compared.state.begin_case(self._named_rows(), used if case.padded else None)
         self._renewed = [(leaf, leaf.detach().clone()) for leaf in proof.renewed]
         for _, value in self._renewed:
@@ -303,7 +303,7 @@ class _CaseRun:
     def failures(self) -> list[Failure]:
         """Return the failures of the case. All ranks make the same runs, even if only one fails."""
         compared, terms = self._compared, self._proof.terms
-        shared, scratch, unused = (functools.partial(_places, v) for v in self._shared_values())
+        shared, scratch, unused = (functools.partial(_pad_rows, v) for v in self._shared_values())
         want, got, failures = self._on_padded_batch(shared, scratch)
         collides = functools.cache(lambda: self._collides(want, got))
         if compared.agreed(bool(failures) and collides()):
@@ -462,8 +462,8 @@ class _CaseRun:
             other = got.state[name][0] if name in got.state else saved
             if now.dim():
                 written = _changed(saved, now)
-                for place in unused(now, rows):
-                    row_at(written, place).fill_(False)
+                for at in unused(now, rows):
+                    row_at(written, at).fill_(False)
                 # Not every device has ``where`` for unsigned integers.
                 other = torch.where(written, raw(other), raw(now)).view(now.dtype)
             state[name], graphs[name] = (now, now, rows), (other, other, rows)
@@ -611,8 +611,8 @@ class _CaseRun:
             only = _changed(saved, now)
             if name in alone.state:
                 only &= ~_changed(saved, alone.state[name][0])
-            for place in unused(now, rows):
-                row_at(only, place).fill_(False)
+            for at in unused(now, rows):
+                row_at(only, at).fill_(False)
             if rows is None and not name.startswith("random generator") and only.any():
                 left[name] = only, now
         if not self._compared.agreed(bool(left)):
@@ -660,7 +660,7 @@ class _Pad(NamedTuple):
     """Largest absolute value in the slot. A dimension that the slot indexes is larger."""
 
 
-def _places(
+def _pad_rows(
     pads: Iterable[_Pad], tensor: torch.Tensor, numbers: torch.Tensor | None
 ) -> Iterator[RowPlace]:
     """Yield the rows of ``tensor`` whose numbers are pad values in ``pads``.
@@ -686,9 +686,9 @@ def _writes(pads: Iterable[_Pad], seen: RunResult) -> bool:
     pads = [*pads]
     return any(
         read(
-            differs(row_at(saved, place), row_at(now, place))
+            differs(row_at(saved, at), row_at(now, at))
             for now, saved, numbers in seen.state.values()
-            for place in _places(pads, now, numbers)
+            for at in _pad_rows(pads, now, numbers)
         )
     )
 

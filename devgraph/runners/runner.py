@@ -521,7 +521,7 @@ class Runner:
         with self._between_steps("invalidate"):
             self._steps.clear()
             self.graphs.each(lambda graph: graph.forget(Reason.INVALIDATED, reason))
-            self._step.places = {}
+            self._step.addresses = {}
             self._step.forget_names()
             self.buffers.rebind()
 

@@ -59,7 +59,7 @@ class Step:
     state: StateStore | None = None
     engine: Sequence[Callable[..., Any]] = ()
     """The engine's own functions, whose state captures and proofs restore."""
-    places: Mapping[str, int] = attrs.field(factory=dict)
+    addresses: Mapping[str, int] = attrs.field(factory=dict)
     """Addresses of the step's tensors at their first capture, by name."""
     named: NamedState | None = None
     """The state that the captured functions read by name; None before the first capture."""
@@ -489,14 +489,14 @@ class BoundSteps:
         """Return the step of graph ``key`` for batches of ``size``, and bind it if necessary."""
         # Ranks without requests may pass a different variant than the agreed one.
         variant = canonical_variant(options) if bucket is None else key.variant
-        place = (*shown, variant, bucket)
-        step = self._bound.get(place)
+        bound_key = (*shown, variant, bucket)
+        step = self._bound.get(bound_key)
         if step is None:
             step = GraphStep(self._step, self._graphs[key], size, self._graphs.rows(size))
             if self._arena.holds(size):  # Do not cache larger steps, which own memory.
                 if len(self._bound) >= MAX_STEPS:
                     del self._bound[next(iter(self._bound))]
-                self._bound[place] = step
+                self._bound[bound_key] = step
         return step
 
     def clear(self) -> None:

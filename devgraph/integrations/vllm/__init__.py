@@ -27,9 +27,9 @@ def stats() -> dict[str, Any]:
     graphs, capture seconds, and ``eager``: calls without a graph, by reason. In mode piecewise,
     each piece of a model counts as one call.
     """
-    places = [] if here.changes is None else list(here.changes.places)
+    replaced = [] if here.changes is None else list(here.changes.replaced)
     layer = current_layer()
-    return {"installed": places, **totals(layer.memory, layer.counts, layer.check.counts)}
+    return {"installed": replaced, **totals(layer.memory, layer.counts, layer.check.counts)}
 
 
 def __getattr__(name: str) -> Any:

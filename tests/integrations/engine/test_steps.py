@@ -28,10 +28,10 @@ def test_capture_of_an_engine_changes_no_setting_that_a_compiled_function_checks
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fewer_rows_than_in_the_warm_up_are_refused_and_not_repeated(rows: int) -> None:
-    places = SharedOutputs().places(torch.zeros(4, 2), rows=None, capacity=None)
+    targets = SharedOutputs().views(torch.zeros(4, 2), rows=None, capacity=None)
     with pytest.raises(dg.CapabilityError, match=rf"\({rows}, 2\).*\(4, 2\)"):
-        copy_into(places, torch.ones(rows, 2))
-    assert torch.equal(copy_into(places, torch.ones(5, 2)), torch.ones(4, 2))
+        copy_into(targets, torch.ones(rows, 2))
+    assert torch.equal(copy_into(targets, torch.ones(5, 2)), torch.ones(4, 2))
 
 
 def test_output_in_other_memory_than_the_pools_is_kept() -> None:
