@@ -175,9 +175,10 @@ def pace(results: Any) -> Rows:
 
 def graphed(report: Any) -> Rows:
     for shape, row in report["shapes"].items():
-        for peer in ("eager", "copies", "torch", "tensordict"):
+        for peer in ("eager", "raw", "copies", "torch", "tensordict"):
             if all("us" in row.get(name, {}) for name in ("graphed", peer)):
-                against = {"copies": "a raw graph with copies"}.get(peer, peer)
+                names = {"raw": "a raw graph", "copies": "a raw graph with copies"}
+                against = names.get(peer, peer)
                 yield Pair(shape, "us", row["graphed"]["us"], row[peer]["us"], against)
 
 
