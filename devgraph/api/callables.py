@@ -227,7 +227,7 @@ class Graphed:
                 try:
                     result = entry.repeat(self, args, kwargs)
                 except NestedCaptureError:
-                    if not self._device().capture_lock.is_foreign_here:
+                    if not self._backend_in_use().capture_lock.is_foreign_here:
                         raise
                     break
                 if result is not _OTHER:
@@ -276,7 +276,7 @@ class Graphed:
         call = _Call(args, kwargs, host, tensors, needs_gradient, with_gradients, settings)
         if entry is None or entry.graph is None or entry.graph_seconds is not _NO_TIMES:
             return self._slow_call(tuple(key), entry, call)
-        if self._device().capture_lock.is_foreign_here:
+        if self._backend_in_use().capture_lock.is_foreign_here:
             return self._run_eagerly(EagerReason.IN_CAPTURE, args, {**kwargs, **host})
         entry.used = next(self._clock)
         graph = entry.graph
@@ -410,17 +410,17 @@ class Graphed:
             return self._constants
         try:
             self._names.settle()
-            named = self._name() if self._named is None else self._named
+            named = self._find_named() if self._named is None else self._named
             constants = named.constants()
         except StateError as error:
             self._drop_all(error)
-            named = self._name()
+            named = self._find_named()
             constants = named.constants()
         plain = (entry._replace(value=entry.now()) for entry in named.plain)
         self._constants, self._constants_same = constants, all_of(map(term_of, plain))
         return constants
 
-    def _name(self) -> NamedState:
+    def _find_named(self) -> NamedState:
         """Find the state that the function reads by name."""
         self._named = NamedState(roots_of(self._fn), lambda entry: isinstance(entry.value, PLAIN))
         self._names = Guard([self._named])
@@ -505,7 +505,7 @@ class Graphed:
             with graph.lock:
                 self._weights_hold()
         if entry.graph is None:
-            lock = self._device().capture_lock
+            lock = self._backend_in_use().capture_lock
             if lock.is_recording_here or lock.is_stream_capturing():  # Other code is capturing.
                 return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
             try:
@@ -550,7 +550,7 @@ class Graphed:
         return result
 
     def _obstacle(self, tensors: list[torch.Tensor], with_gradients: bool) -> EagerReason | None:
-        kind = self._device().device.type
+        kind = self._backend_in_use().device.type
         if any(tensor.device.type != kind for tensor in tensors):
             return EagerReason.OTHER_DEVICE
         if with_gradients and (self._options.policy != "full" or self._host_names):
@@ -576,7 +576,7 @@ class Graphed:
         if seconds is None:
             yield
             return
-        backend = self._device()
+        backend = self._backend_in_use()
         backend.synchronize()
         started = time.perf_counter()
         yield
@@ -596,7 +596,7 @@ class Graphed:
 
     # Graphs.
 
-    def _device(self) -> Backend:
+    def _backend_in_use(self) -> Backend:
         if self._backend is None:
             if self._options.pool is not None:
                 self._backend = self._options.pool.backend  # type: ignore[assignment]
@@ -607,7 +607,7 @@ class Graphed:
         return self._backend
 
     def _capture(self, entry: _Entry, call: _Call) -> None:
-        backend = self._device()
+        backend = self._backend_in_use()
         if self._pool is None:
             self._pool = backend.make_pool()
         while len(live := self._live) >= self._options.max_graphs:

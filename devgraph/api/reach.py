@@ -502,7 +502,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_of_user(tensor: torch.Tensor) -> bool:
+def _has_user_state(tensor: torch.Tensor) -> bool:
     return bool(vars(tensor)) or type(tensor) not in _TENSORS or any(_hooks_of(tensor))
 
 
@@ -770,7 +770,7 @@ class Named:
                 if is_leaf:
                     if isinstance(entry.value, str) and not str(entry.key).startswith("__"):
                         self.texts.add(entry.value)
-                    elif isinstance(entry.value, torch.Tensor) and _is_of_user(entry.value):
+                    elif isinstance(entry.value, torch.Tensor) and _has_user_state(entry.value):
                         todo.append((entry.path, entry.value))
                     continue
                 is_child = isinstance(entry.value, torch.nn.Module) and isinstance(value, _MODULES)

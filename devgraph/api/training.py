@@ -387,7 +387,7 @@ class TrainingGraphs:
                 randomize(tensor, generator)
                 tensor.requires_grad_(static.requires_grad)
             replay = functools.partial(self.run, host={})
-            eager, graph = (self._ran(run, tensors) for run in (self._run_eagerly, replay))
+            eager, graph = (self._results(run, tensors) for run in (self._run_eagerly, replay))
             for name in {**eager, **graph}:
                 message = "is computed by only one of the two runs"
                 if name in eager and name in graph:
@@ -396,7 +396,7 @@ class TrainingGraphs:
                     failures.append(case.failure(name, message))
         return Report(cases=cases, failures=tuple(failures), tried=tuple(tried))
 
-    def _ran(
+    def _results(
         self, run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the outputs and gradients of a run by name, and restore the state of the step."""

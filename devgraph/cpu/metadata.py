@@ -176,18 +176,18 @@ class Metadata:
             refusal = _odd(odd, "an argument is ")
             if plan.writes:
                 raise refusal
-            return _try(plan, args, kwargs, refusal)
+            return _probe(plan, args, kwargs, refusal)
         if plan.name in _UNFAITHFUL or (_is_pointwise(plan) and _has_expanded_half(args, kwargs)):
-            return _try(plan, args, kwargs)
+            return _probe(plan, args, kwargs)
         if plan.func.namespace == "aten" and not plan.writes and _is_ambiguous(args, kwargs):
             with contextlib.suppress(Exception):  # The operation may refuse scratch data.
-                return _try(plan, args, kwargs)
+                return _probe(plan, args, kwargs)
         try:
             return self._ask_fakes(plan, args, kwargs)
         except UnknownMetadataError as error:
-            return _try(plan, args, kwargs, UnrecordableError(str(error)))
+            return _probe(plan, args, kwargs, UnrecordableError(str(error)))
         except RuntimeError as error:  # The operation itself may succeed.
-            return _try(plan, args, kwargs, error)
+            return _probe(plan, args, kwargs, error)
 
     def reads_data(self, plan: OpPlan, args: Args, kwargs: Kwargs) -> bool:
         """Whether an operation that returns no tensor needs the data of its arguments."""
@@ -262,7 +262,7 @@ def _infer(plan: OpPlan, args: Args, kwargs: Kwargs) -> Any:
     return map_tensors(result, functools.partial(_layout, plan))
 
 
-def _try(plan: OpPlan, args: Args, kwargs: Kwargs, refusal: Exception | None = None) -> Any:
+def _probe(plan: OpPlan, args: Args, kwargs: Kwargs, refusal: Exception | None = None) -> Any:
     """Run an operation on scratch data and return the layouts of its results.
 
     Raise ``refusal`` if the operation fails, and DataDependentError if a second run on other data

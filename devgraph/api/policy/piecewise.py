@@ -89,13 +89,13 @@ def _host_value(name: str) -> Any:
 # running it. An eager run checks these claims.
 
 
-def _described(mark: Mark, args: Args, kwargs: Kwargs, host: dict[str, Any]) -> Any:
+def _claimed_results(mark: Mark, args: Args, kwargs: Kwargs, host: dict[str, Any]) -> Any:
     """Return the fake results that a mark claims for fake arguments."""
     if mark.fake is None and mark.mutates:
         return None  # the usual result of a region that writes; the eager run refuses others
     claim = mark.fn if mark.fake is None else mark.fake
     try:
-        with autocast_uncached(), _sizes_unnamed(), _FakeClosures() as closed:
+        with autocast_uncached(), _unknown_sizes_allowed(), _FakeClosures() as closed:
             result = closed.stand_in(claim(*args, **kwargs, **host))
             if _of_unknown_shape(result):
                 raise HostReadError("the shape of its result depends on device data")
@@ -125,7 +125,7 @@ def _of_unknown_shape(result: Any) -> bool:
     )
 
 
-def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
+def _unknown_sizes_allowed() -> contextlib.AbstractContextManager[None]:
     """Allow the body to create tensors of data-dependent size, except as results."""
     mode = detect_fake_mode()
     if mode is None or mode.shape_env is None:
@@ -229,7 +229,7 @@ class _ClaimCheckScope(Scope):
 
         args, kwargs = pytree.tree_map(fake, (args, kwargs))
         with mode:
-            claimed = _described(mark, args, kwargs, host)
+            claimed = _claimed_results(mark, args, kwargs, host)
         said, got = (str(pytree.tree_map(describe, tree)) for tree in (claimed, result))
         if said != got:
             source = "the fake= of its mark returns" if mark.fake else "a mark with mutates= claims"
@@ -266,7 +266,7 @@ class _TraceScope(Scope):
         declared = _active().job.spec.declared
         host = mark.host_kwargs({name: declared.get(name) for name in given})
         with entered(None):
-            result = _described(mark, args, kwargs, host)
+            result = _claimed_results(mark, args, kwargs, host)
         refused = _untraceable(result)
         if refused is not None:
             raise CaptureError(
