@@ -421,7 +421,7 @@ class Graphed:
         return constants
 
     def _find_named(self) -> NamedState:
-        """Find the state that the function reads by name."""
+        """Find and return the state that the function reads by name."""
         self._named = NamedState(roots_of(self._fn), lambda entry: isinstance(entry.value, PLAIN))
         self._names = Guard([self._named])
         return self._named
@@ -980,6 +980,7 @@ def graphed(
     Raises:
         InputError: an argument is out of range.
         InputTypeError: an argument has a wrong type.
+        StateError: the module is graphed already.
     """
     registration(policy)  # refuses an unknown name
     for name, given, kind in (("pool", pool, Pool), ("host_args", host_args, Mapping)):

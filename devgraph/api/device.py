@@ -85,7 +85,7 @@ class Device(abc.ABC):
         return True
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the backend's device this thread's current device for a block."""
+        """Return a context in which the backend's device is this thread's current device."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class Device(abc.ABC):
         yield
 
     def on_working_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Run the block on another stream if a failed capture left the current stream capturing."""
+        """Return a context on another stream if a failed capture left the current one capturing."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager

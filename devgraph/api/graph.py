@@ -285,7 +285,7 @@ class DeviceGraph(abc.ABC):
             self._clear(GraphState.EMPTY, self._free)
 
     def close(self) -> None:
-        """Free everything permanently. Idempotent; refused in its capture and in eager bodies."""
+        """Free everything permanently. Idempotent; refused during capture and in eager bodies."""
         if self._state is GraphState.CLOSED:
             return
         if self._state is GraphState.CAPTURING:

@@ -16,7 +16,7 @@ td { font-variant-numeric: tabular-nums; vertical-align: top }
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; None becomes a dash."""
+    """Return an HTML table, with a dash for each None."""
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     body = "".join(
         f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>\n" for row in rows
@@ -26,7 +26,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def page(title: str, *parts: str) -> str:
-    """Return a complete document that needs no other file."""
+    """Return a complete HTML document with ``parts``, which needs no other file."""
     name = escape(title)
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{name}</title>\n'

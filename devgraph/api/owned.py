@@ -863,7 +863,7 @@ def raise_rebinding(changes: Iterable[Change]) -> None:
 
 
 def without_history(outputs: Any) -> Any:
-    """Detach outputs from autograd, because a replay has no backward; keep leaf tensors as is."""
+    """Return outputs detached from autograd, except leaf tensors: a replay has no backward."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach() if t.grad_fn is not None else t, outputs, is_leaf=is_size
     )

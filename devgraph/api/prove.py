@@ -652,7 +652,7 @@ def rows_of(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _twins(want: NamedTensors, got: NamedTensors) -> dict[str, str]:
-    """Describe outputs of a replay that equal another output, but only in the replay."""
+    """Return a text for each output that equals another one in the replay, but not in eager."""
     expected, twins = dict(want), {}
     for (name, one), (twin, other) in itertools.permutations(got, 2):
         if not compare(one, other) and compare(expected[name], expected[twin]):

@@ -14,7 +14,7 @@ _claims: dict[str, int] = {}
 
 
 def _claimed() -> bool:
-    """Claim the default generator for this thread unless another live thread has claimed it.
+    """Claim the default generator unless another live thread has; return whether that succeeded.
 
     A thread records one step at a time, so an existing claim of this thread is left over from an
     interrupt.

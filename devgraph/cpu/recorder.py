@@ -191,7 +191,7 @@ class Recorder:
         return [entry for entries in spans for entry in entries]
 
     def begin_span(self, label: str) -> Span:
-        """Begin the span of a region, which ``end_span`` ends. Spans cannot be nested."""
+        """Begin and return the span of a region, which ``end_span`` ends; spans are not nested."""
         assert self.open_span is None, "spans cannot be nested"
         self.open_span, self._inside = Span(label), []
         return self.open_span
@@ -595,7 +595,7 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
 
 
 def _with_dtype(dtype: torch.dtype, run: Callable[[], object]) -> Callable[[], None]:
-    """Wrap ``run`` in the default ``dtype``, the dtype of float results of integer operations."""
+    """Return ``run`` under the default ``dtype``, that of float results of integer operations."""
 
     def run_with_dtype() -> None:
         before = torch.get_default_dtype()

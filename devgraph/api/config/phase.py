@@ -281,7 +281,7 @@ def verify_from_environment() -> Verify | None:
 
 
 def in_environment(config: PhaseConfig) -> PhaseConfig:
-    """Apply DEVGRAPH_EMULATE, and DEVGRAPH_VERIFY as the default of ``verify``."""
+    """Return ``config`` under DEVGRAPH_EMULATE and, unless it has ``verify``, DEVGRAPH_VERIFY."""
     if switch(EMULATE_VARIABLE):
         config = attrs.evolve(config, emulate=True)
     return attrs.evolve(config, verify=config.verify or verify_from_environment())

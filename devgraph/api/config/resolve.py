@@ -96,7 +96,7 @@ class Resolution:
         }
 
     def in_environment(self) -> Resolution:
-        """Apply the environment variables that runners apply to their mode."""
+        """Return the resolution with the environment variables that runners apply to modes."""
         phases: dict[str, Any] = {p: in_environment(self.effective.phase(p)) for p in PHASES}
         return attrs.evolve(self, effective=attrs.evolve(self.effective, **phases))
 

@@ -31,12 +31,12 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def entered_gates(gates: Any) -> AbstractContextManager[None]:
-    """Use ``gates`` for the marks in the block."""
+    """Return a context in which marks use ``gates``."""
     return _set(current_gates, gates)
 
 
 def in_tail() -> AbstractContextManager[None]:
-    """Refuse gate marks in the block: only some policies include the tail in the graph."""
+    """Return a context that refuses gate marks: only some policies have the tail in the graph."""
     return _set(_refuses, True)
 
 

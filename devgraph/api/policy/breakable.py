@@ -103,7 +103,7 @@ class BreakablePlan:
             pool.occupied = False
 
     def _bound_steps(self) -> list[Callable[[], Any]]:
-        """Bind all segments to the current stream; raise StateError if a segment is not ready."""
+        """Bind and return the segments, or raise StateError if one is not ready."""
         stream = self._pool.ordered_stream
         steps: list[Callable[[], Any]] = []
         for segment in self.segments:

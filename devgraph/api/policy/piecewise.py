@@ -126,7 +126,7 @@ def _of_unknown_shape(result: Any) -> bool:
 
 
 def _unknown_sizes_allowed() -> contextlib.AbstractContextManager[None]:
-    """Allow the body to create tensors of data-dependent size, except as results."""
+    """Return a context in which a body may create tensors of data-dependent size as temporaries."""
     mode = detect_fake_mode()
     if mode is None or mode.shape_env is None:
         return contextlib.nullcontext()

@@ -283,13 +283,13 @@ class TorchPool(Pool):
             self._foreign.clear()
 
     def region_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Route this thread's allocations to the region pool, not to the memory of graphs."""
+        """Return a context in which this thread allocates from the region pool of this pool."""
         if self._region_memory is None:
             self._region_memory = self._make_memory()
         return self.allocating_in(self._region_memory)
 
     def allocating_in(self, memory: Any) -> contextlib.AbstractContextManager[Any]:
-        """Route this thread's allocations to ``memory``, a MemPool.
+        """Return a context in which this thread allocates from ``memory``, a MemPool.
 
         No pool may be freed in the block, not even by another thread: torch would abort the
         process.

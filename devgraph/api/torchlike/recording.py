@@ -31,8 +31,8 @@ _EXECUTABLE_BYTES = 104 * 1024
 
 _DEVICE_BYTES_PER_NODE = 3100
 """Device memory per node of an executable: 3020, 3080 and 3270 bytes in decode graphs of three
-models, and 2700 in graphs of small elementwise kernels (one H200, docs/costs.md). It cannot be
-measured at run time: instantiation also loads kernels, and reuses memory of earlier executables."""
+models, and 2700 in graphs of small elementwise kernels (one H200). It cannot be measured at run
+time: instantiation also loads kernels, and reuses memory of earlier executables."""
 
 
 def executable_bytes(nodes: int) -> int:
@@ -189,9 +189,9 @@ def _inner(
 class NodeRecording(Recording):
     """All region parameters of one graph for one key.
 
-    At the first uses of the key, the parameters are written into the graph's own executable, if it
-    accepts them. Later uses launch a separate executable (``build``), which costs memory but needs
-    no update.
+    At the first uses of the key, the parameters are written into the graph's own executable, if
+    that accepts them. Later uses launch a separate executable (``build``), which costs memory but
+    needs no update.
     """
 
     def __init__(
