@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from devgraph.api.errors import brief, counted
 from devgraph.api.marks.source import is_machinery_module
 from devgraph.api.tensors import has_place
-from devgraph.api.trees import attributes_of, children_of, fields_of, slots_of
+from devgraph.api.trees import attributes_of, children_of, fields_of, slots_of, weakly_cached
 
 _MOST = 4000
 """Maximum number of objects that ``walk`` visits, not counting torch modules."""
@@ -410,7 +410,7 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
     elif not isinstance(value, (types.ModuleType, *PLAIN)) and has_state(value):
         if (attributes := attributes_of(value)) is not None:
             yield _Place(path, _ATTRIBUTE, attributes)
-        yield _Place(path, _ATTRIBUTE, value, slots_of(type(value)))  # type: ignore[arg-type]
+        yield _Place(path, _ATTRIBUTE, value, slots_of(type(value)))
         yield _fixed(path, type(value))
 
 
@@ -564,7 +564,7 @@ class _Uses(NamedTuple):
     strings: set[str]
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@weakly_cached
 def _uses_of(code: types.CodeType) -> _Uses:
     steps = [*dis.get_instructions(code)]
     matched = {  # by ``case Kind(name=value)``

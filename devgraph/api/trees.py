@@ -7,15 +7,18 @@ import copy
 import dataclasses
 import functools
 import types
+import weakref
 from collections import UserDict, UserList
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import InputError
+
+_Result = TypeVar("_Result")
 
 Children = list[tuple[str, Any]]
 """Pairs of a path suffix, such as ``['key']`` or ``.name``, and a child of a container."""
@@ -78,7 +81,21 @@ def attributes_of(node: Any) -> dict[str, Any] | None:
     return held
 
 
-@functools.lru_cache(maxsize=1 << 14)
+def weakly_cached(compute: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
+    """Return ``compute`` with a cache of its results, which keeps no argument alive."""
+    results: weakref.WeakKeyDictionary[Any, _Result] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(compute)
+    def cached(key: Any) -> _Result:
+        result = results.get(key)
+        if result is None:
+            result = results[key] = compute(key)
+        return result
+
+    return cached
+
+
+@weakly_cached
 def slots_of(kind: type) -> tuple[str, ...]:
     """Return the names of the slots of a class and of its bases."""
     members = (member for base in kind.__mro__ for member in vars(base).values())

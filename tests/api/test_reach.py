@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import gc
 import itertools
 import operator
 import threading
@@ -232,3 +233,14 @@ def test_gradients_of_tensors_are_state() -> None:
     weight = torch.ones(3, requires_grad=True)
     weight.grad = torch.zeros(3)
     assert [e.path for e in entries([("box", {"w": weight})])] == ["box['w']", "box['w'].grad"]
+
+
+def test_searched_code_and_classes_are_freed(kit: Kit) -> None:
+    source = "class Held:\n __slots__ = ()\n def run(self, x): return x * 2\nheld = Held()\n"
+    space: dict[str, Any] = {}
+    exec(f"{source}def step(x): return held.run(x)", space)
+    kit.capture(space["step"], torch.ones(2)).close()
+    ended = [weakref.ref(item) for item in (space["Held"], space["step"].__code__)]
+    space.clear()
+    gc.collect()
+    assert [end() for end in ended] == [None, None]

@@ -401,5 +401,5 @@ def _alike(value: Any, around: tuple[int, ...]) -> Any:
         parts.extend(value.values())
     if kind.__hash__ is not _BY_IDENTITY:
         parts.extend(getattr(value, "__dict__", {}).values())
-        parts.extend(getattr(value, name, None) for name in slots_of(kind))  # type: ignore[arg-type]
+        parts.extend(getattr(value, name, None) for name in slots_of(kind))
     return kind, tuple(_alike(part, around) for part in parts)
