@@ -38,7 +38,15 @@ from devgraph.api.reach import (
     content_of,
     entries,
 )
-from devgraph.api.tensors import addressed, alike_to, byte_range, has_place, tensors_in
+from devgraph.api.tensors import (
+    addressed,
+    alike_term,
+    alike_to,
+    byte_range,
+    has_place,
+    layout_of,
+    tensors_in,
+)
 from devgraph.api.trees import leaves_of
 
 CHECKED = 4
@@ -216,7 +224,7 @@ class Bound:
         values: bool = False,
         weights: bool = True,
     ) -> None:
-        self._known = [(what, tensor, _layout_of(tensor)) for what, tensor in named]
+        self._known = [(what, tensor, layout_of(tensor)) for what, tensor in named]
         self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
         """The tensors without duplicates."""
         self._alike: dict[bool, Callable[..., bool]] = {}
@@ -244,11 +252,9 @@ class Bound:
 
     def _compared(self) -> Iterator[Term]:
         if self.tensors and all(type(tensor) in _PLAIN for tensor in self.tensors):
-            inputs = ", ".join("{}" for _ in self.tensors)
-            mode = torch.is_inference_mode_enabled
-            yield f"{{}}[{{}}()]({inputs})", (self._alike, mode, *self.tensors)
+            yield alike_term(self.tensors, self._alike)
         else:
-            yield from (("{}({}) == {}", (_layout_of, t, layout)) for _, t, layout in self._known)
+            yield from (("{}({}) == {}", (layout_of, t, layout)) for _, t, layout in self._known)
         yield from addressed(self._placed, self._places)
         yield from map(term_of, self._entries)
         yield from (("{}({}, {}, {})", (_returns, *source[1:])) for source in self._sources)
@@ -268,7 +274,7 @@ class Bound:
     def _check_each(self) -> None:
         """Check each tensor, then build a guard for all of them."""
         for what, tensor, layout in self._known:
-            if (now := _layout_of(tensor)) != layout:
+            if (now := layout_of(tensor)) != layout:
                 raise StateError(
                     f"{what} has moved or has a new layout: it was {_text(*layout)} and is "
                     f"{_text(*now)}. Graphs use the old memory and layout: write new data with "
@@ -373,11 +379,7 @@ def returns_tree(owner: Any) -> bool:
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or _layout_of(one) == _layout_of(other)
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return one is other or layout_of(one) == layout_of(other)
 
 
 def _text(place: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> str:

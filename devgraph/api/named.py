@@ -153,7 +153,7 @@ class NamedState:
         if not self._memory.is_kept():
             moved = {*map(id, self._memory.moved())}
             path = next((e.path for e in self._held if id(e.value) in moved), "a named tensor")
-            raise StateError(_stale(f"{path} no longer has its captured memory"))
+            raise StateError(_stale(f"{path} no longer has its captured memory or layout"))
         for entry, seed in self._seeds:
             if (now := entry.value.initial_seed()) != seed:
                 _refuse(entry, f"has the initial seed {now} and had {seed} at capture")
@@ -229,6 +229,8 @@ class NamedState:
 def _is_code(entry: Entry) -> bool:
     """Whether a place is a global or contains code, which few programs replace."""
     holder, value = entry.holder, entry.value
+    if isinstance(value, types.CodeType):
+        return True
     if isinstance(holder, dict):
         is_global = "__builtins__" in holder
         return is_global or isinstance(value, types.FunctionType | types.ModuleType | type)

@@ -151,6 +151,8 @@ class Owned:
         """Whether the captured run was the first run."""
         self.iterated: Collection[str] = ()
         """Names of the values that the step iterates over."""
+        self.names: Collection[str] = ()
+        """The names in the code of the step."""
         self._after_run: list[Entry] = []
         """Named places with their contents after the first run."""
 
@@ -454,7 +456,7 @@ class Owned:
 
         state = NamedState(self.roots, has_changed, regions=regions, found=self._named)
         named = watched_in(state)
-        self.iterated = state.iterated
+        self.iterated, self.names = state.iterated, state.names
         keys = [entry.key for entry in before.values()]
         used = (flag for flag, names in _FLAGS.items() if not state.names.isdisjoint(names))
         if flags := [flag for flag in used if flag not in keys]:
@@ -769,7 +771,8 @@ class Weights:
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(
-            f"{what} of a module is no longer the captured tensor, or its memory was replaced{_OLD}"
+            f"{what} of a module is no longer the captured tensor, or has other memory or another "
+            f"layout{_OLD}"
         )
 
 

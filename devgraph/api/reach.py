@@ -349,10 +349,8 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
             yield _Place(path, _NAME, value.__kwdefaults__ or {})
             own = [name for name in vars(value) if not name.startswith("__")]
             yield _Place(path, _ATTRIBUTE, vars(value), own)
-            package = f"{space.get('__package__')}."
-            names = {*uses.imported, *(package + name for name in uses.imported)}
             modules = [(name, space[name]) for name in uses.globals & space.keys()]
-            modules += [(name, sys.modules[name]) for name in names & sys.modules.keys()]
+            modules += [(entry.key, entry.value) for entry in _imported(value)]
             for name, module in modules:
                 if isinstance(module, types.ModuleType) and _is_user_module(module):
                     used = sorted(uses.names & vars(module).keys())
@@ -754,7 +752,7 @@ class Named:
                     if not is_first:
                         self.inner.add((id(space), None))
             for entry in entries:
-                is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN))
+                is_leaf = isinstance(entry.value, (torch.Tensor, types.CodeType, *PLAIN))
                 if isinstance(entry.value, types.ModuleType) and not _is_user_module(entry.value):
                     continue
                 noted = entry if isinstance(entry.value, dict) else entry.noted()
@@ -801,13 +799,14 @@ class Named:
                     yield _fixed(path, functions)
                 return
             self._use(value)
-            for name in ("__defaults__", "__kwdefaults__"):
+            for name in ("__code__", "__defaults__", "__kwdefaults__"):
                 if getattr(value, name):
                     yield Entry(f"{path}.{name}", value, name, getattr(value, name))
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 if _read(cell, _CELL) is ABSENT:
                     yield Entry(name, cell, _CELL, ABSENT)
             yield from _environment(value.__code__)
+            yield from _imported(value)
             space, uses = value.__globals__, _uses_of(value.__code__)
             for name in sorted(uses.globals - space.keys() - _BUILTINS):
                 yield Entry(name, space, name, ABSENT)
@@ -981,6 +980,15 @@ _INSTANCE = frozenset(
     "__new__ __init__ __post_init__ __call__ __enter__ __exit__ __torch_function__".split()
 )
 """Special methods that may run if a step creates an object of a class that it names."""
+
+
+def _imported(function: types.FunctionType) -> Iterator[Entry]:
+    """Yield the modules that a function imports, or looks up in ``sys.modules``, by name."""
+    uses = _uses_of(function.__code__)
+    names = uses.imported if uses.names.isdisjoint(_INDIRECT) else uses.imported | uses.strings
+    package = f"{function.__globals__.get('__package__')}."
+    for name in sorted({*names, *(package + name for name in names)} & sys.modules.keys()):
+        yield Entry(f"sys.modules[{name!r}]", sys.modules, name, sys.modules[name])
 
 
 def _environment(code: types.CodeType) -> Iterator[Entry]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from devgraph.api.guard import Term
+from devgraph.api.guard import Term, by_turns
 
 Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
 """Storage, offset, shape and strides: all properties that in-place layout changes affect."""
@@ -91,30 +92,54 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Memory:
-    """A check that tensors keep their memory, which ``tensor.data = other`` replaces.
+def layout_of(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
-    On devices, weak references report that the original memory was freed, and the addresses of the
-    first ``count`` tensors are compared. On the CPU, all addresses are compared, because graphs
-    keep the original memory alive.
+
+class Memory:
+    """A check that tensors keep their memory and layout.
+
+    ``tensor.data = other`` replaces the memory, and ``t_()`` the layout. On devices, weak
+    references report that the original memory was freed, and the addresses of the first ``count``
+    tensors are compared. Layouts are compared in groups, one group per replay in rotation. Without
+    ``count``, each replay also compares the first group. On the CPU, all addresses and layouts are
+    compared, because graphs keep the original memory alive.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], count: int = 0) -> None:
-        self._placed = [(tensor, tensor.data_ptr()) for tensor in tensors if has_place(tensor)]
+        unique = {id(tensor): tensor for tensor in tensors if has_place(tensor)}.values()
+        self._placed = [(tensor, layout_of(tensor)) for tensor in unique]
         compared = [pair for i, pair in enumerate(self._placed) if pair[0].is_cpu or i < count]
         self._ended = list[Any]()
         watched = (tensor.untyped_storage() for tensor, _ in self._placed)
         self._references = [weakref.ref(storage, self._ended.append) for storage in watched]
-        places = addressed([t for t, _ in compared], [place for _, place in compared])
-        self.terms = [("not {}", (self._ended,)), *places] if self._placed else []
+        places = addressed([t for t, _ in compared], [layout[0] for _, layout in compared])
+        plain, size = [t for t in unique if type(t) in _PLAIN], count or FEW
+        groups = [plain[at : at + size] for at in range(0, len(plain), size)]
+        self._layouts = [(group, dict[bool, Callable[..., bool]]()) for group in groups]
+        first = len(groups) if len(compared) == len(self._placed) else not count
+        terms = by_turns([*starmap(alike_term, self._layouts)], first, 1)
+        self.terms = [("not {}", (self._ended,)), *places, *terms] if self._placed else []
 
     def is_kept(self) -> bool:
-        """Whether all tensors still have their original memory."""
-        return not self._ended and not self.moved()
+        """Whether all tensors still have their original memory and layout."""
+        if self._ended or self.moved():
+            return False
+        mode = torch.is_inference_mode_enabled()
+        for group, alike in self._layouts:
+            if mode not in alike or not alike[mode](*group):
+                alike[mode] = alike_to(group)
+        return True
 
     def moved(self) -> list[torch.Tensor]:
-        """Return the tensors whose memory was replaced."""
-        return [tensor for tensor, place in self._placed if tensor.data_ptr() != place]
+        """Return the tensors whose memory or layout was replaced."""
+        return [tensor for tensor, layout in self._placed if layout_of(tensor) != layout]
+
+
+def alike_term(tensors: Sequence[torch.Tensor], alike: Mapping[bool, Callable[..., bool]]) -> Term:
+    """Return a term that compares tensors by the guard in ``alike`` for the inference mode."""
+    inputs = ", ".join("{}" for _ in tensors)
+    return f"{{}}[{{}}()]({inputs})", (alike, torch.is_inference_mode_enabled, *tensors)
 
 
 def addressed(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator[Term]:

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import operator
 import queue
+import sys
 import threading
 import types
 import weakref
@@ -955,7 +956,39 @@ def _of_format() -> Any:
     return lambda x: x * table["{.n}".format(name)], lambda: setattr(name, "n", 1)  # noqa: UP032
 
 
+def _of_layout() -> Any:
+    matrix = torch.randn(4, 4)
+    return lambda x: x @ matrix, matrix.t_
+
+
+def _of_code() -> Any:
+    def halved(x: Any) -> Any:
+        return x / 2
+
+    def third(x: Any) -> Any:
+        return x / 3
+
+    return lambda x: halved(x) + 1, lambda: setattr(halved, "__code__", third.__code__)
+
+
+def _of_loaded_module() -> Any:
+    sys.modules["_loaded"] = types.ModuleType("_loaded")
+    sys.modules["_loaded"].gain = 2.0  # type: ignore[attr-defined]
+    other = types.ModuleType("_loaded")
+    other.gain = 5.0  # type: ignore[attr-defined]
+
+    def step(x: Any) -> Any:
+        from _loaded import gain
+
+        return x * gain
+
+    return step, lambda: sys.modules.update(_loaded=other)
+
+
 UNNAMED = [
+    _of_layout,
+    _of_code,
+    _of_loaded_module,
     _of_attribute_that_hides_one_of_the_metaclass,
     _of_format,
     _of_keyword_defaults,
@@ -1080,7 +1113,7 @@ def test_warning_names_the_change_and_is_at_the_line_of_the_user() -> None:
             f"often in tensors, and write into them. Replays"
         ) in str(said[0].message)
     model.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-    with pytest.warns(DeviceGraphWarning, match="its memory was replaced. Keep state"):
+    with pytest.warns(DeviceGraphWarning, match="other memory or another layout. Keep state"):
         captured()
     calls = [0]
 
