@@ -6,9 +6,10 @@ import copy
 import enum
 import functools
 import numbers
+import operator
 import re
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from devgraph.api.owned import Owned, require_place
 from devgraph.api.reach import PLAIN, is_array
 from devgraph.api.tensors import (
     byte_range,
+    describe,
     effective_strides,
     fits,
     has_place,
@@ -55,6 +57,8 @@ class Inputs:
         self._written, self._iterated, self._moved = owned.written, owned.iterated, owned.moved
         self._changed, self._has_warned = owned.changed, False
         self._ordered = owned.ordered
+        self._read = [name for name in _PROPERTIES if name in owned.names]
+        """Names of properties of tensors that the step may read, until a warning about one."""
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -215,6 +219,8 @@ class Inputs:
                 is_same = new is old or (isinstance(old, PLAIN) and same_value(new, old))
                 if not (is_same or key.startswith("_")):
                     raise _other_value(f"{name}.{key}", old, new)
+            if self._read and value is not bound:
+                self._warn_of_properties(name, bound, value)
             return [(bound, value)]
         children = children_of(bound)
         if children is None:
@@ -232,6 +238,19 @@ class Inputs:
             if now != then and re.findall(r"\w+", name)[-1] in self._iterated:
                 raise _other_order(f"input {name!r} has its keys", now, then)
         return [pair for s, child in children for pair in self._pairs(name + s, child, new[s])]
+
+    def _warn_of_properties(self, name: str, bound: torch.Tensor, value: torch.Tensor) -> None:
+        """Warn once if a property that the step may read differs, because values may not."""
+        for read in self._read:
+            if _PROPERTIES[read](bound) != _PROPERTIES[read](value):
+                self._read = []
+                warn(
+                    f"input {name!r} differs in {read} from the bound tensor ({describe(value)} "
+                    f"and {describe(bound)}), and the step reads {read}. The replay uses the "
+                    f"branch of the capture. If the results depend on {read}, capture again, or "
+                    f"use dg.graphed, which captures a graph for each layout."
+                )
+                return
 
     def _require_agreement(
         self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]
@@ -378,6 +397,24 @@ def _is_plain(tree: Any) -> bool:
         for _, leaf in leaves_of("", tree)
     )
 
+
+def _is_contiguous(tensor: torch.Tensor) -> tuple[bool, ...]:
+    """Return whether a tensor and its transposed tensor are contiguous, by memory format."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    by_channel = tensor.ndim in formats and tensor.is_contiguous(memory_format=formats[tensor.ndim])
+    return tensor.is_contiguous(), by_channel, tensor.ndim > 1 and tensor.mT.is_contiguous()
+
+
+_PROPERTIES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "is_contiguous": _is_contiguous,
+    "stride": effective_strides,
+    "storage_offset": torch.Tensor.storage_offset,
+    "requires_grad": operator.attrgetter("requires_grad"),
+    "is_leaf": operator.attrgetter("is_leaf"),
+    "_is_view": torch.Tensor._is_view,
+    "is_conj": torch.Tensor.is_conj,
+}
+"""Functions that read properties of tensors other than values, by the names in code."""
 
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _VALUES = (

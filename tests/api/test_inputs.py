@@ -218,3 +218,11 @@ def test_two_arguments_that_the_caller_exchanges_in_turn_change_as_in_eager_code
         captured(*pair[::turn])
         step(*want[::turn])
         kit.same(pair, want)
+
+
+def test_input_of_another_layout_is_warned_of_if_the_step_reads_the_layout(kit: Kit) -> None:
+    x = kit.tensor(3, 3)
+    captured = kit.capture(lambda x: x * 2 if x.is_contiguous() else x * 3, x)
+    with pytest.warns(dg.DeviceGraphWarning, match="'x' differs in is_contiguous"):
+        captured.replay(kit.tensor(3, 3).t())
+    kit.same(captured.replay(kit.tensor(3, 3).t()), kit.tensor(3, 3).t() * 2)
