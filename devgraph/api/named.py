@@ -229,7 +229,7 @@ class NamedState:
 def _is_code(entry: Entry) -> bool:
     """Whether a place is a global or contains code, which few programs replace."""
     holder, value = entry.holder, entry.value
-    if isinstance(value, types.CodeType):
+    if entry.key in ("__code__", "__class__"):
         return True
     if isinstance(holder, dict):
         is_global = "__builtins__" in holder

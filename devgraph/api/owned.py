@@ -675,6 +675,8 @@ class Weights:
         self._modes = self.training() if modes else []
         tables = [(path, n, getattr(module, n, {})) for path, module in inner for n in _TABLES]
         tables += [("", "hooks", table) for table in self._tables[-2:]]
+        containers = (torch.nn.ParameterList, torch.nn.ParameterDict)
+        self._open = {id(vars(m)["_parameters"]) for _, m in inner if isinstance(m, containers)}
         self._held = [
             (path, name, table, dict(table.items()))
             for path, name, table in tables
@@ -734,7 +736,8 @@ class Weights:
         moved = {*map(id, self._memory.moved())}
         for path, name, table, held in self._held:
             if name in ("_parameters", "_buffers"):
-                new = dict.fromkeys(key for key in table if key in self._names)
+                is_open = id(table) in self._open
+                new = dict.fromkeys(key for key in table if is_open or key in self._names)
                 for key, tensor in {**new, **held}.items():
                     if table.get(key) is not tensor or id(tensor) in moved:
                         self._refuse(repr(f"{path}.{key}" if path else key))

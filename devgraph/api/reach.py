@@ -389,6 +389,7 @@ def _parts(path: str, value: Any, weights: bool) -> Iterator[_Place | Entry]:
         yield _Place(path, _WHOLE, value, (_POSITION,))
     elif isinstance(value, threading.local):
         yield _Place(path, _ATTRIBUTE, vars(value))
+        yield _fixed(path, type(value))
     elif (names := _STATE_OF.get(type(value).__module__)) is not None:
         space = attributes_of(value) or {}
         yield _Place(path, _ATTRIBUTE, space, [name for name in names if name in space])
@@ -510,6 +511,8 @@ def _is_user_module(module: types.ModuleType) -> bool:
 
 def _read(holder: Any, key: Any) -> Any:
     try:
+        if isinstance(holder, dict):  # without the user's ``__getitem__`` and ``__missing__``
+            return dict.get(holder, key, ABSENT)
         if isinstance(holder, Mapping | list | deque):
             return holder[key]
         if isinstance(holder, types.GeneratorType):
@@ -711,6 +714,7 @@ class Named:
         self._indexed: set[str] = set()
         self._probed: set[Any] = set()
         self.texts: set[str] = set()
+        self._strings: set[str] = set()
         self._beginnings: tuple[str, ...] = ()
         count = -1
         while count < len(self.names) + len(self.texts):  # a name can lead to more names
@@ -752,7 +756,7 @@ class Named:
                     if not is_first:
                         self.inner.add((id(space), None))
             for entry in entries:
-                is_leaf = isinstance(entry.value, (torch.Tensor, types.CodeType, *PLAIN))
+                is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN)) or entry.key in _OF_CODE
                 if isinstance(entry.value, types.ModuleType) and not _is_user_module(entry.value):
                     continue
                 noted = entry if isinstance(entry.value, dict) else entry.noted()
@@ -805,7 +809,7 @@ class Named:
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 if _read(cell, _CELL) is ABSENT:
                     yield Entry(name, cell, _CELL, ABSENT)
-            yield from _environment(value.__code__)
+            yield from self._environment(value.__code__)
             yield from _imported(value)
             space, uses = value.__globals__, _uses_of(value.__code__)
             for name in sorted(uses.globals - space.keys() - _BUILTINS):
@@ -836,12 +840,13 @@ class Named:
             return
         elif isinstance(value, types.ModuleType):
             held = vars(value)
-            names = sorted(held.keys() & self.names)
+            names = sorted(held.keys() & (self.names | {"__getattr__"}))
             yield from (Entry(f"{value.__name__}.{name}", held, name, held[name]) for name in names)
             return
         elif isinstance(value, torch.Tensor):
             held = vars(value)
             yield from (_fixed(path, part) for part in (type(value), *_hooks_of(value)))
+            yield Entry(f"{path}.__class__", value, "__class__", type(value))
             for name in sorted(held.keys() & self._read):
                 yield Entry(f"{path}.{name}", held, name, held[name])
             return
@@ -861,6 +866,8 @@ class Named:
         is_indexed = isinstance(value, dict) and path.rpartition(".")[2] in self._indexed
         for entry in _members(path, value, False):
             if isinstance(entry.value, type) and entry.holder is None and not is_function:
+                if not isinstance(value, torch.nn.Module):
+                    yield Entry(f"{path}.__class__", value, "__class__", entry.value)
                 implicit = _IMPLICIT - ({"__call__"} if id(value) in self._receivers else set())
                 yield from self._of_class(entry.value, implicit)
             elif (
@@ -920,7 +927,9 @@ class Named:
         for base in reversed(kind.__mro__):
             which = base.__qualname__ if "super" in self.names else ""
             if not is_machinery_module(base.__module__):
-                holders |= {(name, which): base for name in vars(base).keys() & wanted}
+                names = vars(base).keys() & wanted
+                names |= {name for name in vars(base) if name.startswith(self._beginnings)}
+                holders |= {(name, which): base for name in names}
         for (name, _), base in sorted(holders.items(), key=operator.itemgetter(0)):
             path, member = f"{base.__name__}.{name}", vars(base)[name]
             ways = (_read(member, way) for way in ("fget", "__func__", "func"))
@@ -928,18 +937,35 @@ class Named:
             if isinstance(function, types.FunctionType) and function is not member:
                 yield _fixed(path, getattr(member, "dispatcher", function))
             is_leaf = isinstance(member, (torch.Tensor, *PLAIN))
-            if not is_leaf or name in read:
+            if not is_leaf or name in read or name.startswith(self._beginnings):
                 # An assignment to ``kind`` would hide the inherited value, except from super().
                 own = instance or kind
                 if "super" in self.names or isinstance(member, torch.Tensor):
                     own = base
                 yield Entry(path, own, name, member)
 
+    def _environment(self, code: types.CodeType) -> Iterator[Entry]:
+        """Yield the environment variables that ``code`` may read.
+
+        Their names, or the beginnings of their names, are texts in the code of the step.
+        """
+        if {"environ", "getenv"}.isdisjoint(code.co_names):
+            return
+        if id(os.environ) not in self.probed:
+            self.probed.add(id(os.environ))
+            self.spaces.append(_fixed("", os.environ).noted())
+        beginnings = tuple(text for text in self._strings | self.texts if len(text) > 2)
+        absent = {name for name in _uses_of(code).strings if name.isupper()}
+        for name in sorted({*absent, *(n for n in os.environ if n.startswith(beginnings))}):
+            value = os.environ.get(name, ABSENT)
+            yield Entry(f"os.environ[{name!r}]", os.environ, name, value)
+
     def _use(self, function: Any) -> None:
         code = getattr(function, "__code__", None)
         if code is not None:
             uses = _uses_of(code)
             self.names |= uses.names | uses.strings
+            self._strings |= uses.strings
             self._read |= uses.read | uses.strings
             self.iterated |= uses.iterated
             self._indexed |= uses.indexed
@@ -968,6 +994,9 @@ _IMPLICIT = frozenset(
 )
 """Special methods that Python calls although no code names them."""
 
+_OF_CODE = ("__code__", "__class__")
+"""Attributes whose values are compared, but not searched."""
+
 _INDIRECT = frozenset({"globals", "modules", "import_module"})
 """Names whose use means that code may read globals that it does not name."""
 
@@ -989,15 +1018,6 @@ def _imported(function: types.FunctionType) -> Iterator[Entry]:
     package = f"{function.__globals__.get('__package__')}."
     for name in sorted({*names, *(package + name for name in names)} & sys.modules.keys()):
         yield Entry(f"sys.modules[{name!r}]", sys.modules, name, sys.modules[name])
-
-
-def _environment(code: types.CodeType) -> Iterator[Entry]:
-    """Yield the environment variables that ``code`` reads by name."""
-    if not {"environ", "getenv"}.isdisjoint(code.co_names):
-        for name in sorted(_uses_of(code).strings):
-            if name in os.environ or name.isupper():
-                value = os.environ.get(name, ABSENT)
-                yield Entry(f"os.environ[{name!r}]", os.environ, name, value)
 
 
 def set_by_hooks(module: torch.nn.Module) -> set[str]:

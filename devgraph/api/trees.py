@@ -58,9 +58,11 @@ def children_of(node: Any) -> Children | None:
 
 def fields_of(node: Any) -> list[str]:
     """Return the names of the attributes of a dataclass, an attrs class or a namespace."""
-    if dataclasses.is_dataclass(node):
+    kinds = (node if isinstance(node, type) else type(node)).__mro__
+    # ``is_dataclass`` and ``attrs.has`` would call the ``__getattr__`` of a metaclass.
+    if any("__dataclass_fields__" in vars(kind) for kind in kinds):
         names = [field.name for field in dataclasses.fields(node)]
-    elif attrs.has(type(node)):
+    elif any("__attrs_attrs__" in vars(kind) for kind in type(node).__mro__):
         names = [field.name for field in attrs.fields(type(node))]
     else:
         return [*vars(node)] if isinstance(node, _NAMESPACES) else []

@@ -12,6 +12,7 @@ import functools
 import logging
 import multiprocessing
 import operator
+import os
 import queue
 import sys
 import threading
@@ -985,7 +986,85 @@ def _of_loaded_module() -> Any:
     return step, lambda: sys.modules.update(_loaded=other)
 
 
+class _Doubled:
+    gain = 2.0
+
+
+class _Tripled:
+    gain = 3.0
+
+
+def _of_assigned_class() -> Any:
+    held = _Doubled()
+    return lambda x: x * held.gain, lambda: setattr(held, "__class__", _Tripled)
+
+
+def _of_environment() -> Any:
+    os.environ["_DEVGRAPH_GAIN"] = "2"
+
+    def read(name: str) -> float:
+        return float(os.environ.get(f"_DEVGRAPH_{name}", 1.0))
+
+    return lambda x: x * read("GAIN"), lambda: os.environ.update(_DEVGRAPH_GAIN="5")
+
+
+def _of_new_environment() -> Any:
+    step, _ = _of_environment()
+    del os.environ["_DEVGRAPH_GAIN"]
+    return step, lambda: os.environ.update(_DEVGRAPH_GAIN="5")
+
+
+def _of_attribute_of_a_module() -> Any:
+    module, held = types.ModuleType("_module"), {"gain": 2.0}
+    module.__getattr__ = lambda name: held[name]  # type: ignore[method-assign]
+    return lambda x: x * module.gain, lambda: held.update(gain=5.0)
+
+
+def _of_computed_method() -> Any:
+    class Held:
+        def run_a(self, x: Any) -> Any:
+            return x * 2
+
+    held, name = Held(), "a"
+
+    def change() -> None:
+        Held.run_a = lambda self, x: x * 5  # type: ignore[assignment]
+
+    return lambda x: getattr(held, "run_" + name)(x), change
+
+
+class _Rows(dict[str, float]):
+    def __getitem__(self, name: str) -> float:
+        return super().__getitem__(name) * 2
+
+
+def _of_mapping_with_other_entries() -> Any:
+    rows = _Rows(gain=1.0)
+    return lambda x: x * rows["gain"], lambda: rows.update(gain=5.0)
+
+
+def _of_class_of_a_local() -> Any:
+    class Local(threading.local):
+        gain = 2.0
+
+    local = Local()
+    return lambda x: x * local.gain, lambda: setattr(Local, "gain", 5.0)
+
+
+def _of_parameter_list() -> Any:
+    listed = nn.ParameterList([torch.ones(4)]).requires_grad_(False)
+    return lambda x: x * sum(listed), lambda: listed.append(torch.ones(4))
+
+
 UNNAMED = [
+    _of_assigned_class,
+    _of_environment,
+    _of_new_environment,
+    _of_attribute_of_a_module,
+    _of_computed_method,
+    _of_mapping_with_other_entries,
+    _of_class_of_a_local,
+    _of_parameter_list,
     _of_layout,
     _of_code,
     _of_loaded_module,

@@ -14,7 +14,7 @@ import torch
 
 import devgraph as dg
 from devgraph.api.errors import InputError
-from devgraph.api.trees import children_of, leaves_of, own_copy, rebuilt, same_kind
+from devgraph.api.trees import children_of, fields_of, leaves_of, own_copy, rebuilt, same_kind
 
 Pair = namedtuple("Pair", "a b")
 
@@ -137,3 +137,13 @@ def test_container_that_contains_itself_is_refused() -> None:
     node.append(node)
     with pytest.raises(InputError, match="contains itself"):
         list(leaves_of("x", node))
+
+
+def test_class_that_computes_its_attributes_has_no_fields() -> None:
+    class Computed(type):
+        def __getattr__(cls, name: str) -> float:
+            return {"gain": 2.0}[name]  # KeyError for other names
+
+    kind = Computed("Kind", (), {})
+    assert children_of(kind()) is None
+    assert fields_of(kind) == []
