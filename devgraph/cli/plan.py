@@ -209,11 +209,23 @@ def _stream_error(
 
 def _emit(plans: list[_Plan], form: str) -> None:
     """Print the complete effective mode of each group, as flags or as environment variables."""
-    for plan in plans:
-        if plan.resolution is None or plan.error is not None:
-            print_lines(f"# {plan.title}: cannot be planned: {' '.join(str(plan.error).split())}")
+    modes = [
+        None
+        if plan.error or not plan.resolution
+        else plan.resolution.effective.to_json(everything=True)
+        for plan in plans
+    ]
+    if form == "env" and len(set(modes)) > 1:
+        names = ", ".join(plan.group["group"] for plan in plans)
+        why = "a shell would keep only the last one; add --group with the group of the node"
+        raise CommandError(f"the groups {names} have different modes, and {why}")
+    for plan, mode in zip(plans, modes, strict=True):
+        if mode is None:
+            reason = f"{plan.title}: cannot be planned: {' '.join(str(plan.error).split())}"
+            print_lines(f"# {reason}")
+            note(f"devgraph: {reason}")  # eval reads only standard output and ignores the exit code
             continue
-        mode = shlex.quote(plan.resolution.effective.to_json(everything=True))
+        mode = shlex.quote(mode)
         line = f"{MODE} {mode}" if form == "flags" else f"export {MODE_VARIABLE}={mode}"
         print_lines(f"# {plan.title}", line)
 

@@ -369,6 +369,7 @@ def test_group_of_an_unknown_backend_leaves_the_others(
     assert "no backend 'nvidia'" in first["error"] and second["error"] is None
     emitted = run_cli(capsys, "plan", "--cluster", path, "--emit")
     assert emitted.code == 1 and "# a: 1 x nvidia: cannot be planned" in emitted.out
+    assert "devgraph: a: 1 x nvidia: cannot be planned" in emitted.err
 
 
 @pytest.mark.parametrize("form", ["flags", "env"])
@@ -377,14 +378,26 @@ def test_emitted_settings_make_the_planned_choices(
 ):
     argv = ["plan", "--cluster", layers / "cluster.json"]
     planned = {one["backend"]: one for one in run_json(capsys, *argv)["groups"]}
-    lines = run_cli(capsys, *argv, "--emit", form, columns=40).out.splitlines()
-    assert lines[0::2] == ["# npu: 1 x npu", "# cuda: 1 x cuda"]
-    for backend, line in zip(planned, lines[1::2], strict=True):
+    for backend in planned:
+        emitted = run_cli(capsys, *argv, "--emit", form, "--group", backend, columns=40)
+        title, line = emitted.out.splitlines()
+        assert title == f"# {backend}: 1 x {backend}"
         words = shlex.split(line)
         first = {"flags": "--device-graph-mode", "env": "export"}[form]
         assert words[0] == first
         config = dg.DeviceGraphConfig.from_json(words[1].removeprefix("DEVGRAPH_MODE="))
         assert config.to_dict(everything=True) == planned[backend]["effective"]
+
+
+def test_variables_of_groups_with_different_modes_need_a_group(
+    layers: Path, capsys: pytest.CaptureFixture[str]
+):
+    """``eval`` keeps the last line, and ignores exit codes and comments."""
+    argv = ["plan", "--cluster", layers / "cluster.json", "--emit"]
+    result = run_cli(capsys, *argv, "env")
+    assert (result.code, result.out) == (2, "")
+    assert "groups npu, cuda have different modes" in result.err and "add --group" in result.err
+    assert len(run_cli(capsys, *argv, "flags").out.splitlines()) == 4
 
 
 def test_plan_of_one_group(layers: Path, capsys: pytest.CaptureFixture[str]):

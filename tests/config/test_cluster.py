@@ -169,6 +169,11 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
             ConfigError,
             "groups: two groups are named 'a'",
         ),
+        (
+            {"groups": [{"name": "a\nexport X=1", "backend": "cpu"}]},
+            ConfigError,
+            r"groups\[0\].name: 'a\\nexport X=1' contains a line break",
+        ),
         ({"groups": [{"backend": "x"}]}, ConfigTypeError, r"groups\[0\]: the key 'name'"),
     ],
 )

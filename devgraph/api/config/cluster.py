@@ -144,6 +144,8 @@ def plan_cluster(
 def _group(entry: object, path: str) -> Group:
     values = _mapping(entry, path, _KEYS, _REQUIRED)
     name, backend = (_name(values[key], f"{path}.{key}") for key in _REQUIRED)
+    if not name.isprintable():  # --emit prints the name into lines that a shell evaluates.
+        raise ConfigError(f"{path}.name: {name!r} contains a line break or a control character")
     number = count(values.get("count", 1), f"{path}.count")
     role = values.get("role", "both")
     check_names(f"{path}.role", [role], ROLES, what="role")
