@@ -29,7 +29,9 @@ from devgraph.api.errors import (
     AgreementError,
     ConfigError,
     ConfigTypeError,
+    DeviceGraphError,
     GateTimeoutError,
+    StateError,
     brief,
     counted,
     whole,
@@ -331,7 +333,8 @@ class RankGroup:
         *,
         unable: Reason | None = None,
         dummy: bool = False,
-        invalid: GateTimeoutError | None = None,
+        invalid: DeviceGraphError | None = None,
+        changed: StateError | None = None,
     ) -> Decision:
         """Return the common decision of all ranks for this step, from a single vote.
 
@@ -341,10 +344,12 @@ class RankGroup:
             name: the name of the runner.
             unable: the reason why this rank cannot launch a graph for requests of other ranks.
             dummy: whether to run a step even if no rank has requests.
-            invalid: the error of an earlier step, which all ranks raise.
+            invalid: the error of this rank because of which no rank can run a step.
+            changed: the error of this rank because of which no rank can run a graph.
 
         Raises:
             GateTimeoutError: an earlier step is invalid on a rank.
+            StateError: the state of the step has changed on a rank.
             AgreementError: ranks request different variants, or a rank did not vote.
         """
         if self.size == 1:
@@ -354,22 +359,30 @@ class RankGroup:
         busy = None if is_idle else decision
         if busy is None:
             # Not 0, so that ranks without requests run no step if all ranks have none.
-            able = 1 if unable else 2
+            able = 1 if unable else 3
         else:
-            able, unable = 2 if busy.ok else 0, None
+            able, unable = 3 if busy.ok else 0, None
             if busy.key is not None:
                 bucket, variant = busy.key.bucket, variants.index(busy.key.variant)
         low, high = (_NEUTRAL, _NEUTRAL) if variant is None else (variant, -variant)
-        vote = -1 if invalid else able, -bucket, low, high
-        able, bucket, low, high = self.minimum(f"{name}/vote", vote)
-        if able < 0:
+        if invalid is not None:
+            able = -2 if isinstance(invalid, StateError) else -1
+        elif changed is not None:
+            able = min(able, 2)  # Lower votes run the step eagerly, which needs no captured state.
+        able, bucket, low, high = self.minimum(f"{name}/vote", (able, -bucket, low, high))
+        if able == -1:
             raise invalid or GateTimeoutError(
                 f"a gate of {name} was not opened on another rank, so the last step is invalid on "
                 f"all ranks. The error on that rank names the gate."
             )
         key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
-        if able and key is None and (able == 2 or not dummy):
+        if able > 0 and key is None and (able > 1 or not dummy):
             return Decision(Reason.EMPTY_BATCH)
+        if able in (-2, 2):
+            raise (changed if invalid is None else invalid) or StateError(
+                f"the state of {name} has changed on another rank since its captures, so no rank "
+                f"runs this step. The error on that rank names the state."
+            )
         if able < 2:
             if busy is None:
                 return Decision(unable or Reason.VOTED_EAGER, key)

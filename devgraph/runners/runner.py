@@ -17,6 +17,7 @@ from devgraph.api.errors import (
     CapabilityError,
     ConfigError,
     ConfigTypeError,
+    DeviceGraphError,
     InputError,
     InputTypeError,
     NestedCaptureError,
@@ -206,6 +207,7 @@ class Runner:
         Raises:
             AgreementError: ranks request different variants, or a rank did not vote.
             GateTimeoutError: a gate of an earlier step was not opened on one of the ranks.
+            StateError: the state of the step has changed on one of the ranks since its captures.
             InputError: the decision belongs to another runner.
         """
         self._require_open("agree")
@@ -216,19 +218,30 @@ class Runner:
                 f"the result of can_run of the same runner"
             )
         unable = None
+        invalid: DeviceGraphError | None = self.gates.untold
+        changed: StateError | None = None
+        self.gates.untold = None
         if self._ranks.size > 1:
             if decision is None or decision.reason is Reason.EMPTY_BATCH:
                 unable = self.graphs.unusable()
             else:  # The runner may have changed since ``can_run``.
                 decision = self.graphs.launchable(decision)
-        untold, self.gates.untold = self.gates.untold, None
+            try:
+                self.buffers.check()
+            except StateError as error:
+                invalid = invalid or error
+            try:
+                self._step.require_names()
+            except StateError as error:
+                changed = error
         return self._ranks.agree(
             decision,
             [*self.graphs.variants],
             self._name,
             unable=unable,
             dummy=self._options.idle_dummy,
-            invalid=untold,
+            invalid=invalid,
+            changed=changed,
         )
 
     # Running.

@@ -410,6 +410,25 @@ def test_gate_that_one_rank_forgot_makes_the_step_invalid_on_all_ranks():
     assert len(others) == 1 and "on another rank" in others[0]
 
 
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("idle", [False, True])
+def test_changed_state_of_one_rank_ends_the_step_on_all_ranks(idle, bound):
+    def work(rank, group):
+        scales = {"factor": torch.tensor(2.0)}
+        given = {"bound": scales} if bound else {}
+        runner = ranked(group, lambda batch: batch.x * scales["factor"], **given)
+        if rank:
+            scales["factor"] = torch.tensor(3.0)
+        with pytest.raises(dg.StateError) as caught:
+            runner.agree(None if rank and idle else runner.can_run(2))
+        runner.invalidate()
+        decision = runner.agree(runner.can_run(2))
+        return str(caught.value), runner.run({"x": rows_of_x(2)}, decision=decision).shape[0]
+
+    (other, eager), (own, _) = in_ranks(2, work)
+    assert "on another rank" in other and "'factor'" in own and eager == 2
+
+
 def _noting(group, **options):
     """Return a runner of one bucket, and the shapes that its step is run with from now on."""
     shapes = []
