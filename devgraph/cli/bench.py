@@ -29,6 +29,7 @@ from devgraph.cli.tables import (
     on_device,
     print_json,
     print_table,
+    progress,
     ratio,
     say,
     time_text,
@@ -157,8 +158,9 @@ def _measure(
     failed: dict[str, str] = {}
     record = functools.partial(capture, model, ids, row, host_args={"kv_len": kv_len})
     with contextlib.ExitStack() as captures:
-        with working("capturing"):
+        with working("capturing") as status:
             for name, policy, compiler in _ways(backend, args):
+                progress(status, f"capturing {name}")
                 try:
                     captured = record(policy=policy, compiler=compiler, backend=backend)
                 except CapabilityError as error:
@@ -187,7 +189,8 @@ def _measure(
             length = kv_len if contender in frozen else other
             contender.compare(expected[length], contender.call(kv_len=length))
         lasting = {"steps": args.steps, "repeats": args.repeats}
-        with working("timing"):
+        with working("timing") as status:
+            progress(status, f"timing {counted(args.repeats, 'repeat')}")
             rows, refused = time_in_turns(backend, contenders, **lasting)
     return {"rows": rows, "absent": absent | refused, "failed": failed}
 

@@ -215,3 +215,10 @@ def ranges(sizes: Sequence[int]) -> str:
 def working(text: str) -> Status:
     """Return a context manager that shows a spinner on a terminal."""
     return _console(stderr=True).status(Text(text))
+
+
+def progress(status: Status, text: str) -> None:
+    """Show ``text`` at the spinner; without a terminal, print it to standard error."""
+    status.update(Text(text))
+    if not errors_wrap():
+        note(f"devgraph: {text}")

@@ -48,6 +48,11 @@ def test_table_names_the_device_and_chart_is_written(
     path = tmp_path / "bench.svg"
     result = run_cli(capsys, *SMALL, "--plot", path)
     assert result.code == 0
+    assert result.err.splitlines() == [
+        "devgraph: capturing full",
+        "devgraph: capturing breakable",
+        "devgraph: timing 3 repeats",
+    ]
     assert "one decode step on cpu, " in result.out
     assert "medians of 3 repeats of 4 steps each" in result.out
     assert "these figures show the overhead of devgraph" in result.out
