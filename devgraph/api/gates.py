@@ -85,7 +85,7 @@ class GateChannel(Protocol):
     def behind(
         self, launch: int, place: int, source: int
     ) -> tuple[Fence, Callable[[], None]] | None:
-        """Prepare an operation on the stream ``source`` that opens a place after its queued work.
+        """Prepare an operation on stream ``source`` that opens a place after the work queued there.
 
         Returns:
             a fence after that work, and a callable that queues the operation. None if the device
@@ -410,7 +410,7 @@ class Gates(Mapping[str, Gate]):
 
     @contextlib.contextmanager
     def launch(self, recorded: RecordedMarks | None = None) -> Iterator[None]:
-        """Run one step in the block; the caller holds the lock of its pool.
+        """Run one step in the block; the caller holds the pool's lock.
 
         ``recorded`` contains the marks of a capture; None means an eager step, which is an epoch
         only if it has marks.

@@ -682,7 +682,7 @@ class Named:
     - ``spaces``: mappings, and the ``__dict__`` of torch modules and user objects, with lengths.
     - ``inner``: (``id`` of the holder, key) of places inside module containers; the key of a
       mapping in ``spaces`` is None.
-    - ``whole``: mappings over which the step iterates; ``tables``: such tables of modules' tensors.
+    - ``whole`` and ``tables``: mappings, and tensor tables of modules, that the step iterates over.
     - ``texts``: strings that the step reads and may use as keys (``ACTIVATIONS[config.act]``).
     - ``probed``: the ``id`` of each mapping in which the step may look up missing keys.
     """

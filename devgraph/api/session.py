@@ -127,7 +127,7 @@ def session(
         scope: decides the effect of marks in the block; see ``Session.recording``.
         stream: the stream to record on; None and the default stream select the pool's stream.
         mode: see ``Backend.capture_context``.
-        may_autocast: whether the block may enter autocast. If so, no casts are cached in it.
+        may_autocast: whether the block may enter autocast. If so, the block caches no casts.
 
     Raises:
         NestedCaptureError: this thread is already inside a session.

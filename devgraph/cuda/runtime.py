@@ -133,7 +133,7 @@ class Runtime(NodeRuntime):
 
     CUDA's runtime library cannot always return the parameters of kernels that were loaded through
     the driver (Triton, cuBLAS), so this class calls the driver. Driver calls need a current
-    context. The first call of a new thread fails, because it has none, and ``recovers`` sets one.
+    context. The first call of a new thread fails, because it has none; ``recovers`` then sets one.
     """
 
     prefix = "cu"

@@ -100,8 +100,8 @@ class NpuDevice(TorchBackend):
             return self._events.pop()
         event = self.namespace.ExternalEvent()
         if not event.npu_event:
-            # This driver is older: its events are flags instead of words of device memory, and
-            # torch_npu ignores waits for a flag that was never recorded.
+            # Events of this older driver are flags instead of words of device memory, and torch_npu
+            # ignores waits for a flag that was never recorded.
             event.record(self.channel.stream)
             event.reset(self.channel.stream)
         return event

@@ -77,7 +77,7 @@ class TaskGroups:
     # The launching thread calls the following methods, in this order.
 
     def try_values(self, host: Host, what: str) -> None:
-        """Apply ``host`` and wait until it is issued; restore the old values if a region raises."""
+        """Apply ``host`` and wait for the driver's calls; restore old values if a region raises."""
         self.planned = None  # unknown after an interrupt, because the job still runs
         job = self._channel.submit(self._work(host, signal=False))
         self._channel.finish(job, what)

@@ -235,7 +235,7 @@ def _apply(
 
 
 def _rules_for(policy: str, phase: str) -> list[Rule]:
-    """Return the rules for a phase, without those from which the policy's promises exempt it."""
+    """Return the rules for a phase under ``policy``, whose promises may exempt it from some."""
     if policy == "disabled":
         return []
     promises = registration(policy).promises

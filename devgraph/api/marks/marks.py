@@ -420,7 +420,7 @@ def region(
         context: called once for each replay on the replaying thread. Its immutable result is
             passed as the keyword argument ``context``.
         fake: a function that takes the arguments with fake tensors and returns fake results. Policy
-            ``piecewise`` needs it if ``fn`` cannot run so, or has ``mutates`` and returns results.
+            ``piecewise`` needs it if ``fn`` fails with them, or has ``mutates`` and a result.
         capture_stub: called instead of the function during a capture with breaks. It takes the same
             arguments, whose data may be uninitialized, and returns results of the same shapes.
 

@@ -283,7 +283,7 @@ class TorchPool(Pool):
             self._foreign.clear()
 
     def region_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread allocates from the region pool of this pool."""
+        """Return a context in which this thread allocates memory of regions, apart from graphs."""
         if self._region_memory is None:
             self._region_memory = self._make_memory()
         return self.allocating_in(self._region_memory)

@@ -450,8 +450,8 @@ class NodeGraph(TorchGraph):
         try:
             self._run_in_lane(call, host)
         except RuntimeError:
-            # torch refuses random numbers in a capture that it did not begin. Its message depends
-            # on the version, so run the region again under a guard, which names the operation.
+            # torch refuses random numbers in a capture that it did not begin. The message depends
+            # on torch's version, so run the region again under a guard that names the operation.
             reason = (
                 f"an update of region {call.mark.name} cannot keep the order of random numbers. "
                 f"Draw them outside the region and pass the tensor, or use policy='breakable'."

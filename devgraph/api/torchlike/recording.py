@@ -190,8 +190,8 @@ class NodeRecording(Recording):
     """All region parameters of one graph for one key.
 
     At the first uses of the key, the parameters are written into the graph's own executable, if
-    that accepts them. Later uses launch a separate executable (``build``), which costs memory but
-    needs no update.
+    this executable accepts them. Later uses launch a separate executable (``build``), which costs
+    memory but needs no update.
     """
 
     def __init__(
