@@ -58,7 +58,7 @@ class Inputs:
         self._changed, self._has_warned = owned.changed, False
         self._ordered = owned.ordered
         self._read = [name for name in _PROPERTIES if name in owned.names]
-        """Names of properties of tensors that the step may read, until a warning about one."""
+        """Names of tensor properties that the step may read; empty after the warning about one."""
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -240,7 +240,7 @@ class Inputs:
         return [pair for s, child in children for pair in self._pairs(name + s, child, new[s])]
 
     def _warn_of_properties(self, name: str, bound: torch.Tensor, value: torch.Tensor) -> None:
-        """Warn once if a property that the step may read differs, because values may not."""
+        """Warn once if an input differs from the bound tensor in a property that the step reads."""
         for read in self._read:
             if _PROPERTIES[read](bound) != _PROPERTIES[read](value):
                 self._read = []
@@ -399,7 +399,7 @@ def _is_plain(tree: Any) -> bool:
 
 
 def _is_contiguous(tensor: torch.Tensor) -> tuple[bool, ...]:
-    """Return whether a tensor and its transposed tensor are contiguous, by memory format."""
+    """Return whether a tensor is contiguous, is channels-last, and has a contiguous transpose."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     by_channel = tensor.ndim in formats and tensor.is_contiguous(memory_format=formats[tensor.ndim])
     return tensor.is_contiguous(), by_channel, tensor.ndim > 1 and tensor.mT.is_contiguous()
@@ -414,7 +414,7 @@ _PROPERTIES: dict[str, Callable[[torch.Tensor], Any]] = {
     "_is_view": torch.Tensor._is_view,
     "is_conj": torch.Tensor.is_conj,
 }
-"""Functions that read properties of tensors other than values, by the names in code."""
+"""Functions that return a property of a tensor, by the name in the code of a step."""
 
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _VALUES = (

@@ -651,10 +651,11 @@ class Weights:
     """The parameters and buffers of modules, which assignments can replace.
 
     torch's registration hooks report every assignment of a tensor to a module, but not assignments
-    of None or deletions. After a report, the next replay compares all tensors. Other replays
-    compare the addresses of a few tensors (on the CPU: of all) and, in rotation, a few modules.
-    With ``modes``, modes (train, eval) and removed hooks are compared too, and tables of tensors
-    only in rotation. A new tensor is refused if its name is in ``names``.
+    of None or deletions. After a report or a new hook, the next replay compares all tensors. Other
+    replays compare the addresses of a few tensors (on the CPU: of all), the lengths of tables of
+    hooks and, in rotation, layouts and a few modules; with ``modes``, also modes (train, eval). A
+    new tensor is refused if its module is a ParameterList or ParameterDict, or ``names`` has its
+    name.
     """
 
     def __init__(

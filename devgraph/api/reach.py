@@ -947,7 +947,7 @@ class Named:
     def _environment(self, code: types.CodeType) -> Iterator[Entry]:
         """Yield the environment variables that ``code`` may read.
 
-        Their names, or the beginnings of their names, are texts in the code of the step.
+        These are variables whose names begin with a text of the step, and names that are not set.
         """
         if {"environ", "getenv"}.isdisjoint(code.co_names):
             return

@@ -26,8 +26,8 @@ CAPACITY = 4096
 """Maximum number of places (names times iterations) of one capture or runner."""
 
 _BEGUN, _DONE, _SIGNALS, _OPENED = 0, 1, 2, 2 + CAPACITY
-"""Indexes of the host's words: the launches that have begun and ended last, then one word for the
-signal of each place, and one for the launch in which a stream of ``open_after`` opened it."""
+"""Indexes of the host's words: the launches that have begun and ended last, then for each place
+the signal, and then for each place the last launch in which ``open_after`` opened the gate."""
 
 WRITE, AT_LEAST, EQUAL = -1, 0, 1
 """Kinds of ``Op``: a write, and two waits, whose values are the drivers' comparison flags."""
