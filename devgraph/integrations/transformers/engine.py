@@ -295,8 +295,6 @@ class Engine:
                 f"prompt, lower max_new_tokens or raise max_len"
             )
         sampling = SamplingParams() if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise InputTypeError(f"sampling must be SamplingParams, got {brief(sampling)}")
         stop = frozenset(ids_of("stop_token_ids must be", stop_token_ids))
         ends = {"max_new_tokens": max_new_tokens, "stop": stop, "eos": self._eos}
         return self._queue(self._new_request(ids, sampling, **ends))
@@ -307,6 +305,8 @@ class Engine:
         return request.id
 
     def _new_request(self, tokens: list[int], sampling: SamplingParams, **fields: Any) -> Request:
+        if not isinstance(sampling, SamplingParams):
+            raise InputTypeError(f"sampling must be SamplingParams, got {brief(sampling)}")
         return Request(
             self._next_id,
             tokens,
@@ -435,7 +435,8 @@ class Engine:
 
         The request takes a free slot immediately or waits for one. Its first event is the first
         token after the tokens in the handoff. On the same backend, a sampled request continues the
-        random stream of the exporter. On another backend, it starts a new stream.
+        random stream of the exporter. On another backend, it starts a new stream. After the request
+        has ended or was cancelled, its handoff can be admitted again.
 
         Args:
             handoff: the handoff. Its tensors must not change before the request has a slot.
@@ -445,13 +446,21 @@ class Engine:
 
         Raises:
             HandoffError: the handoff does not match this engine (``fields`` names each difference),
-                has ended or was not received, or no slot is free without ``wait`` (``retriable``).
+                has ended or was not received, a request of this engine already continues it, or no
+                slot is free without ``wait`` (``retriable``).
         """
         self._check_open()
         if not isinstance(handoff, Handoff):
             raise InputTypeError(f"a handoff must be a Handoff, got {brief(handoff)}")
         if handoff.progress.ended not in (None, "released"):
             raise HandoffError(f"the handoff has ended: it was {handoff.progress.ended}")
+        for request in self._scheduler.requests:
+            if request.origin == handoff.id:
+                raise HandoffError(
+                    f"request {request.id} already continues this handoff; admit it again only "
+                    f"after the request has ended, or cancel the request",
+                    fields=("id",),
+                )
         check_fit(handoff, self._geometry, positions=self.model.positions, convert=convert)
         handoff.require_received()
         request = self._continued(handoff)
@@ -492,6 +501,7 @@ class Engine:
             stop=frozenset(handoff.stop_token_ids),
             cached=handoff.cached,
             prompt_length=handoff.prompt_length,
+            origin=handoff.id,
         )
         if request.sampler is not None:
             try:
@@ -723,7 +733,7 @@ class Engine:
         if on_event is not None and not callable(on_event):
             raise InputTypeError(f"on_event must be a function, got {brief(on_event)}")
         prompts = list(prompts)
-        if not isinstance(sampling, Sequence):
+        if isinstance(sampling, str) or not isinstance(sampling, Sequence):
             sampling = [sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise InputError(

@@ -17,6 +17,7 @@ import operator
 import threading
 import time
 import typing
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +26,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from devgraph.api.errors import GateError, GateTimeoutError, HandoffError, brief, counted
+from devgraph.api.errors import (
+    GateError,
+    GateTimeoutError,
+    HandoffError,
+    brief,
+    counted,
+    did_you_mean,
+)
 from devgraph.api.gates import Gates
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.requests import SamplingParams
 
-VERSION = 1
+VERSION = 2
 """Version of the header and of the buffer layout."""
 
 _ALIGNMENT = 64
@@ -41,6 +49,8 @@ _SAMPLES = 16
 
 _VOLATILE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache"})
 """Configuration keys that do not affect the computation of a model."""
+
+_PARAMETERS = tuple(field.name for field in attrs.fields(SamplingParams))
 
 Numbers = tuple[int | None, ...]
 """One number per layer; None for layers without attention."""
@@ -116,6 +126,11 @@ def _read(kind: Any, value: Any) -> Any:
     """Convert a JSON value to the type of a header field."""
     origin, kinds = typing.get_origin(kind), typing.get_args(kind)
     if kind is SamplingParams:
+        if not isinstance(value, dict):
+            raise TypeError(f"expected an object, got {brief(value)}")
+        for name in value:
+            if name not in _PARAMETERS:
+                raise TypeError(f"there is no {name!r}. {did_you_mean(name, _PARAMETERS)}")
         return SamplingParams(**value)
     if origin is dict:
         return {name: _read(kinds[1], item) for name, item in value.items()}
@@ -138,6 +153,8 @@ class Handoff:
     """
 
     version: int = VERSION
+    id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
+    """Identifier, different for each export. An engine does not run a handoff twice at a time."""
     backend: str
     """Backend of the exporter."""
     model: str

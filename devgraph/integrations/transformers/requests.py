@@ -189,6 +189,8 @@ class Request:
     handoff: Any = None
     """The handoff from which the request will be filled, or to which it is exported."""
     is_exported: bool = False
+    origin: str = ""
+    """Identifier of the handoff that the request continues."""
 
     @property
     def to_go(self) -> int:

@@ -459,7 +459,7 @@ def test_graphs_see_weights_overwritten_in_place_and_new_ones_after_invalidate()
     ("call", "says"),
     [
         (lambda e: e.add_request([]), "empty"),
-        (lambda e: e.add_request([1, VOCABULARY]), "vocabulary of 211"),
+        (lambda e: e.add_request([1, VOCABULARY]), "vocabulary, which has 211"),
         (lambda e: e.add_request([-1]), "token id -1"),
         (lambda e: e.add_request([1] * 60, max_new_tokens=41), "101 positions"),
         (lambda e: e.add_request([1], max_new_tokens=0), "at least 1"),
@@ -468,6 +468,7 @@ def test_graphs_see_weights_overwritten_in_place_and_new_ones_after_invalidate()
         (lambda e: e.cancel([]), "request_id"),
         (lambda e: e.add_request([1], sampling={"temperature": 1.0}), "SamplingParams, got"),
         (lambda e: e.generate([[1], [2]], sampling=[SamplingParams()]), "1 sampling"),
+        (lambda e: e.generate([[1]], sampling="greedy"), "SamplingParams, got 'greedy'"),
         (lambda e: e.generate("text"), "put a single prompt into"),
         (lambda e: e.generate([1, 2]), "list of token ids, got 1"),
         (lambda e: e.generate([[1.5, 2]]), "list of token ids"),

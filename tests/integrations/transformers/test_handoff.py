@@ -219,11 +219,13 @@ def test_recurrent_state_is_converted(name: str, there: str, here: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version differs: 2 in the handoff, 1 here"),
+        ({"version": 3}, "version differs: 3 in the handoff, 2 here"),
         ({"layers": 3}, "kv_heads: 2 entries for 3 layers"),
         ({"kv_heads": "many"}, "kv_heads: expected a list"),
         ({"token_ids": [1.5]}, "token_ids: expected int, got 1.5"),
         ({"sampling": {"temperature": -1}}, "sampling: temperature"),
+        ({"sampling": None}, "sampling: expected an object, got None"),
+        ({"sampling": {"temperatures": 1}}, "sampling: there is no .* mean 'temperature'"),
         ({"dtype": "load"}, "unknown dtype load"),
         ({"states": [{}, {}, 3]}, "states: "),
         ({"layers": None}, "kv_heads: 2 entries for None layers"),
@@ -241,8 +243,8 @@ def test_header_that_cannot_be_read_is_refused(change: dict[str, Any], message: 
         Handoff.from_json(json.dumps(header | change))
     with pytest.raises(dg.HandoffError, match="not readable"):
         Handoff.from_json(b"\x80\x04K\x01.")  # a pickle
-    with pytest.raises(dg.HandoffError, match="wrong fields:\n  backend: missing"):
-        Handoff.from_json('{"version": 1}')
+    with pytest.raises(dg.HandoffError, match="wrong fields:\n  id: missing"):
+        Handoff.from_json('{"version": 2}')
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -316,7 +318,9 @@ def test_handoff_waits_for_a_slot_or_is_refused_until_there_is_one() -> None:
             second.admit(handoff, wait=False)
         assert raised.value.retriable
         queued = second.admit(handoff)
-        cancelled = second.admit(handoff)
+        with pytest.raises(dg.HandoffError, match=f"request {queued} already continues"):
+            second.admit(travelled(handoff))
+        cancelled = second.admit(attrs.evolve(handoff, id="other"))
         second.cancel(cancelled)
         assert tokens + rest(second, queued) == want
         assert tokens + rest(second, second.admit(handoff, wait=False)) == want
