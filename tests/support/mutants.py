@@ -6,6 +6,7 @@ registers every one of them as a backend named ``mutant-<name>``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -89,6 +90,12 @@ class _Launches(CpuGraph):
 class ReplayDoesNothing(_Launches):
     def launch_as(self, launch: Callable[[], None]) -> None:
         pass
+
+
+class LaunchSwallowsErrors(_Launches):
+    def launch_as(self, launch: Callable[[], None]) -> None:
+        with contextlib.suppress(Exception):
+            launch()
 
 
 class LaunchReturnsEarly(_Launches):
@@ -401,6 +408,12 @@ MUTANTS = (
         "a replay runs nothing",
         "test_every_replay_runs_the_work_once",
         ReplayDoesNothing,
+    ),
+    Mutant(
+        "launch-swallows-errors",
+        "a replay that fails returns as if it had run",
+        "test_error_of_a_launch_is_raised",
+        LaunchSwallowsErrors,
     ),
     Mutant(
         "launch-returns-early",

@@ -49,6 +49,34 @@ def test_replay_reads_current_data(kit: Kit) -> None:
     same(count, torch.full((1,), 4.0))
 
 
+def test_error_of_a_launch_is_raised(kit: Kit) -> None:
+    calls: list[Any] = []
+    planted: list[Exception] = []
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        if planted:
+            raise planted.pop()
+        return x * 2
+
+    x = kit.tensor(8)
+    with torch.library._scoped_library("devgraph_conformance", "DEF") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", doubled, "CompositeExplicitAutograd")
+        library.impl("doubled", torch.empty_like, "Meta")
+        graph, y = kit.record(lambda: torch.ops.devgraph_conformance.doubled(x))
+        before = len(calls)
+        graph.replay()
+        if len(calls) == before:
+            pytest.skip("replays run no host code on this backend, so no test can make one fail")
+        for launch in (graph.replay, graph.bound()):
+            planted.append(RuntimeError("a planted failure"))
+            with pytest.raises(RuntimeError, match="a planted failure"):
+                launch()
+            launch()
+            kit.same(y, x * 2, "the replay after a failed one")
+
+
 def test_outputs_stay_at_their_addresses(kit: Kit) -> None:
     x = kit.tensor(8)
     captured = kit.capture(lambda x: (x + 1, {"double": x * 2}), x)
