@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from devgraph.api import html
-from devgraph.api.errors import counted, format_bytes
+from devgraph.api.errors import InputError, counted, format_bytes
 from devgraph.api.executable import Residency
 from devgraph.runners.graphs import Graphs
 from devgraph.runners.timing import BOUNDS, ReplayTimes
@@ -199,11 +199,19 @@ class RunnerStats:
         Args:
             *others: statistics of the other runners of the engine, for one page about all of them.
             **labels: labels of every sample, for example ``rank="0"``.
+
+        Raises:
+            InputError: two runners have the same labels.
         """
-        page = Page({})
+        page, known = Page({}), []
         for stats in (self, *others):
             own = {"runner": stats.name, "phase": stats.phase, "backend": stats.backend}
             page.labels = {**own, **labels}
+            if page.labels in known:  # A scraper rejects a page with two equal samples.
+                raise InputError(
+                    f"two runners have the labels {page.labels}; create each with its own name="
+                )
+            known.append(page.labels)
             stats._add_to(page)
         return page.text()
 

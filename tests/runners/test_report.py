@@ -74,6 +74,8 @@ def test_prometheus_text_has_a_type_for_each_metric_and_escaped_labels():
     assert f'devgraph_eager_steps_total{{{labels},reason="over_largest_bucket"}} 1' in samples
     assert f'devgraph_bucket_hits_total{{{labels},bucket="4"}} 1' in samples
     assert text.endswith("\n")
+    with pytest.raises(dg.InputError, match="two runners have the labels.*its own name="):
+        runner.stats().to_prometheus(runner.stats())
     both = runner.stats().to_prometheus(double_runner(name="other").stats(), rank="0")
     assert both.count("# TYPE devgraph_graph_steps_total ") == 1
     rows = both.partition("# TYPE devgraph_graph_steps_total counter\n")[2].splitlines()[:2]
