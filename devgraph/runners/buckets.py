@@ -100,8 +100,8 @@ class Buckets(tuple[int, ...]):
                 )
             if size % multiple_of:
                 raise ConfigError(
-                    f"{phase} bucket {size} is not a multiple of the alignment {multiple_of}; "
-                    f"round it up"
+                    f"{phase} bucket {size} is not a multiple of align={multiple_of}; use "
+                    f"{round_up(size, multiple_of)}"
                 )
         return chosen
 

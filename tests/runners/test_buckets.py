@@ -106,7 +106,7 @@ def test_a_bucket_of_another_kind_is_refused(bad):
 
 def test_a_misaligned_bucket_is_refused_with_its_value():
     """FAULTS 6."""
-    with pytest.raises(dg.ConfigError, match="6 is not a multiple of the alignment 4"):
+    with pytest.raises(dg.ConfigError, match="6 is not a multiple of align=4; use 8"):
         Buckets.of([4, 6], phase="decode", maximum=16, multiple_of=4)
 
 
