@@ -471,6 +471,8 @@ class Owned:
                     if flag != "_version" or id(e.value) not in moving
                 )
             )
+        if not state.names.isdisjoint(("backward", "grad")):
+            named.append(TensorHooks(self.reached()[0]))
         return [*named, self.gradients] if self.gradients else named
 
 
@@ -647,6 +649,33 @@ class Gradients:
                 )
 
 
+class TensorHooks:
+    """The hooks of tensors, which the backward pass of a step calls."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = [tensor for _, tensor in named if tensor.requires_grad]
+        self._held, self._seen = self._hooks(), [RemovableHandle.next_id]
+        tables = [getattr(t, name) for t in self._tensors for name in _OF_TENSORS]
+        self.terms: list[Term] = [("{}.next_id == {}[0]", (RemovableHandle, self._seen))]
+        self.terms += [("len({}) == {}", (table, len(table))) for table in tables if table]
+
+    def _hooks(self) -> list[list[int]]:
+        return [[*(getattr(t, name) or ())] for t in self._tensors for name in _OF_TENSORS]
+
+    def check(self) -> None:
+        """Raise StateError if a hook of a tensor was added or removed."""
+        seen = RemovableHandle.next_id
+        if self._hooks() != self._held:
+            raise StateError(
+                f"a tensor of the step has different hooks than at capture, but the graph contains "
+                f"the work of the old hooks. Restore them, or {AGAIN}."
+            )
+        self._seen[0] = seen
+
+
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 class Weights:
     """The parameters and buffers of modules, which assignments can replace.
 
@@ -674,7 +703,9 @@ class Weights:
         self._tables = [t for m in self._roots for t in (m._forward_hooks, m._forward_pre_hooks)]
         self._tables += [_global_forward_hooks, _global_forward_pre_hooks]
         self._modes = self.training() if modes else []
-        tables = [(path, n, getattr(module, n, {})) for path, module in inner for n in _TABLES]
+        needs_gradient = not names or not {"backward", "grad"}.isdisjoint(names)
+        every_name = (*_TABLES, *_OF_BACKWARD) if needs_gradient else _TABLES
+        tables = [(path, n, getattr(module, n, {})) for path, module in inner for n in every_name]
         tables += [("", "hooks", table) for table in self._tables[-2:]]
         containers = (torch.nn.ParameterList, torch.nn.ParameterDict)
         self._open = {id(vars(m)["_parameters"]) for _, m in inner if isinstance(m, containers)}
@@ -746,7 +777,7 @@ class Weights:
                 raise StateError(f"a submodule of the step was added, replaced or removed{_OLD}")
             elif name != "_modules" and [*table.values()] != [*held.values()]:
                 raise StateError(
-                    "a module of the step has different forward hooks than at capture, but the "
+                    "a module of the step has different hooks than at capture, but the "
                     f"graph contains the work of the old hooks. Restore them, or {AGAIN}."
                 )
         forwards = [(kind, getattr(kind, "forward", None)) for kind, _ in self._forwards]
@@ -791,6 +822,7 @@ def _kind_of(module: torch.nn.Module) -> tuple[type, Any]:
     return type(module), vars(module).get("forward")
 
 
+_OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _TURN = 4
 """Number of modules or tables that a replay compares in rotation."""

@@ -831,8 +831,8 @@ class Named:
                 dicts = (table for table in tables if isinstance(table, dict))
                 self.tables += [_fixed("", table).noted() for table in dicts]
             called = (m for m in value.modules() if id(m) not in self._inside)
-            own = ((m._forward_pre_hooks, m._forward_hooks) for m in called)
-            for table in itertools.chain(_OF_ALL_MODULES, *own):
+            own = (getattr(m, name, None) or {} for m in called for name in _HOOKS)
+            for table in itertools.chain(_OF_ALL_MODULES, own):
                 yield from (_fixed(path, hook) for hook in table.values())
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
             self._read.update(*(str(name).split(".") for name in value.__reduce__()[1]))
@@ -854,7 +854,9 @@ class Named:
             return
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
-            yield from self._of_class(value, {"__class_getitem__"})
+            is_operator = issubclass(value, torch.autograd.Function)
+            special = {"backward", "setup_context"} if is_operator else {"__class_getitem__"}
+            yield from self._of_class(value, special)
             yield from self._of_class(type(value), _IMPLICIT, value)
             self._computed += self._members_of(value, self._called - self.names, self._called)
             return

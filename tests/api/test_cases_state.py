@@ -490,7 +490,7 @@ def test_new_hook_of_an_inner_module_is_noticed(kit: Kit, cap: Cap, where: str) 
     hook = lambda *_: _[-1] * 3  # noqa: E731
     handle = inner.register_forward_hook(hook) if where == "inner" else register(hook)
     try:
-        with pytest.raises(dg.StateError, match="has different forward hooks"):
+        with pytest.raises(dg.StateError, match="has different hooks"):
             captured.replay()
     finally:
         handle.remove()

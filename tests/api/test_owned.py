@@ -103,7 +103,7 @@ def test_hook_in_the_place_of_another_is_noticed(kit: Kit, inner: bool) -> None:
     kit.same(captured.replay(), module(x))
     handle.remove()
     held.register_forward_hook(lambda module, args, output: output * 3)
-    with pytest.raises(dg.StateError, match="different forward hooks"):
+    with pytest.raises(dg.StateError, match="different hooks"):
         captured.replay()
 
 

@@ -1056,7 +1056,51 @@ def _of_parameter_list() -> Any:
     return lambda x: x * sum(listed), lambda: listed.append(torch.ones(4))
 
 
+def _of_hook_of_a_tensor() -> Any:
+    weight = torch.ones(4, requires_grad=True)
+
+    @torch.enable_grad()
+    def step(x: Any) -> Any:
+        return torch.autograd.grad((x * weight).sum(), weight)[0]
+
+    return step, lambda: weight.register_hook(lambda grad: grad * 2)
+
+
+def _of_backward_hook_of_a_module() -> Any:
+    module = nn.Linear(4, 4)
+
+    @torch.enable_grad()
+    def step(x: Any) -> Any:
+        return torch.autograd.grad(module(x.clone().requires_grad_()).sum(), module.bias)[0]
+
+    return step, lambda: module.register_full_backward_pre_hook(lambda _, out: (out[0] * 2,))
+
+
+def _of_backward() -> Any:
+    factor = types.SimpleNamespace(value=2.0)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Any) -> Any:
+            return x * 1
+
+        @staticmethod
+        def backward(_: Any, grad: Any) -> Any:
+            return grad * factor.value
+
+    weight = torch.ones(4, requires_grad=True)
+
+    @torch.enable_grad()
+    def step(x: Any) -> Any:
+        return torch.autograd.grad(Scaled.apply(x * weight).sum(), weight)[0]
+
+    return step, lambda: setattr(factor, "value", 5.0)
+
+
 UNNAMED = [
+    _of_hook_of_a_tensor,
+    _of_backward_hook_of_a_module,
+    _of_backward,
     _of_assigned_class,
     _of_environment,
     _of_new_environment,
