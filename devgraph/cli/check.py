@@ -93,7 +93,7 @@ def _print(name: str, findings: Sequence[Mapping[str, Any]]) -> None:
         problem, _, rest = finding["text"].partition(". ")
         advice[f"{finding['kind']}: {rest} See {finding['see']}.".replace("  ", " ")] = None
         location = f"{_path(finding)}:{finding['line']}: {finding['kind']}"
-        say(f"{location}: {problem.rstrip('.')}", style="place")
+        say(f"{location}: {problem.rstrip('.')}", style="location")
         print_lines(f"    {finding['source']}")
     say()
     for text in advice:

@@ -23,7 +23,7 @@ _PIPE_WIDTH = 80
 
 STYLES: Mapping[str, str] = {
     "error": "red",
-    "place": "cyan",
+    "location": "cyan",
     "title": "bold",
     "FAILS": "bold red",
     "works": "green",

@@ -316,11 +316,11 @@ class _Plugin:
                 write(f"{'':<20} implement or fix: {', '.join(_hooks(name))}{page}")
                 failed = [n for n, r in rows.items() if r.failed and r.declared and n != _CORE]
                 if name == _CORE and failed:
-                    write(f"{'':<20} may have the cause of the failures of {', '.join(failed)}")
+                    write(f"{'':<20} may be the cause of the failures of {', '.join(failed)}")
                 own = (one["faults"] for one in failures if name in one["capabilities"])
                 if numbers := sorted({number for faults in own for number in faults}):
                     links = ", ".join(f"#row-{number}" for number in numbers)
-                    write(f"{'':<20} faults that they test: docs/faults.md {links}")
+                    write(f"{'':<20} faults of these tests: docs/faults.md {links}")
             elif not row.declared and row.proved and not row.skipped:
                 write(f"{'':<20} passes all of its tests: consider declaring {name}")
 

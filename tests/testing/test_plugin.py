@@ -255,7 +255,7 @@ def test_report_has_results_failures_and_badges(run, tmp_path):
     options = ("--devgraph-backend", "fake", "--devgraph-report", str(path))
     result = run(source, *options, conftest=conftest)
     result.assert_outcomes(passed=2, failed=1, skipped=2)
-    result.stdout.fnmatch_lines(["*faults that they test: docs/faults.md #row-12, #row-13"])
+    result.stdout.fnmatch_lines(["*faults of these tests: docs/faults.md #row-12, #row-13"])
     report = json.loads(path.read_text())
     assert report["backend"] == "fake" and report["devgraph"] == dg.__version__
     found = {
@@ -289,7 +289,7 @@ def test_report_is_prepared_before_the_tests_run(run, tmp_path):
     chosen = ("--devgraph-backend", "fake", "--devgraph-report")
     result = run(source, *chosen, str(path))
     result.stdout.fnmatch_lines(["*implement or fix: DeviceGraph._abort, DeviceGraph._begin,"])
-    result.stdout.fnmatch_lines(["*may have the cause of the failures of rng"])
+    result.stdout.fnmatch_lines(["*may be the cause of the failures of rng"])
     assert [one["faults"] for one in json.loads(path.read_text())["failures"]] == [[], []]
     (tmp_path / "folder.json").mkdir()
     for wrong in (path / "below.json", tmp_path / "folder.json", tmp_path / "out.md"):

@@ -69,7 +69,7 @@ class EngineMode:
             for key, value in values.items():
                 if key not in engine.ALLOWED_KEYS_PER_PHASE[phase]:
                     raise ConfigError(
-                        f"{MODE_VARIABLE}={self.text}: this SGLang has no {key} for {phase}. Use "
+                        f"{MODE_VARIABLE}={self.text}: this version has no {key} for {phase}. Use "
                         f"{', '.join(engine.ALLOWED_KEYS_PER_PHASE[phase])}."
                     )
                 asked = merged.get(phase, {}).get(key)
@@ -154,14 +154,14 @@ def install(*, mode: str | None = None, strict: bool = True) -> None:
     Args:
         mode: mode configuration as JSON; None reads the variable DEVGRAPH_MODE. Without either,
             SGLang's own options apply.
-        strict: whether to raise an error, instead of logging a warning, if this SGLang lacks an
+        strict: whether to raise an error, instead of logging a warning, if SGLang lacks an
             attribute that devgraph replaces, or if the check at start fails. SGLang remains
             unchanged if it lacks an attribute.
 
     Raises:
         ConfigError: the mode is invalid or unknown to SGLang, or devgraph is already installed with
             another mode.
-        InstallError: under ``strict``, this SGLang lacks an attribute. Nothing is changed.
+        InstallError: under ``strict``, SGLang lacks an attribute. Nothing is changed.
     """
     if not _here.repeated(mode=mode):
         text, changes = mode_text(mode), Changes("SGLang 0.5.17 to 0.5.23")

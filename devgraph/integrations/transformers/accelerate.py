@@ -87,7 +87,7 @@ class Fallback(str, enum.Enum):
     LENGTH = "over_max_len", "more positions than max_len"
     LOGITS = "all_logits", "logits of padding, or of more tokens than one checking step returns"
     NESTED = "nested", "a generation inside another generation of the same model"
-    MODEL = "model", "a model that graphs cannot run"
+    MODEL = "model", "a model that the engine cannot run"
     CONFIG = "generation_config", "options of generate_batch that the engine does not support"
 
 

@@ -485,9 +485,10 @@ class Engine:
             and generated < handoff.max_new_tokens
         ):
             raise HandoffError(
-                f"the handoff caches {handoff.cached} of {counted(len(tokens), 'token')} (prompt: "
-                f"{handoff.prompt_length}, maximum after it: {handoff.max_new_tokens}); it must "
-                f"cache the prompt and all tokens but the last, and its request must not have ended"
+                f"the handoff caches {handoff.cached} of {counted(len(tokens), 'token')} "
+                f"({handoff.prompt_length} in the prompt, at most {handoff.max_new_tokens} after "
+                f"it); it must cache the prompt and all tokens but the last, and its request must "
+                f"not have ended"
             )
         try:
             self._check_ids(tokens)

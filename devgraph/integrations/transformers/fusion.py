@@ -315,9 +315,9 @@ class Fusion:
                     if not isinstance(want, tuple) or len(want) != 2:
                         return "it does not return query and key"
                     if not all(_close(w, g) for w, g in zip(want, got, strict=True)):
-                        return "it rotates in another way"
+                        return "it computes another rotation"
         except (TypeError, RuntimeError, ValueError) as error:
-            return f"it cannot be called in this way ({str(error).partition(chr(10))[0]})"
+            return f"it does not accept these arguments ({str(error).partition(chr(10))[0]})"
         finally:
             self._tables.clear()
         return None

@@ -59,7 +59,11 @@ from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
 ROW_MULTIPLE = 64
-"""Slot sizes and ``kv_len`` are multiples of this, so graphs need an update every 64 steps."""
+"""Without slot attention, row counts of slots and ``kv_len`` are multiples of this number.
+
+A sequence that grows by one token per step then changes ``kv_len``, and updates the graph, only
+once in 64 steps.
+"""
 
 
 class _Step:

@@ -320,7 +320,7 @@ class Scheduler:
         return moves
 
     def plan(self) -> list[Chunk]:
-        """Return the chunks for the next step; with ``alone``, one prompt or only decoding ones."""
+        """Return the chunks of the next step; under ``alone``, a prompt's or all decode chunks."""
         decoding = [r.chunk(1) for r in self.running if r.to_go == 1]
         budget = self.max_step_tokens - len(decoding)
         chunks = []
