@@ -138,8 +138,8 @@ class Loop:
             if kind is not None and (repeat := repeater(why)) is not None:
                 if kind not in layouts:
                     raise CaptureError(
-                        f"the loop has not run with {kind[0]} of its request slots; run it once "
-                        f"before capture."
+                        f"the loop has not run with the bucket {kind[0]}; run it once before the "
+                        f"capture."
                     )
                 return _repeated(step, self.steps, batch.running, repeat, layouts[kind])
             each = range(self.steps) if kind is None else turns(self.steps)

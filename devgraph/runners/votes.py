@@ -60,7 +60,7 @@ def _bytes_for(size: int) -> int:
 class SharedVotes:
     """A callable that casts this rank's vote through the shared page of its host.
 
-    Each rank locks one byte of the file. The kernel releases the lock when the process ends,
+    Each rank locks one byte of the page's file. The kernel releases the lock when the process ends,
     however it ends.
     """
 

@@ -121,9 +121,9 @@ class Installed:
             if strict:
                 raise InstallError(f"{type(error).__name__}: {error}") from error
             logger.warning(
-                "devgraph is not used: %s keeps its own graph layer, because this %s lacks an "
-                "attribute that devgraph replaces (%s: %s). Set %s=strict to raise this error.",
-                *(self._engine, self._engine, type(error).__name__, error, self._switch),
+                "devgraph is not used: its installation failed (%s: %s), so %s keeps its own graph "
+                "layer. Set %s=strict to raise this error.",
+                *(type(error).__name__, error, self._engine, self._switch),
             )
             return False
         self.changes, self._asked = changes, asked

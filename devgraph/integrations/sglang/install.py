@@ -154,14 +154,13 @@ def install(*, mode: str | None = None, strict: bool = True) -> None:
     Args:
         mode: mode configuration as JSON; None reads the variable DEVGRAPH_MODE. Without either,
             SGLang's own options apply.
-        strict: whether to raise an error, instead of logging a warning, if SGLang lacks an
-            attribute that devgraph replaces, or if the check at start fails. SGLang remains
-            unchanged if it lacks an attribute.
+        strict: whether to raise an error, instead of logging a warning, if devgraph cannot be
+            installed (SGLang is then unchanged), or if the check at start fails.
 
     Raises:
         ConfigError: the mode is invalid or unknown to SGLang, or devgraph is already installed with
             another mode.
-        InstallError: under ``strict``, SGLang lacks an attribute. Nothing is changed.
+        InstallError: under ``strict``, devgraph cannot be installed. Nothing is changed.
     """
     if not _here.repeated(mode=mode):
         text, changes = mode_text(mode), Changes("SGLang 0.5.17 to 0.5.23")

@@ -192,8 +192,8 @@ class Transport:
         except RuntimeError as error:
             who = "the store of the group" if rank == self.rank else f"rank {rank}"
             raise HandoffError(
-                f"rank {self.rank} cannot reach {who} in the transfer{of}: it has ended, or did "
-                f"not answer within {self.timeout_s:g} s ({error})"
+                f"rank {self.rank} cannot reach {who} in the transfer{of}, because {who} has "
+                f"ended or did not answer within {self.timeout_s:g} s ({error})"
             ) from error
         except (KeyError, TypeError, ValueError) as error:
             raise HandoffError(

@@ -234,9 +234,9 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
         mode: mode configuration as JSON; None reads the variable DEVGRAPH_MODE. Without either,
             vLLM's own options apply.
         backend: name of the backend; None selects the backend of vLLM's platform.
-        strict: whether to raise an error, instead of logging a warning, if vLLM lacks an
-            attribute that devgraph replaces, and later if a step cannot use its graph. vLLM keeps
-            its own layer if it lacks an attribute.
+        strict: whether to raise an error, instead of logging a warning, if devgraph cannot be
+            installed (vLLM then keeps its own layer), and later if the check at start fails or a
+            step receives tensors at new addresses.
 
     Returns:
         Whether devgraph is the graph layer now.
@@ -244,7 +244,7 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
     Raises:
         ConfigError: the mode is invalid or unknown to vLLM, or devgraph is already installed with
             another mode or backend.
-        InstallError: under ``strict``, vLLM lacks an attribute.
+        InstallError: under ``strict``, devgraph cannot be installed.
     """
     if here.repeated(mode=mode, backend=backend):
         return True
