@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from typing import Any
 
 import attrs
@@ -64,14 +65,15 @@ def export(args: argparse.Namespace, store: Any) -> None:
         handoff = engine.export(request, timeout_s=3600)
         while store.queue_pop("want") == b"handoff":
             # A released offer ends its handoff, so each offer needs its own handoff.
-            offer = transport.offer(attrs.evolve(handoff, progress=fresh(handoff)))
+            offer = transport.offer(fresh(handoff))
             store.queue_push("offers", offer)
         store.queue_push("bye", "")
         store.queue_pop("done")
 
 
-def fresh(handoff: Handoff) -> Any:
-    return type(handoff.progress)(handoff.layers)
+def fresh(handoff: Handoff) -> Handoff:
+    progress = type(handoff.progress)(handoff.layers)
+    return attrs.evolve(handoff, id=uuid.uuid4().hex, progress=progress)
 
 
 def receive(args: argparse.Namespace, store: Any) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def receive(args: argparse.Namespace, store: Any) -> dict[str, Any]:
     results["admit_above_copy_ms"] = results["admit_ms"] - results["copy_ms"]
 
     for _ in range(DECODING):
-        engine.admit(handoff)
+        engine.admit(fresh(handoff))
     engine.decode.capture()
     for _ in range(5):
         engine.step()
