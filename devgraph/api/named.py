@@ -6,10 +6,11 @@ import enum
 import functools
 import itertools
 import logging
+import operator
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -90,6 +91,7 @@ class NamedState:
         self._seeds = [(entry, entry.value.initial_seed()) for entry in generators]
         self._orders = [(mapping, [*mapping]) for mapping in named.whole if len(mapping) <= SMALL]
         self._tables = named.tables
+        self._functions = named.functions()
         terms: dict[str, list[Term]] = {"each": [], "outer": [], "inner": []}
         wholes = [*_wholes(self._held)]
         terms["each"] += (("[*{}.values()] == {}", whole) for whole in wholes)
@@ -118,6 +120,7 @@ class NamedState:
             *terms["each"],
             *by_turns(terms["outer"], _FIRST, _EACH),
             *by_turns(terms["inner"], _TURN, _TURN),
+            *by_turns([*_grouped(self._functions)], 2, 1),
             *self._memory.terms,
             *(("{}() == {}", (entry.value.initial_seed, seed)) for entry, seed in self._seeds),
         ]
@@ -140,6 +143,7 @@ class NamedState:
                 f"buffers than at capture, but the graph uses the old tensors. Remove the new "
                 f"tensors, or {AGAIN}."
             )
+        require_same(self._functions)
         is_changed = False
         try:
             require_same(self._held)
@@ -235,6 +239,16 @@ def _is_code(entry: Entry) -> bool:
         is_global = "__builtins__" in holder
         return is_global or isinstance(value, types.FunctionType | types.ModuleType | type)
     return isinstance(holder, type) and not isinstance(value, (torch.Tensor, *PLAIN))
+
+
+def _grouped(functions: Sequence[Entry]) -> Iterator[Term]:
+    """Yield terms that compare up to ``_TURN`` functions of one module each."""
+    for _, group in itertools.groupby(functions, lambda entry: id(entry.holder)):
+        entries = [*group]
+        for at in range(0, len(entries), _TURN):
+            keys, values = zip(*((e.key, e.value) for e in entries[at : at + _TURN]), strict=True)
+            wanted = values if len(values) > 1 else values[0]
+            yield "{}({}) == {}", (operator.itemgetter(*keys), entries[0].holder, wanted)
 
 
 def _wholes(held: Iterable[Entry]) -> Iterator[tuple[dict[Any, Any], list[Any]]]:

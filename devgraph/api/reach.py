@@ -623,11 +623,17 @@ def _iterated_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
         is_counted = after.opname.startswith(("CALL", "PRECALL")) and any(
             before.argval in _ITERATING for before in steps[max(at - 4, 0) : at]
         )
-        if isinstance(step.argval, str) and (after.opname == "GET_ITER" or is_method or is_counted):
+        is_iterated = after.opname in _OF_ITERATION or is_method or is_counted
+        if isinstance(step.argval, str) and is_iterated:
             yield step.argval
 
 
-_ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max".split())
+_ITERATING = frozenset(
+    "len list tuple set dict sorted iter enumerate sum min max any all reversed".split()
+)
+_OF_ITERATION = frozenset(
+    "GET_ITER DICT_MERGE DICT_UPDATE LIST_EXTEND SET_UPDATE CALL_FUNCTION_EX".split()
+)
 
 
 def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
@@ -685,6 +691,7 @@ class Named:
     - ``whole`` and ``tables``: mappings, and tensor tables of modules, that the step iterates over.
     - ``texts``: strings that the step reads and may use as keys (``ACTIVATIONS[config.act]``).
     - ``probed``: the ``id`` of each mapping in which the step may look up missing keys.
+    - ``libraries``: modules of libraries that the step names.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], *, regions: bool = False) -> None:
@@ -708,7 +715,7 @@ class Named:
     def _search(self, roots: Iterable[tuple[str, Any]], called: frozenset[str]) -> None:
         """Search, assuming that the step calls the methods ``called`` of each class it names."""
         self._called = called
-        self.names: set[str] = {_CELL, "forward", "parametrizations"}
+        self.names: set[str] = {_CELL, "forward", "parametrizations", "_value_"}
         self._read: set[str] = {_CELL}
         self.iterated: set[str] = set()
         self._indexed: set[str] = set()
@@ -726,8 +733,24 @@ class Named:
             self.whole: list[dict[Any, Any]] = []
             self.probed = set[int]()
             self.modules: list[torch.nn.Module] = []
+            self.libraries: dict[str, types.ModuleType] = {}
             self._computed: list[Entry] = []  # places with computed names, searched last
             self._walk(deque(roots))
+
+    def functions(self) -> list[Entry]:
+        """Return the functions of library modules that the step names, which users may patch."""
+        found, todo, seen = list[Entry](), [*self.libraries.values()], set[str]()
+        while todo:
+            module = todo.pop()
+            held = vars(module)
+            seen.add(module.__name__)
+            for name in sorted(held.keys() & self.names):
+                value = held[name]
+                if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+                    found.append(Entry(f"{module.__name__}.{name}", held, name, value))
+                elif isinstance(value, types.ModuleType) and value.__name__ not in seen:
+                    todo.append(value)
+        return found
 
     def _walk(self, todo: deque[tuple[str, Any]]) -> None:
         seen: set[int] = set()
@@ -758,6 +781,7 @@ class Named:
             for entry in entries:
                 is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN)) or entry.key in _OF_CODE
                 if isinstance(entry.value, types.ModuleType) and not _is_user_module(entry.value):
+                    self.libraries[entry.value.__name__] = entry.value
                     continue
                 noted = entry if isinstance(entry.value, dict) else entry.noted()
                 if (
@@ -852,6 +876,9 @@ class Named:
             return
         elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
             return
+        elif isinstance(value, contextvars.ContextVar) and _read(value, _CELL) is ABSENT:
+            yield Entry(value.name, value, _CELL, ABSENT)
+            return
         is_function = isinstance(value, types.FunctionType)
         if isinstance(value, type):
             is_operator = issubclass(value, torch.autograd.Function)
@@ -904,7 +931,7 @@ class Named:
         is_library = isinstance(value, _OF_LIBRARY) or type(value).__module__ in _STATE_OF
         if is_library or is_iterator(value):
             return True
-        is_whole = not self.names.isdisjoint(("vars", "__dict__", "asdict"))
+        is_whole = not self.names.isdisjoint(("vars", "__dict__", "asdict", "dir"))
         held = attributes_of(value) if is_whole else None
         if held is not None and not isinstance(value, torch.nn.Module):
             self.whole.append(held)

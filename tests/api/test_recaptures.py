@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import configparser
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import enum
@@ -1097,7 +1098,37 @@ def _of_backward() -> Any:
     return step, lambda: setattr(factor, "value", 5.0)
 
 
+def _of_library_function() -> Any:
+    def change() -> None:
+        nn.functional.silu = torch.sin  # type: ignore[assignment]
+
+    return lambda x: nn.functional.silu(x), change
+
+
+def _of_unset_variable() -> Any:
+    variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable")
+    return lambda x: x * variable.get(2.0), lambda: variable.set(5.0)
+
+
+def _of_unpacked_mapping() -> Any:
+    scales = {"a": 2.0}
+    return lambda x: x * sum([*{**scales}.values()]), lambda: scales.update(b=3.0)
+
+
+class _Kind(enum.Enum):
+    SCALED = types.SimpleNamespace(gain=2.0)
+
+
+def _of_value_of_an_enum() -> Any:
+    held = _Kind.SCALED.value
+    return lambda x: x * _Kind.SCALED.value.gain, lambda: setattr(held, "gain", held.gain + 3)
+
+
 UNNAMED = [
+    _of_library_function,
+    _of_unset_variable,
+    _of_unpacked_mapping,
+    _of_value_of_an_enum,
     _of_hook_of_a_tensor,
     _of_backward_hook_of_a_module,
     _of_backward,
@@ -1164,7 +1195,10 @@ UNNAMED = [
 
 
 @pytest.mark.parametrize("make", UNNAMED)
-def test_state_that_code_reads_indirectly_is_compared(cap: Any, make: Any) -> None:
+def test_state_that_code_reads_indirectly_is_compared(
+    cap: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.functional, "silu", nn.functional.silu)  # restored after the test
     step, change = make()
     x = torch.randn(4)
     captured = cap(step, x)
