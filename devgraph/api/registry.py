@@ -62,8 +62,9 @@ OTHER_NAMES = {
     "tp": "tensor_parallel",
     "pp": "pipeline_parallel",
     "bs": "buckets",
+    **dict.fromkeys(("none", "off", "eager"), "disabled"),
 }
-"""Other common names of built-in backends, keys and facts, for hints in errors."""
+"""Other common names of built-in backends, keys, facts and policies, for hints in errors."""
 
 
 @attrs.frozen(kw_only=True)

@@ -28,6 +28,7 @@ def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     [
         ('{"decode": "ful"}', ["decode.policy", "'ful'", "piecewise", "Did you mean 'full'?"]),
         ('{"decode": "FULL"}', ["decode.policy", "Did you mean 'full'?"]),
+        ('{"decode": "off"}', ["decode.policy", "Did you mean 'disabled'?"]),
         ('{"decod": "full"}', ["phase 'decod'", "prefill", "Did you mean 'decode'?"]),
         ('{"verify": "start"}', ["'verify' is a key of a phase; move it into decode or prefill"]),
         ('{"decode": {"buckts": [1]}}', ["decode", "key 'buckts'", "Did you mean 'buckets'?"]),
