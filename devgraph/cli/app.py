@@ -87,8 +87,8 @@ def _environment() -> Iterator[None]:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        # Import only this command and only after parsing, because importing torch takes seconds.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # NumPy is optional.
+        # Import only this command and only after parsing, because importing torch takes seconds.
         command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
         code: int = command.run(args)
         if sys.stdout is not None:  # None if the parent closed it

@@ -141,7 +141,7 @@ class TextStream:
         return self._emit(self._new())
 
     def _new(self) -> str:
-        """Return the text of the tokens after ``read``."""
+        """Return the text of the tokens from index ``_read`` on."""
         before, after = (
             self._decode(self._tokens[self._start : end], skip_special_tokens=True)
             for end in (self._read, None)
