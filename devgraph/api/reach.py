@@ -623,17 +623,12 @@ def _iterated_in(steps: Sequence[dis.Instruction]) -> Iterator[str]:
         is_counted = after.opname.startswith(("CALL", "PRECALL")) and any(
             before.argval in _ITERATING for before in steps[max(at - 4, 0) : at]
         )
-        is_iterated = after.opname in _OF_ITERATION or is_method or is_counted
+        is_iterated = after.opname in ("GET_ITER", "LIST_EXTEND") or is_method or is_counted
         if isinstance(step.argval, str) and is_iterated:
             yield step.argval
 
 
-_ITERATING = frozenset(
-    "len list tuple set dict sorted iter enumerate sum min max any all reversed".split()
-)
-_OF_ITERATION = frozenset(
-    "GET_ITER DICT_MERGE DICT_UPDATE LIST_EXTEND SET_UPDATE CALL_FUNCTION_EX".split()
-)
+_ITERATING = frozenset("len list tuple set dict sorted iter enumerate sum min max reversed".split())
 
 
 def _indexed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
@@ -662,6 +657,9 @@ def _probed_in(steps: Sequence[dis.Instruction]) -> Iterator[Any]:
             while steps[first].opname == "LOAD_ATTR":
                 first -= 1
             key = steps[first - 1]
+        elif step.opname in ("DICT_MERGE", "DICT_UPDATE"):  # f(**mapping), {**mapping}
+            yield held[-1] if isinstance(held, tuple) and held else held
+            continue
         elif step.argval == "get":
             key = steps[at + 2 if steps[at + 2].opname == "LOAD_ATTR" else at + 1]
         else:

@@ -91,12 +91,18 @@ def test_data_that_the_step_writes_needs_memory_of_its_own(kit: Kit) -> None:
     kit.same(captured.replay(memory[:4], kit.tensor(4)), memory[:4] * kit.tensor(4))
 
 
+def _difference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x - y
+
+
 def test_mapping_that_the_step_reads_whole_keeps_its_order(kit: Kit) -> None:
     x, y = kit.tensor(2), kit.tensor(2, seed=1)
     whole = kit.capture(lambda d: torch.cat([*d.values()]), {"x": x, "y": y})
     named = kit.capture(lambda d: d["x"] - d["y"], {"x": x, "y": y})
     other = {"y": kit.tensor(2, seed=2), "x": kit.tensor(2, seed=3)}
+    unpacked = kit.capture(lambda d: _difference(**d), {"x": x, "y": y})
     kit.same(named.replay(other), other["x"] - other["y"])
+    kit.same(unpacked.replay(other), other["x"] - other["y"])
     with pytest.raises(dg.InputError, match=r"order \['y', 'x'\] instead of \['x', 'y'\]"):
         whole.replay(other)
 
