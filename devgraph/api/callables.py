@@ -487,7 +487,10 @@ class Graphed:
             with self._timed(entry.eager_seconds if timed and entry.calls > 1 else None):
                 result = self._run_eagerly(reason, args, kwargs)
             if self._named is not None:
-                self._named.leave_out_changes(keeps=(torch.Tensor, *PLAIN))
+                before = {*map(id, self._named.tensors)}
+                self._named.leave_out_changes(keeps=object)
+                if self._live and before - {*map(id, self._named.tensors)}:
+                    self._drop_all(StateError("a call replaced tensors that other graphs read"))
             # Writes through ``.data`` and by fused optimizers change no version counter.
             names = () if self._named is None else self._named.names
             is_hidden = not {"data", "param_groups"}.isdisjoint(names)
@@ -518,7 +521,7 @@ class Graphed:
                         if entry.graph is None:
                             self._capture(entry, call)
                             if self._named is not None:
-                                self._named.leave_out_changes()
+                                self._named.leave_out_changes(keeps=object)
                     finally:
                         for leaf, content in saved:
                             overwrite(leaf, content)

@@ -82,7 +82,7 @@ class NamedState:
         plain = (entry for entry in named.places if isinstance(entry.value, PLAIN))
         self.plain = [entry for entry in plain if entry.place not in self._added]
         held = [entry.value for entry in self._held]
-        self.tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        self.tensors = [tensor for value in held for tensor in _tensors_in(value)]
         self._memory = Memory(self.tensors)
         self._spaces = named.spaces
         default = Entry("torch.default_generator", None, None, torch.default_generator)
@@ -190,22 +190,23 @@ class NamedState:
             logger.warning(text_of_changes(changes))
         self.leave_out_changes()
 
-    def leave_out_changes(self, *, keeps: tuple[type, ...] = (torch.Tensor,)) -> None:
-        """Stop comparing the places that the step changed, and those that it added.
+    def leave_out_changes(self, *, keeps: type = torch.Tensor) -> None:
+        """Stop comparing places whose contents or plain value the step changed.
 
-        Added values of the types ``keeps`` remain compared.
+        Other places that it changed or added are no longer compared, except values of ``keeps``.
         """
-        changed = {
-            entry.place
+        changed = [
+            entry
             for entry in self._held
             if entry.is_modified or not is_equal(entry.value, entry.now())
-        }
+        ]
         if changed or any(space.is_modified for space in self._spaces):
             named = self._walk()
             added = {entry.place for entry in named.places} - self._keys
             self._added |= added
             kept = {entry.place for entry in named.places if isinstance(entry.value, keeps)}
-            self._own |= changed | (added - kept)
+            self._own |= ({entry.place for entry in changed} | added) - kept
+            self._own |= {entry.place for entry in changed if _is_counted(entry)}
             self._settle(named)
 
     def _renew(self) -> None:
@@ -228,6 +229,20 @@ class NamedState:
             if id(entry.holder) in spaces and (is_read or id(entry.holder) in named.probed):
                 _refuse(entry, f"is {brief(entry.value)} and did not exist at capture")
         self._settle(named)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or the tensors of a tuple, which are not separate places."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        yield from itertools.chain.from_iterable(map(_tensors_in, value))
+
+
+def _is_counted(entry: Entry) -> bool:
+    """Whether the contents of a place changed, or its plain value to one of the same type."""
+    is_plain = isinstance(entry.value, PLAIN) and type(entry.now()) is type(entry.value)
+    return entry.is_modified or is_plain
 
 
 def _is_code(entry: Entry) -> bool:

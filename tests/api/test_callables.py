@@ -1368,3 +1368,24 @@ def test_hooks_and_attributes_of_tensors_are_state_of_the_step() -> None:
             x = torch.ones(3)
             x.scale = torch.full((3,), float(at))  # type: ignore[attr-defined]
             same(scaled(x), x * at)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, x), lambda x: [x]], ids=type)
+def test_an_eager_call_that_replaces_a_tensor_drops_the_graphs_that_read_it(wrap):
+    cache = {}
+
+    def denoise(x, step):
+        if step == 0:
+            cache["features"] = wrap(x * 2)
+        features = cache["features"]
+        return x + (features if isinstance(features, torch.Tensor) else features[0])
+
+    run = dg.graphed(denoise, backend="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the key of step 0 cannot be captured
+        for _ in range(4):
+            first = torch.randn(4)
+            for step in (0, 1, 1, 1):
+                x = torch.randn(4) if step else first
+                torch.testing.assert_close(run(x, step), x + first * 2)
+    assert run.stats()["replays"] >= 4
