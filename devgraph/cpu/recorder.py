@@ -360,9 +360,11 @@ class Recorder:
         """Refuse tensors that another thread created during the recording.
 
         Such tensors are in generation 0 of the garbage collector, and no older object owns their
-        memory.
+        memory. Known tensors are older, but stay there while another thread collects garbage.
         """
-        objects = [o for o in gc.get_objects(generation=0) if issubclass(type(o), torch.Tensor)]
+        known = {*map(id, self._arguments), *map(id, self._reached)}
+        alive = (o for o in gc.get_objects(generation=0) if id(o) not in known)
+        objects = [o for o in alive if issubclass(type(o), torch.Tensor)]
         young = set(map(id, objects))
         for tensor, count in self._first_uses:
             storage = tensor.untyped_storage()

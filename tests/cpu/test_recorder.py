@@ -423,6 +423,28 @@ def test_work_of_another_thread_on_tensors_of_the_caller_is_refused(how: str) ->
         dg.capture(step, x, backend="cpu")
 
 
+def test_arguments_are_not_mistaken_for_results_while_another_thread_collects_garbage() -> None:
+    collecting, captured = threading.Event(), threading.Event()
+
+    def hold(phase: str, _: Any) -> None:
+        if phase == "start" and threading.current_thread() is collector:
+            collecting.set()
+            captured.wait(60)
+
+    x, weight = torch.ones(3), torch.ones(3)
+    collector = threading.Thread(target=gc.collect)
+    gc.callbacks.append(hold)
+    try:
+        collector.start()
+        assert collecting.wait(60)
+        graph = dg.capture(lambda x: x * 2 + weight, x, backend="cpu")
+    finally:
+        gc.callbacks.remove(hold)
+        captured.set()
+        collector.join()
+    same(graph.replay(), x * 3)
+
+
 def test_mark_in_another_thread_is_refused_although_the_step_fails_afterwards() -> None:
     """FAULTS 49."""
 
