@@ -239,7 +239,7 @@ def test_searched_code_and_classes_are_freed(kit: Kit) -> None:
     source = "class Held:\n __slots__ = ()\n def run(self, x): return x * 2\nheld = Held()\n"
     space: dict[str, Any] = {}
     exec(f"{source}def step(x): return held.run(x)", space)
-    kit.capture(space["step"], torch.ones(2)).close()
+    kit.capture(space["step"], kit.tensor(2)).close()
     ended = [weakref.ref(item) for item in (space["Held"], space["step"].__code__)]
     space.clear()
     gc.collect()
