@@ -153,7 +153,10 @@ def prefill(node: Node) -> None:
                 hand_over(request, message["request"])
         for event in engine.step():
             name, ended = names[event.request_id], event.finish_reason
-            node.tell("scheduler", request=name, token=event.token, text=event.text, ended=ended)
+            node.tell(
+                "scheduler", request=name, token=event.token, text=event.text, ended=ended,
+                first=True,
+            )  # fmt: skip
             if ended is None and not node.layerwise:
                 hand_over(event.request_id, name)
 
@@ -220,10 +223,14 @@ class Scheduler:
     def _tell(self, receiver: str, **message: Any) -> None:
         self._store.queue_push(receiver, json.dumps(message))
 
+    def _is_complete(self, name: int) -> bool:
+        ended = self.ended.get(name)
+        return ended in ("aborted", "lost") or (ended is not None and name in self.first)
+
     def run(self, abort: int) -> None:
-        """Submit a request after every fifth token, and abort one request after its third token."""
+        """Submit a request after every fifth token, and abort one after three tokens or more."""
         begun: dict[int, float] = {}
-        while len(self.ended) < len(self.prompts):
+        while not all(map(self._is_complete, range(len(self.prompts)))):
             seen = sum(map(len, self.tokens))
             allowed = 2 + seen // 5 + len(self.ended)
             while len(begun) < min(len(self.prompts), allowed):
@@ -233,15 +240,17 @@ class Scheduler:
                 self._tell("prefill", request=name, prompt=prompt, new=new)
             message = json.loads(self._store.queue_pop("scheduler"))
             name, token = message["request"], message["token"]
-            if name in self.ended:
+            if self.ended.get(name) == "aborted":
                 continue
             if token is not None:
-                self.tokens[name].append(token)
-                self.first.setdefault(name, time.perf_counter() - begun[name])
+                # With --layerwise, the decode rank may report a token before the prefill rank does.
+                self.tokens[name].insert(0 if "first" in message else len(self.tokens[name]), token)
+                if "first" in message:
+                    self.first[name] = time.perf_counter() - begun[name]
                 print(f"request {name}: {message['text'] or token}")
             if message["ended"]:
                 self.ended[name] = message["ended"]
-            elif name == abort and len(self.tokens[name]) == 3:
+            elif name == abort and name in self.first and len(self.tokens[name]) >= 3:
                 self.ended[name] = "aborted"
                 for role in ROLES:
                     self._tell(role, abort=name)

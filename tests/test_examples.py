@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -75,6 +76,29 @@ def test_mixed_cluster_decodes_in_graphs_with_the_tokens_of_one_process(
     early, layers = map(int, re.findall(r"\d+", table["layers sent"]))
     # The last of two layers is ready when the step ends.
     assert (0 < early <= layers / 2) if options else (early == 0)
+
+
+def test_scheduler_orders_tokens_that_the_decode_rank_reports_first(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    messages = [
+        {"request": 0, "token": 12, "text": "", "ended": None},
+        {"request": 0, "token": 13, "text": "", "ended": "length"},
+        {"request": 0, "token": 11, "text": "", "ended": None, "first": True},
+        {"role": "prefill"},
+        {"role": "decode"},
+    ]
+
+    class Store:
+        def queue_push(self, receiver: str, text: str) -> None: ...
+
+        def queue_pop(self, receiver: str) -> str:
+            return json.dumps(messages.pop(0))
+
+    scheduler = importlib.import_module("mixed_cluster").Scheduler(Store(), ["a prompt"])
+    scheduler.run(abort=1)
+    assert scheduler.tokens == [[11, 12, 13]]
 
 
 def test_mixed_cluster_runs_without_graphs_in_an_emergency(monkeypatch: pytest.MonkeyPatch):
