@@ -27,6 +27,7 @@ from devgraph.api.errors import (
     counted,
     whole,
 )
+from devgraph.api.tensors import has_place
 from devgraph.runners.batch import Batch, StateViews
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Pad, as_dims, raw, require_name
 
@@ -320,7 +321,8 @@ class StateStore:
             value = rows[name]
             if not isinstance(value, torch.Tensor):
                 raise InputTypeError(f"state {name!r} must be a tensor, got {brief(value)}")
-            if (value.dtype, tuple(value.shape)) != (declared.dtype, declared.shape):
+            given_as = value.dtype, tuple(value.shape), has_place(value)
+            if given_as != (declared.dtype, declared.shape, True):
                 raise InputError(
                     f"state {name!r} is {brief(value)}; expected {declared.dtype} {declared.shape}"
                 )

@@ -266,6 +266,7 @@ def test_state_moves_to_another_runner_and_back():
         ({"total": None}, "'total' must be a tensor"),
         ({"total": torch.zeros(3)}, "'total' is .*; expected torch.float64"),
         ({"total": torch.zeros(4, dtype=torch.float64)}, "'total' is "),
+        ({"total": torch.zeros(3, dtype=torch.float64, device="meta")}, "'total' is .* on meta"),
         ({"other": torch.zeros(3)}, "the state has count, other, total; this runner needs count"),
     ],
 )
