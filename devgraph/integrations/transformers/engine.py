@@ -374,9 +374,9 @@ class Engine:
         """
         self._check_open()
         request = self._scheduler.find(request_id)
+        deadline = time.monotonic() + finite("timeout_s", timeout_s)
         if request.is_exported:
             return request.handoff  # type: ignore[no-any-return]
-        deadline = time.monotonic() + finite("timeout_s", timeout_s)
         if layerwise and not self.model.layerwise:
             raise StateError("this engine signals no layers; create it with layerwise=True")
         if layerwise == bool(request.generated):

@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from devgraph.api.errors import HandoffError, InputError, InputTypeError, brief, finite
+from devgraph.api.errors import (
+    HandoffError,
+    InputError,
+    InputTypeError,
+    StateError,
+    brief,
+    finite,
+)
 from devgraph.integrations.transformers.handoff import Handoff
 from devgraph.runners.ranks import store_of
 
@@ -49,6 +56,10 @@ class Transport:
     """
 
     def __init__(self, group: Any, timeout_s: float) -> None:
+        if not dist.is_initialized():
+            raise StateError(
+                "a transport needs a process group; call torch.distributed.init_process_group first"
+            )
         self.rank = dist.get_rank(group)
         self.timeout_s = finite("timeout_s", timeout_s)
         self.closed = False
@@ -216,6 +227,7 @@ class TorchTransport(Transport):
 
     Raises:
         InputError: the store of the group has no queues.
+        StateError: torch.distributed is not initialized.
     """
 
     def __init__(
@@ -225,9 +237,9 @@ class TorchTransport(Transport):
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self.device = _device_of(group) if device is None else torch.device(device)
         self._peers: dict[str, _Peer] = {}
         super().__init__(group, timeout_s)
+        self.device = _device_of(group) if device is None else torch.device(device)
 
     def fetch(self, offer_id: str) -> Handoff:
         owner, rank = owner_of(offer_id)

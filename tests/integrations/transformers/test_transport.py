@@ -27,7 +27,7 @@ pytest.importorskip("transformers", reason="the transformers integration")
 dist = pytest.importorskip("torch.distributed")
 
 import devgraph as dg
-from devgraph.api.errors import InputError, InputTypeError
+from devgraph.api.errors import InputError, InputTypeError, StateError
 from devgraph.integrations.transformers import TorchTransport
 from devgraph.integrations.transformers import transport as module
 from tests.support.handoff_ranks import joined, made_handoff, same
@@ -60,6 +60,11 @@ def eventually(is_true: Any) -> None:
     while not is_true():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_transport_without_a_process_group_is_refused() -> None:
+    with pytest.raises(StateError, match="call torch.distributed.init_process_group first"):
+        TorchTransport()
 
 
 def test_handoff_arrives_whole_and_its_release_ends_it(pair: Any) -> None:
