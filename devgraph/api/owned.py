@@ -229,6 +229,9 @@ class Owned:
         if is_first and self._named is not None:
             self._after_run = [entry.noted() for entry in self._named.places]
         if is_first and not captured:
+            gone = [change for change in changes if change.verb == "removes"]
+            # Later runs find nothing to remove.
+            self.moved |= {change.path: (change.before[0], ABSENT) for change in gone}
             created = {path: tensor for item in changes for path, tensor in item.tensors}
             if created and self._saved:
                 after = self._saved[0].beside(created.items())

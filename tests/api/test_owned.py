@@ -368,3 +368,16 @@ def test_state_that_only_eager_bodies_use_causes_no_warning(is_read: bool) -> No
     before = calls[0]
     captured.replay()
     assert calls[0] == before + 1
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_tensor_that_only_the_first_run_removes_is_named(kit: Kit, kind: type) -> None:
+    """FAULTS 47."""
+    held = kind([(0, kit.tensor(2))]) if kind is dict else [kit.tensor(2)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        held.clear()
+        return x * 2
+
+    with pytest.warns(dg.DeviceGraphWarning, match=r"held\[0\] from .* to absent"):
+        dg.capture(step, kit.tensor(2), backend=kit.backend).close()
