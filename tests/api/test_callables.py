@@ -1380,7 +1380,7 @@ def test_an_eager_call_that_replaces_a_tensor_drops_the_graphs_that_read_it(wrap
         features = cache["features"]
         return x + (features if isinstance(features, torch.Tensor) else features[0])
 
-    run = dg.graphed(denoise, backend="cpu")
+    run = graphed(denoise)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the key of step 0 cannot be captured
         for _ in range(4):
