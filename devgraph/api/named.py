@@ -20,6 +20,7 @@ from devgraph.api.errors import CaptureError, StateError, brief
 from devgraph.api.guard import Term, by_turns
 from devgraph.api.marks.host_values import exact
 from devgraph.api.reach import (
+    OF_CODE,
     PLAIN,
     POSITION,
     SMALL,
@@ -248,7 +249,7 @@ def _is_counted(entry: Entry) -> bool:
 def _is_code(entry: Entry) -> bool:
     """Whether a place is a global or contains code, which few programs replace."""
     holder, value = entry.holder, entry.value
-    if entry.key in ("__code__", "__class__"):
+    if entry.key in OF_CODE:
         return True
     if isinstance(holder, dict):
         is_global = "__builtins__" in holder

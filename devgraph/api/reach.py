@@ -777,7 +777,7 @@ class Named:
                     if not is_first:
                         self.inner.add((id(space), None))
             for entry in entries:
-                is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN)) or entry.key in _OF_CODE
+                is_leaf = isinstance(entry.value, (torch.Tensor, *PLAIN)) or entry.key in OF_CODE
                 if isinstance(entry.value, types.ModuleType) and not _is_user_module(entry.value):
                     self.libraries[entry.value.__name__] = entry.value
                     continue
@@ -1021,7 +1021,7 @@ _IMPLICIT = frozenset(
 )
 """Special methods that Python calls although no code names them."""
 
-_OF_CODE = ("__code__", "__class__")
+OF_CODE = ("__code__", "__class__")
 """Attributes whose values are compared, but not searched."""
 
 _INDIRECT = frozenset({"globals", "modules", "import_module"})
